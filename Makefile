@@ -1,0 +1,32 @@
+# make demo: set up and watch a small Llama learn.   make test: set up, lint, types, tests.
+PYTHON ?= python3
+BIN := .venv/bin
+
+
+.PHONY: demo test install lint types pytest clean
+
+demo: install
+	$(BIN)/fivefold train examples/demo.toml
+
+test: lint types pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+pytest: install
+	$(BIN)/python -m pytest
+
+# The stamp makes this a no-op until pyproject.toml changes. pip, not uv: pip honours the machine's local wheels.
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[train,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,15 @@
+"""What a user can get wrong, said in whole sentences.
+
+A `UserError` is raised for bad input and ends the command with exit code 2 and no traceback. It carries *all* the
+problems that were found, because fixing one at a time is how an afternoon goes by.
+"""
+
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """One or more problems with what the user gave us; each a sentence with the values and what to write instead."""
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))

@@ -1,0 +1,38 @@
+"""Small things that sentences are made of: the nearest name, numbers for people."""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+def nearest(name: str, choices: Iterable[str], most: int = 1) -> list[str]:
+    """The choices that look most like a misspelled name, best first; empty when none does."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    return [by_lower[hit] for hit in get_close_matches(name.lower(), by_lower, n=most, cutoff=0.5)]
+
+
+def did_you_mean(name: str, choices: Sequence[str]) -> str:
+    """The tail of an "unknown X" sentence: the nearest name, or all of them when nothing is near."""
+    hits = nearest(name, choices)
+    return f"did you mean {hits[0]!r}?" if hits else f"known: {', '.join(choices)}"
+
+
+def either(values: Sequence[object]) -> str:
+    """'a', 'a or b', 'a, b or c'."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def si(value: float, digits: int = 3) -> str:
+    """8030261248 -> '8.03B': decimal prefixes, for parameters, tokens and FLOPs."""
+    for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.{digits}g}{suffix}" if abs(value) < 1000 * size else f"{value / size:.0f}{suffix}"
+    return f"{value:.{digits}g}"
+
+
+def bytes_text(count: float) -> str:
+    """1610612736 -> '1.50 GiB': binary prefixes, for memory and files."""
+    for size, suffix in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {suffix}"
+    return f"{count:.0f} B"
