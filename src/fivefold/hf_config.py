@@ -1,0 +1,134 @@
+"""A Hugging Face `config.json` read as a ModelSpec. Pure: planning a downloaded model needs no torch."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.spec import Activation, ModelSpec, RopeScaling
+from fivefold.words import did_you_mean
+
+Config = dict[str, Any]
+
+
+def read_hf_config(path: str | Path) -> ModelSpec:
+    """The model that a `config.json`, or the directory that holds one, describes."""
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds a {type(config).__name__}, not the table of a model's settings")
+    try:
+        return spec_from_hf(config, name=file.resolve().parent.name)
+    except UserError as error:
+        raise UserError(f"{file}: {problem}" for problem in error.problems) from None
+
+
+def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
+    kind = config.get("model_type", "")
+    if kind not in _READERS:
+        raise UserError(f"model_type {kind!r} is not of the family; {did_you_mean(kind, list(_READERS))}")
+    reader, required = _READERS[kind]
+    missing = [key for key in required if not isinstance(config.get(key), int)]
+    if missing:
+        raise UserError(f"{key} is missing or not a whole number" for key in missing)
+    problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
+                for key, only in _ONLY[kind].items() if config.get(key, only) != only]  # fmt: skip
+    if problems:
+        raise UserError(problems)
+    spec = reader(config, name)
+    if problems := spec.problems():
+        raise UserError(problems)
+    return spec
+
+
+def _llama(config: Config, name: str) -> ModelSpec:
+    theta, scaling = _rope(config)
+    return ModelSpec(
+        name=name,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads") or 0,
+        head_dim=config.get("head_dim") or 0,
+        ffn=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        context=config.get("max_position_embeddings", 2048),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=config["model_type"] == "qwen3",
+        init_std=config.get("initializer_range", 0.02),
+    )
+
+
+def _gpt2(config: Config, name: str) -> ModelSpec:
+    rates = {key: config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop")}
+    if len(set(rates.values())) > 1:
+        raise UserError(
+            f"resid_pdrop={rates['resid_pdrop']} and embd_pdrop={rates['embd_pdrop']} differ; one rate is kept"
+        )
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in _GELUS:
+        raise UserError(
+            f"activation_function={activation!r} is not supported; {did_you_mean(activation, list(_GELUS))}"
+        )
+    if config.get("attn_pdrop", 0.1):
+        warnings.warn("attn_pdrop is read as 0: attention probabilities are never dropped here", stacklevel=2)
+    return ModelSpec(
+        name=name,
+        layers=config["n_layer"],
+        hidden=config["n_embd"],
+        heads=config["n_head"],
+        ffn=config.get("n_inner") or 0,
+        vocab=config["vocab_size"],
+        context=config["n_positions"],
+        norm="layernorm",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        activation=_GELUS[activation],
+        positions="learned",
+        bias=True,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        dropout=rates["resid_pdrop"],
+        init_std=config.get("initializer_range", 0.02),
+    )
+
+
+def _rope(config: Config) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from either spelling: `rope_theta` + `rope_scaling`, or the newer `rope_parameters`."""
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"rope type {kind!r} is not supported; 'default' and 'llama3' are")
+    return theta, RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_context=rope["original_max_position_embeddings"],
+    )
+
+
+_GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_LLAMA_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_READERS: dict[str, tuple[Callable[[Config, str], ModelSpec], tuple[str, ...]]] = {
+    "llama": (_llama, _LLAMA_KEYS),
+    "qwen3": (_llama, _LLAMA_KEYS),
+    "gpt2": (_gpt2, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")),
+}
+# Settings that would change the arithmetic: anything but these values is refused, never ignored.
+_ONLY: dict[str, Config] = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+}
