@@ -152,7 +152,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             found.append(f"layout.tp={tp} does not divide the {spec.heads} attention heads of {spec.name}; {nearest}")
         elif spec.kv_heads % tp and tp % spec.kv_heads:
             found.append(
-                f"layout.tp={tp} neither divides the {spec.kv_heads} kv heads of {spec.name} nor is a multiple of them; "
+                f"layout.tp={tp} neither divides the {spec.kv_heads} kv heads of {spec.name} nor is a multiple; "
                 f"{nearest}"
             )
         if spec.ffn % tp:

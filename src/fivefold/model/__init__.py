@@ -1,0 +1,1 @@
+"""The decoder, plain to read: nothing in here knows of parallelism."""

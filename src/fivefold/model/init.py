@@ -1,0 +1,43 @@
+"""Initial weights, layout-free: any block of any parameter is a function of (seed, name, place)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.model import random
+from fivefold.spec import ModelSpec, Parameter
+
+_CHUNK = 1 << 18  # elements drawn at a time: the float64 work stays in cache, and a 70B matrix needs no 70B of scratch
+
+
+def std_of(spec: ModelSpec, parameter: Parameter) -> float:
+    """GPT-2's rule: the matrices that write into the residual stream start smaller, by the number of writers."""
+    writes_residual = parameter.name.endswith((".attention.o.weight", ".mlp.down.weight"))
+    return spec.init_std / math.sqrt(2 * spec.layers) if writes_residual else spec.init_std
+
+
+@torch.no_grad()
+def draw(
+    spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, rows: range | None = None, columns: range | None = None
+) -> None:
+    """Fill `out` with the block rows x columns of a parameter (the whole of it if not said)."""
+    if parameter.kind == "norm":
+        out.fill_(1.0)
+        return
+    if parameter.kind == "bias":
+        out.zero_()
+        return
+    rows, columns = rows or range(parameter.shape[0]), columns or range(parameter.shape[1])
+    key, std = random.key(seed, "init", parameter.name), std_of(spec, parameter)
+    step = max(1, _CHUNK // len(columns))
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        out[start : start + step].copy_(random.normal(key, piece, columns, out.device) * std)
+
+
+def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Draw every parameter of a whole (unsharded) model."""
+    parameters = dict(model.named_parameters())
+    for parameter in spec.parameters():
+        draw(spec, parameter, parameters[parameter.name], seed)

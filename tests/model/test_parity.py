@@ -1,0 +1,134 @@
+"""The model against Hugging Face's: logits and every gradient, in fp32 to 1e-5 and in fp64 to 1e-10."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from fivefold.hf_config import spec_from_hf
+from fivefold.model.decoder import Decoder
+from fivefold.model.hf import from_hf, source, to_hf
+from fivefold.model.loss import loss_sum
+from fivefold.model.rope import frequencies
+
+LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CASES: dict[str, Any] = {
+    "llama-gqa": transformers.LlamaConfig(**LLAMA),
+    "llama-mha": transformers.LlamaConfig(**LLAMA | {"num_key_value_heads": 6}),
+    "llama-mqa-tied": transformers.LlamaConfig(**LLAMA | {"num_key_value_heads": 1}, tie_word_embeddings=True),
+    "llama-3.1-rope": transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA31_ROPE),
+    "qwen3": transformers.Qwen3Config(**LLAMA, head_dim=16),
+    "qwen3-tied": transformers.Qwen3Config(**LLAMA, head_dim=16, tie_word_embeddings=True),
+    "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=48, n_layer=3, n_head=6, n_positions=64, **NO_DROPOUT),
+    "gpt2-untied": transformers.GPT2Config(
+        vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=False,
+        activation_function="gelu", **NO_DROPOUT,
+    ),
+}  # fmt: skip
+
+
+class _InFloat64:
+    """torch, but `torch.float32` is float64: what the Hugging Face code rounds to single precision stays double."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def unrounded(dtype: torch.dtype) -> Iterator[None]:
+    """Hugging Face norms and rotations compute in float32 whatever the model's dtype; in a float64 comparison, let
+    them compute the same formulas in float64, however they spell the rounding."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dtype == torch.float64:
+            for module in (modeling_llama, modeling_qwen3):
+                patch.setattr(module, "torch", _InFloat64())
+            patch.setattr(Tensor, "float", Tensor.double)
+        yield
+
+
+def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    with torch.no_grad():  # norms and biases start at 1 and 0, where a mix-up would not show
+        for name, parameter in theirs.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3.0)
+            assert parameter.dtype == dtype, name
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("inv_freq"):  # computed in float32 by their constructor: give both the exact ones
+            exact = frequencies(spec_from_hf(config.to_dict()))
+            assert torch.allclose(buffer.double(), exact, rtol=1e-6)
+            buffer.data = exact.to(dtype)
+    spec = spec_from_hf(config.to_dict())
+    ours = Decoder(spec).to(dtype)
+    ours.load_state_dict(from_hf(spec, theirs.state_dict()))
+    return theirs, ours
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_every_gradient_equal_transformers(case: str, dtype: torch.dtype, bound: float) -> None:
+    theirs, ours = pair(CASES[case], dtype)
+    tokens = torch.randint(0, 97, (2, 33), generator=torch.Generator().manual_seed(1))
+    targets, mask = tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool)
+    mask[0, 20:] = False
+    with unrounded(dtype):
+        expected = theirs(tokens).logits
+        loss_sum(expected, targets, mask).backward()
+    logits = ours(tokens)
+    loss_sum(logits, targets, mask).backward()
+
+    assert logits.dtype == dtype
+    assert worst(logits, expected) <= bound
+    expected_gradients = from_hf(ours.spec, {name: p.grad for name, p in theirs.named_parameters()})
+    gradients = {name: p.grad for name, p in ours.named_parameters()}
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        if name.endswith("attention.k.bias"):
+            # A shift of every key moves each row of scores by a constant, which softmax ignores: the true value is 0.
+            assert gradient.abs().max() <= bound * expected_gradients[name.replace(".k.", ".q.")].abs().max()
+            continue
+        assert gradient.abs().max() > 0, name
+        assert worst(gradient, expected_gradients[name]) <= bound, name
+
+
+def worst(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_go_to_hugging_face_and_back(case: str) -> None:
+    theirs, ours = pair(CASES[case], torch.float32)
+    back = to_hf(ours.spec, ours.state_dict())
+    expected = dict(theirs.named_parameters())
+    assert back.keys() == expected.keys()
+    for name, tensor in back.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert {source(ours.spec, p.name).name for p in ours.spec.parameters()} == expected.keys()
