@@ -1,0 +1,230 @@
+"""The job: one TOML file, KEY=VALUE changes on top, and everything that is wrong with them.
+
+    job = read_job("job.toml", ["optimizer.lr=3e-4", "train.steps=200", "layout=dp=2,tp=2"])
+
+No torch here: a bad job is refused before anything heavy is imported and before any process starts.
+"""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from fivefold.errors import UserError
+from fivefold.hf_config import read_hf_config
+from fivefold.layout import Layout
+from fivefold.presets import PRESETS, preset
+from fivefold.reading import read, unknown_key
+from fivefold.spec import ModelSpec
+from fivefold.words import did_you_mean
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Table = dict[str, Any]
+T = TypeVar("T")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the job file: every setting has a default."""
+
+
+class DataConfig(Section):
+    path: str = ""  # a directory made by `fivefold data prepare`; empty: the Python standard library's own source
+    seq: int = 256  # tokens of a sample
+    seed: int = 0  # of the data order
+    document_mask: bool = False  # attention stays within a document
+
+
+class OptimizerConfig(Section):
+    lr: float = 3e-3  # peak
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # decoupled; norms, biases and embeddings are spared
+    clip: float = 1.0  # of the global gradient norm; 0: never
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int = 20  # steps, linear from 0
+    decay: float = 0.2  # wsd: the share of the steps, at the end, in which the rate falls
+    final: float = 0.1  # the last rate, as a share of the peak
+
+
+class TrainConfig(Section):
+    steps: int = 200
+    batch: int = 16  # sequences per step, over all ranks and microbatches
+    seed: int = 0  # of weights and dropout
+    dtype: Dtype = "float32"  # of compute; bfloat16 keeps float32 master weights
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = True  # the same run twice gives the same bits; on CUDA at some cost in speed
+    eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
+    eval_samples: int = 64  # held-out sequences per look
+    log_every: int = 10  # steps between printed lines where there is no terminal
+
+
+class RunConfig(Section):
+    name: str = "run"
+    dir: str = "runs"  # the run's own directory is made inside; an existing one is never touched
+    tensorboard: bool = False
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: ModelSpec
+    layout: Layout = Layout()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    run: RunConfig = RunConfig()
+
+    def problems(self, world: int | None = None) -> list[str]:
+        """Everything wrong with the values, beyond their types."""
+        return [
+            *self.model.problems(),
+            *self._settings(),
+            *self.layout.problems(self.model, world=world, seq=self.data.seq, batch=self.train.batch),
+        ]
+
+    def _settings(self) -> list[str]:
+        o, t, d = self.optimizer, self.train, self.data
+        wrong = {
+            f"optimizer.lr={o.lr} must be a positive number": not (0 < o.lr < math.inf),
+            f"optimizer.betas={list(o.betas)} must lie in [0, 1)": not all(0 <= beta < 1 for beta in o.betas),
+            f"optimizer.eps={o.eps} must be positive": not (0 < o.eps < math.inf),
+            f"optimizer.weight_decay={o.weight_decay} must not be negative": not (0 <= o.weight_decay < math.inf),
+            f"optimizer.clip={o.clip} must not be negative; 0 turns it off": not (0 <= o.clip < math.inf),
+            f"optimizer.warmup={o.warmup} must not be negative": o.warmup < 0,
+            f"optimizer.decay={o.decay} is a share of the steps, between 0 and 1": not (0 <= o.decay <= 1),
+            f"optimizer.final={o.final} is a share of the peak rate, between 0 and 1": not (0 <= o.final <= 1),
+            f"train.steps={t.steps} must be at least 1": t.steps < 1,
+            f"train.batch={t.batch} must be at least 1": t.batch < 1,
+            f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end": t.eval_every < 0,
+            f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all": t.eval_samples < 0,
+            f"train.log_every={t.log_every} must be at least 1": t.log_every < 1,
+            f"data.seq={d.seq} must be at least 1": d.seq < 1,
+            f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
+            f"nearest: seq={self.model.context}": self.model.positions == "learned" and d.seq > self.model.context,
+            f"run.name={self.run.name!r} must be a plain name, without slashes": Path(self.run.name).name
+            != self.run.name,
+        }
+        return [sentence for sentence, is_wrong in wrong.items() if is_wrong]
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "layout": Layout,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+    "run": RunConfig,
+}
+
+
+def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...] = ()) -> Job:
+    """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
+    table = _read_toml(Path(path)) if path is not None else {}
+    problems: list[str] = []
+    for change in changes:
+        _apply(table, change, problems)
+    problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
+    model = _model(table.get("model", "tiny"), problems)
+    sections = {name: _section(kind, table.get(name, {}), name, problems) for name, kind in SECTIONS.items()}
+    if problems or model is None:
+        raise UserError(problems)
+    if path is not None and sections["run"].name == "run":
+        sections["run"] = msgspec.structs.replace(sections["run"], name=Path(path).stem)
+    return Job(model=model, **sections)
+
+
+def _read_toml(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        beside = path.parent if path.parent.is_dir() else Path()
+        others = sorted(str(file) for file in beside.glob("*.toml"))
+        hint = did_you_mean(str(path), others) if others else "'fivefold train' without one trains the built-in demo"
+        raise UserError(f"no job file {path}; {hint}") from None
+    except OSError as error:
+        raise UserError(f"cannot read job file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"job file {path} is not TOML: {error}") from None
+
+
+def _apply(table: Table, change: str, problems: list[str]) -> None:
+    """One `section.key=value` from the command line, laid over the table."""
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        problems.append(f"{change!r} is not of the form section.key=value")
+        return
+    *sections, last = key.split(".")
+    for section in sections:
+        if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
+            table[section] = _spread(section, table[section], problems)
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            problems.append(f"{key}: {section} is a value, not a table")
+            return
+    table[last] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _spread(section: str, text: str, problems: list[str]) -> Table:
+    """The table that a short string stands for."""
+    if section == "layout":
+        try:
+            return {k: v for k, v in msgspec.structs.asdict(Layout.parse(text)).items() if v != getattr(Layout(), k)}
+        except UserError as error:
+            problems += error.problems
+            return {}
+    return {"preset": text} if section == "model" else {}
+
+
+def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | None:
+    if name == "layout" and isinstance(value, str):
+        value = _spread(name, value, problems)
+    if not isinstance(value, dict):
+        problems.append(f"{name}={value!r} is not a table of settings")
+        return None
+    return read(kind, value, name, problems)
+
+
+def _model(value: Any, problems: list[str]) -> ModelSpec | None:
+    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` with fields changed, or all fields."""
+    table = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        problems.append(f"model={value!r} is neither a preset's name nor a table")
+        return None
+    base: Table = {}
+    try:
+        if "preset" in table:
+            name = str(table["preset"])
+            preset(name)  # names the nearest where there is none
+            base = {"name": name} | PRESETS[name]
+        elif "config" in table:
+            base = msgspec.structs.asdict(read_hf_config(str(table["config"])))
+        elif "layers" not in table and "name" not in table:
+            base = {"name": "tiny"} | PRESETS["tiny"]
+    except UserError as error:
+        problems += error.problems
+        return None
+    fields = {key: value for key, value in table.items() if key not in ("preset", "config")}
+    return read(ModelSpec, base | fields, "model", problems)
+
+
+def to_toml(job: Job) -> str:
+    """The resolved job as a file that `fivefold train` runs again."""
+    lines: list[str] = []
+    for section, table in msgspec.to_builtins(job).items():
+        nested = {key: value for key, value in table.items() if isinstance(value, dict)}
+        for name, values in [(section, table), *((f"{section}.{key}", value) for key, value in nested.items())]:
+            lines.append(f"[{name}]")
+            lines += [f"{k} = {_toml(v)}" for k, v in values.items() if v is not None and not isinstance(v, dict)]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    return msgspec.json.encode(value).decode()  # scalars and lists of them read the same in TOML
