@@ -13,3 +13,7 @@ class UserError(Exception):
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class TrainingError(Exception):
+    """A run that cannot go on: a sentence with the step and the values. Ends the command with exit code 1."""

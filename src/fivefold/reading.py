@@ -12,6 +12,7 @@ import msgspec
 from fivefold.words import did_you_mean
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 _SPOKEN: dict[Any, str] = {
     int: "a whole number",
@@ -35,7 +36,7 @@ def read(kind: type[T], value: Any, path: str, problems: list[str]) -> T | None:
         return None
 
 
-def _struct(kind: type[T], table: dict[str, Any], path: str, problems: list[str]) -> T | None:
+def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]) -> S | None:
     before = len(problems)
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     problems += [unknown_key(path, key, list(known)) for key in table if key not in known]

@@ -47,7 +47,7 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)
         seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped)
-        return self.o(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o(seen.transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, S, heads x D] -> [B, heads, S, D]"""
@@ -66,8 +66,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
-        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -82,11 +82,9 @@ class Block(nn.Module):
         self.mlp = MLP(spec)
         self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
 
-    def forward(
-        self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), rotation, mask), place)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), place)  # type: ignore[no-any-return]
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), place)
 
 
 class Decoder(nn.Module):
@@ -116,7 +114,7 @@ class Decoder(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight if self.head is None else self.head.weight)
 
     def rotation(self, place: Place) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine of every token's angles, [B, 1, S, D/2]; the table is made once, on the CPU, for all devices."""
+        """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
         dtype = torch.float64 if self.embedding.weight.dtype == torch.float64 else torch.float32

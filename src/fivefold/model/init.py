@@ -19,7 +19,12 @@ def std_of(spec: ModelSpec, parameter: Parameter) -> float:
 
 @torch.no_grad()
 def draw(
-    spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, rows: range | None = None, columns: range | None = None
+    spec: ModelSpec,
+    parameter: Parameter,
+    out: Tensor,
+    seed: int,
+    rows: range | None = None,
+    columns: range | None = None,
 ) -> None:
     """Fill `out` with the block rows x columns of a parameter (the whole of it if not said)."""
     if parameter.kind == "norm":

@@ -30,7 +30,7 @@ def key(*parts: object) -> Key:
 
 
 def words(key: Key, c0: Tensor, c1: Tensor | int = 0, c2: Tensor | int = 0, c3: Tensor | int = 0) -> Tensor:
-    """Philox-4x32-10: four 32-bit words (in int64) for each place of the broadcast counters; a last dim of 4 is added."""
+    """Philox-4x32-10: four 32-bit words (in int64) a place of the broadcast counters, as a new last dim."""
     counters = [torch.as_tensor(c, dtype=torch.int64, device=c0.device) & _MASK for c in (c0, c1, c2, c3)]
     x0, x1, x2, x3 = torch.broadcast_tensors(*counters)
     k0, k1 = key

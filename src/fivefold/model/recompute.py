@@ -1,9 +1,9 @@
 """Activation recompute: what a block keeps for its backward pass, and what it computes again.
 
-    none       everything autograd saves
-    selective  the block's input and the outputs of matmuls and attention; norms, rotations, activation functions and
-               residual sums, which are cheap to compute and large to keep, run again
-    full       the block's input alone; the whole forward pass runs again (a third more FLOPs)
+none       everything autograd saves
+selective  the block's input and the outputs of matmuls and attention; norms, rotations, activation functions and
+           residual sums, which are cheap to compute and large to keep, run again
+full       the block's input alone; the whole forward pass runs again (a third more FLOPs)
 """
 
 from collections.abc import Callable
@@ -47,4 +47,4 @@ def recomputed(how: Recompute) -> Callable[..., Tensor]:
 
 
 def _plain(block: nn.Module, *inputs: Any) -> Tensor:
-    return block(*inputs)  # type: ignore[no-any-return]
+    return block(*inputs)

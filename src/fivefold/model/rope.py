@@ -30,6 +30,6 @@ def tables(spec: ModelSpec, positions: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, S, D] turned by cos, sin [.., 1, S, D/2]; dims i and i + D/2 make a pair, as in Hugging Face's weights."""
+    """x [B, H, S, D] turned by cos, sin [.., 1, S, D/2]; dims i and i + D/2 make a pair, as in Hugging Face."""
     first, second = x.float().chunk(2, dim=-1) if x.dtype == torch.bfloat16 else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -25,18 +25,14 @@ Table = dict[str, Any]
 T = TypeVar("T")
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the job file: every setting has a default."""
-
-
-class DataConfig(Section):
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str = ""  # a directory made by `fivefold data prepare`; empty: the Python standard library's own source
     seq: int = 256  # tokens of a sample
     seed: int = 0  # of the data order
     document_mask: bool = False  # attention stays within a document
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lr: float = 3e-3  # peak
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -48,7 +44,7 @@ class OptimizerConfig(Section):
     final: float = 0.1  # the last rate, as a share of the peak
 
 
-class TrainConfig(Section):
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: int = 200
     batch: int = 16  # sequences per step, over all ranks and microbatches
     seed: int = 0  # of weights and dropout
@@ -60,7 +56,7 @@ class TrainConfig(Section):
     log_every: int = 10  # steps between printed lines where there is no terminal
 
 
-class RunConfig(Section):
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "run"
     dir: str = "runs"  # the run's own directory is made inside; an existing one is never touched
     tensorboard: bool = False
@@ -124,7 +120,9 @@ def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...
         _apply(table, change, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     model = _model(table.get("model", "tiny"), problems)
-    sections = {name: _section(kind, table.get(name, {}), name, problems) for name, kind in SECTIONS.items()}
+    sections: dict[str, Any] = {
+        name: _section(kind, table.get(name, {}), name, problems) for name, kind in SECTIONS.items()
+    }
     if problems or model is None:
         raise UserError(problems)
     if path is not None and sections["run"].name == "run":

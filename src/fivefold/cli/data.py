@@ -1,0 +1,81 @@
+"""`fivefold data`: text into tokens, and whether they are still what they were."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fivefold.words import bytes_text, si
+
+SHORT = "Prepare and check token files.  [dim]fivefold data prepare essays/ -o tokens/[/]"
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Token files for training.")
+
+
+@app.command(short_help="Tokenize text, JSONL or parquet.  [dim]fivefold data prepare essays/ -o tokens/[/]")
+def prepare(
+    inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl, .jsonl.gz, .parquet, or directories.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to make.")],
+    tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json, or 'bytes'.")] = "bytes",
+    eos: Annotated[str | None, typer.Option(help="End-of-document token, where the tokenizer does not say.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
+    prompt_field: Annotated[str | None, typer.Option(help="Field whose text comes first and carries no loss.")] = None,
+    valid: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a token directory that is there.")] = False,
+) -> None:
+    """Tokenize files into memory-mapped shards with an index and checksums.
+
+    One document per text file or record, each followed by an end-of-document token. A record may give
+    "segments": [{"text": ..., "loss": false}, ...] in place of its text: what has no loss is context only.
+
+    [dim]Examples:[/]
+
+      fivefold data prepare essays/ more.jsonl.gz -o tokens/
+
+      fivefold data prepare web.parquet -o tokens/ --tokenizer tokenizer.json --valid 0.001
+
+      fivefold data prepare chats.jsonl -o tokens/ --prompt-field prompt --text-field answer
+    """
+    from fivefold.data.prepare import prepare as run
+    from fivefold.data.progress import bar
+
+    with bar("tokenizing") as progress:
+        done = run(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            eos=eos,
+            text_field=text_field,
+            prompt_field=prompt_field,
+            valid=valid,
+            seed=seed,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    Console(highlight=False).print(
+        f"{done.out}: {si(done.tokens)} tokens of {done.documents} documents ({done.valid_documents} held out) from "
+        f"{bytes_text(done.bytes_read)} in {done.seconds:.1f} s, {done.megabytes_per_second:.0f} MB/s",
+        soft_wrap=True,
+    )
+
+
+@app.command(short_help="Hash every file and scan every id.  [dim]fivefold data check tokens/[/]")
+def check(path: Annotated[Path, typer.Argument(help="A directory made by 'fivefold data prepare'.")]) -> None:
+    """Hash every file of a token directory against its index, and look for ids that the vocabulary does not have.
+
+    [dim]Example:[/]
+
+      fivefold data check tokens/
+    """
+    from fivefold.data.progress import bar
+    from fivefold.data.tokens import TokenStore
+
+    store = TokenStore.open(path)
+    with bar("hashing") as progress:
+        store.verify(progress)
+    files = store.index.files()
+    Console(highlight=False).print(
+        f"{path}: {len(files)} files, {bytes_text(sum(f.bytes for f in files))}, all as written"
+    )

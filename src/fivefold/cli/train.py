@@ -1,0 +1,72 @@
+"""`fivefold train`: a job file, changes on top, and a run."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fivefold.errors import UserError
+
+SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
+
+
+def train(
+    job: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
+        ),
+    ] = None,
+    nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
+    dry: Annotated[
+        bool, typer.Option("--check", help="Check the job and print it resolved, without training.")
+    ] = False,
+) -> None:
+    """Train a model as a job file says; without one, a small Llama on the Python standard library's source.
+
+    Sections of a job: model, layout, data, optimizer, train, run. Every setting has a default; the resolved job is
+    printed, and saved with the run's metrics in a new directory below run.dir. Under torchrun or Slurm's srun the
+    same command joins the ranks that they started.
+
+    [dim]Examples:[/]
+
+      fivefold train
+
+      fivefold train job.toml optimizer.lr=3e-4 train.steps=200
+
+      fivefold train model=tiny-gpt train.dtype=bfloat16 layout.recompute=full layout.microbatches=4
+
+      fivefold train data.path=tokens/ model.preset=small model.vocab=50257 data.seq=512
+
+      fivefold train job.toml --check
+    """
+    from fivefold.train.config import read_job, to_toml
+    from fivefold.train.preflight import preflight
+    from fivefold.train.world import current_world, launch
+
+    path, changes = _split(job or [])
+    if nproc < 1:
+        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
+    world = current_world()
+    if nproc > 1 and world.joined:
+        raise UserError(
+            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
+        )
+    resolved = read_job(path, changes)
+    sources = preflight(resolved, nproc if nproc > 1 else world.size)
+    if dry:
+        typer.echo(to_toml(resolved))
+        return
+    if nproc > 1:
+        raise typer.Exit(launch(nproc, ["fivefold", "train", *(job or [])]))
+    from fivefold.train.run import run_job
+
+    run_job(resolved, sources, world, Console(highlight=False, quiet=world.rank > 0))
+
+
+def _split(words: list[str]) -> tuple[str | None, list[str]]:
+    """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE")
+    return (files[0] if files else None), [word for word in words if "=" in word]

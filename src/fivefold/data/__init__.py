@@ -1,0 +1,12 @@
+"""Data: text prepared into tokens, an order that is a pure function, and batches.
+
+    from fivefold.data.batch import read_batch
+    from fivefold.data.prepare import prepare
+    from fivefold.data.tokens import TokenStore
+
+    prepare([Path("essays")], Path("tokens"), valid=0.05)
+    train = TokenStore.open("tokens").split("train")
+    batch = read_batch(train, seq=1024, seed=0, samples=range(8))
+
+No torch here: a batch is numpy arrays.
+"""

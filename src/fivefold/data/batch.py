@@ -1,0 +1,60 @@
+"""A batch of samples, as arrays.
+
+B samples, S tokens of sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.data.order import window_of, windows
+from fivefold.data.tokens import Split
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets of some samples.
+
+    A target in the next document (predicted from an end-of-document token) keeps its loss: how documents begin is
+    something to learn, and dropping it would make the number of loss tokens depend on where documents end. Only the
+    masks that came with the text take loss away.
+    """
+
+    samples: NDArray[np.int64]  # B: the global sample indices
+    tokens: NDArray[np.int64]  # B S
+    targets: NDArray[np.int64]  # B S: the token after each
+    loss_mask: NDArray[np.bool_]  # B S: True where the target carries loss
+    documents: NDArray[np.int32]  # B S: the document of each input token, from 0 in every row
+
+    @cached_property
+    def loss_tokens(self) -> int:
+        """How many targets carry loss: this batch's share of the global count that the loss is divided by."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    def split(self, parts: int) -> "list[Batch]":
+        """Equal shares in sample order: microbatches, or the shares of data-parallel ranks."""
+        arrays = (self.samples, self.tokens, self.targets, self.loss_mask, self.documents)
+        return [Batch(*share) for share in zip(*(np.split(array, parts) for array in arrays), strict=True)]
+
+
+def read_batch(
+    split: Split, seq: int, seed: int, samples: Sequence[int] | NDArray[np.int64], vocab: int | None = None
+) -> Batch:
+    """Read the given samples of the order that `seed` names. Ids at or above `vocab` are refused."""
+    wanted = np.asarray(samples, np.int64)
+    starts = window_of(wanted, windows(split.tokens, seq), seed) * seq
+    rows = [split.read(start, start + seq + 1, vocab) for start in starts.tolist()]
+    size = (len(rows), seq + 1)
+    tokens = np.concatenate([row.tokens for row in rows]).reshape(size) if rows else np.empty(size, np.int64)
+    loss = np.concatenate([row.loss for row in rows]).reshape(size) if rows else np.empty(size, bool)
+    documents = np.stack([row.documents[:-1] - row.documents[0] for row in rows]) if rows else np.empty((0, seq))
+    return Batch(
+        samples=wanted,
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        loss_mask=loss[:, 1:],
+        documents=documents.astype(np.int32),
+    )

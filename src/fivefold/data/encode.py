@@ -1,0 +1,57 @@
+"""Pieces into token ids, a batch at a time, one batch ahead of the writer."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.data.pieces import Piece
+from fivefold.data.prefetch import prefetch
+from fivefold.data.sources import Meter
+from fivefold.data.tokenizer import Tokenizer
+
+BATCH = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
+BATCH_PIECES = 8192
+
+
+class Encoded(NamedTuple):
+    """A batch of tokenized pieces, joined."""
+
+    tokens: NDArray[np.generic]
+    lengths: NDArray[np.int64]  # tokens of each piece, its end-of-document token included
+    loss: NDArray[np.bool_]  # of each piece
+    ends: NDArray[np.bool_]  # whether a piece ends its document
+    read: int  # bytes read from disk so far
+
+
+def encoded(stream: Iterator[Piece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
+    """The batches, read and encoded in a background thread: Rust, zlib and file reads leave the interpreter free
+    for hashing and writing the batch before."""
+
+    def step() -> Encoded | None:
+        pieces = _take(stream)
+        if not pieces:
+            return None
+        texts, loss, ends = zip(*pieces, strict=True)
+        tokens, lengths = tokenizer.encode(list(texts), list(ends))
+        return Encoded(tokens, lengths, np.array(loss, bool), np.array(ends, bool), meter.read())
+
+    with closing(prefetch(repeat(step))) as results:
+        for result in results:
+            if result is None:
+                return
+            yield result
+
+
+def _take(stream: Iterator[Piece]) -> list[Piece]:
+    pieces: list[Piece] = []
+    size = 0
+    for piece in stream:
+        pieces.append(piece)
+        size += len(piece.text)
+        if size >= BATCH or len(pieces) == BATCH_PIECES:
+            break
+    return pieces

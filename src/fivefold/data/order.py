@@ -1,0 +1,85 @@
+"""The order of the data: a pure function of (seed, sample index).
+
+A split of T tokens holds n = (T - 1) // S windows of S tokens (each with the one token after it, the last target).
+Sample i belongs to epoch i // n, and its window is the (i % n)-th of a permutation drawn for (seed, epoch). The
+permutation is computed pointwise, so nothing is shuffled, stored or replayed: a batch does not depend on the number of
+ranks or workers, and a restart at sample i costs the same as a start.
+
+The permutation is a Feistel network over Z_a x Z_b with a * b barely above n (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", 2002), and cycle walking for the few values in between: an image that falls outside [0, n) is
+sent through again until it falls inside.
+"""
+
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.data.mix import GOLDEN, U64, keyed, mix64
+from fivefold.errors import UserError
+
+I64 = NDArray[np.int64]
+
+# Four rounds are enough for large n. Small splits (a hundred windows) have halves of a few values, and there the
+# permutations become evenly likely only after more; a dozen costs microseconds for a batch.
+ROUNDS = 12
+
+
+def windows(tokens: int, seq: int) -> int:
+    """How many windows of `seq` tokens, each with a target after it, fit in a split."""
+    if seq < 1:
+        raise UserError(f"a sequence of {seq} tokens cannot be trained on; the shortest is 1")
+    count = (tokens - 1) // seq
+    if count < 1:
+        longest = f"the longest sequence that fits is {tokens - 1}" if tokens > 1 else "prepare more text"
+        raise UserError(
+            f"a split of {tokens} tokens holds no window of {seq} tokens and their targets "
+            f"({seq + 1} are needed); {longest}"
+        )
+    return count
+
+
+def window_of(samples: I64, count: int, seed: int) -> I64:
+    """The window that each sample reads, of `count` windows."""
+    samples = np.asarray(samples, np.int64)
+    if samples.size and int(samples.min()) < 0:
+        raise UserError(f"sample {int(samples.min())} does not exist; samples count from 0")
+    return permute(samples % count, count, keyed(seed, samples // count))
+
+
+def permute(index: I64, count: int, keys: U64) -> I64:
+    """The image of each index under the permutation of range(count) that its key names (one key per index)."""
+    columns, rows = _grid(count)
+    out = index.astype(np.uint64)
+    outside = np.ones(out.shape, bool)
+    while outside.any():
+        out[outside] = _network(out[outside], columns, rows, keys[outside])
+        outside = out >= np.uint64(count)
+    return out.astype(np.int64)
+
+
+def _grid(count: int) -> tuple[int, int]:
+    """The smallest a x b with a even and close to the square root. With both odd every round would be an even
+    permutation, and half of all orders could never occur."""
+    columns = isqrt(max(count - 1, 0)) + 1
+    columns += columns % 2
+    return columns, -(-count // columns)
+
+
+def _network(x: U64, columns: int, rows: int, keys: U64) -> U64:
+    left, right = x // np.uint64(rows), x % np.uint64(rows)
+    for turn in range(ROUNDS):
+        keys = keys + GOLDEN
+        if turn % 2 == 0:
+            left = _turn(left, right, columns, keys)
+        else:
+            right = _turn(right, left, rows, keys)
+    return left * np.uint64(rows) + right
+
+
+def _turn(half: U64, other: U64, size: int, keys: U64) -> U64:
+    """half + F(other) mod size, which is invertible whatever F is."""
+    bits = mix64(mix64(keys) ^ other)
+    # The top 32 bits scaled to [0, size): cheaper than a division, and size stays below 2**32 for n < 2**63.
+    shift = ((bits >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
+    return (half + shift) % np.uint64(size)

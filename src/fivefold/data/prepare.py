@@ -1,0 +1,141 @@
+"""Text into memory-mapped tokens.
+
+    prepare([Path("essays"), Path("more.jsonl.gz")], Path("tokens"), tokenizer="tokenizer.json", valid=0.01)
+
+Documents stream through: memory is bounded by a few batches of text, whatever the input size. One thread reads and
+encodes while another hashes and writes.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fivefold.data.documents import documents
+from fivefold.data.encode import encoded
+from fivefold.data.pieces import Fields
+from fivefold.data.progress import Report, quiet
+from fivefold.data.sink import Sink
+from fivefold.data.sources import Meter, find_sources
+from fivefold.data.staging import check_free, staged
+from fivefold.data.tokenizer import load_tokenizer
+from fivefold.errors import UserError
+
+T = TypeVar("T")
+
+SHARD_TOKENS = 1 << 28
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was prepared, and how fast. Bytes are bytes on disk, so compressed ones of compressed files."""
+
+    out: Path
+    documents: int  # in both splits
+    tokens: int
+    valid_documents: int
+    valid_tokens: int
+    empty_documents: int  # held no text, and were left out
+    bytes_read: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens written per second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def megabytes_per_second(self) -> float:
+        """Input read per second, in 10**6 bytes."""
+        return self.bytes_read / max(self.seconds, 1e-9) / 1e6
+
+
+def prepare(
+    inputs: Sequence[Path],
+    out: Path,
+    *,
+    tokenizer: str | Path = "bytes",
+    eos: str | int | None = None,
+    text_field: str = "text",
+    prompt_field: str | None = None,
+    valid: float = 0.0,
+    shard_tokens: int = SHARD_TOKENS,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Report = quiet,
+) -> Summary:
+    """Tokenize files into the directory `out`, which appears when it is complete.
+
+    A text file is a document; so is each record of .jsonl (or .jsonl.gz) and each row of .parquet. Every document is
+    followed by the end-of-document token. `valid` is the fraction of documents held out, by a hash of (seed, ordinal
+    of the document). `progress` is told (bytes read, bytes in all) after every batch; `progress.bar` makes one.
+
+    How records mask the loss is told in `records`: segments and prompts are tokenized separately. Texts above a
+    million characters are tokenized in parts that end at line ends.
+
+    What limits the speed: for bytes, the disk and SHA-256; for a tokenizer file, the BPE itself on all cores, until
+    (at around ten cores) turning its Python lists into arrays on one.
+    """
+    started = time.perf_counter()
+    inputs, out = [Path(path) for path in inputs], Path(out)
+    checks = _Checks()
+    checks(lambda: _check_options(text_field, prompt_field, valid, shard_tokens))
+    checks(lambda: check_free(out, overwrite))
+    sources = checks(lambda: find_sources(inputs, out))
+    encoder = checks(lambda: load_tokenizer(tokenizer, eos))
+    if sources is None or encoder is None or checks.problems:
+        raise UserError(checks.problems)
+
+    meter = Meter()
+    total = sum(source.size for source in sources)
+    stream = documents(sources, Fields(text_field, prompt_field), encoder.decode, meter)
+    with staged(out, overwrite) as directory, closing(Sink(directory, encoder, shard_tokens, seed, valid)) as sink:
+        for batch in encoded(stream, encoder, meter):
+            sink.write(batch)
+            progress(batch.read, total)
+        sink.finish()
+    return Summary(
+        out=out,
+        documents=sum(sink.documents),
+        tokens=sum(sink.tokens),
+        valid_documents=sink.documents[1],
+        valid_tokens=sink.tokens[1],
+        empty_documents=meter.empty,
+        bytes_read=meter.read(),
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _Checks:
+    """Runs each check whatever the others found, so that all problems are told together."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def __call__(self, check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except UserError as error:
+            self.problems += error.problems
+            return None
+
+
+def _check_options(text_field: str, prompt_field: str | None, valid: float, shard_tokens: int) -> None:
+    problems = []
+    if not 0 <= valid < 1:
+        problems.append(
+            f"valid={valid:g} is not a fraction of the documents to hold out; 0 (none) to below 1, e.g. 0.01"
+        )
+    if shard_tokens < 1:
+        problems.append(f"shard_tokens={shard_tokens} leaves no room for a token; the usual size is {SHARD_TOKENS}")
+    if prompt_field is not None and prompt_field == text_field:
+        problems.append(f"prompt_field and text_field are both {text_field!r}; a prompt is a field of its own")
+    for name in (text_field, prompt_field):
+        if name is not None and (not name.isprintable() or set(name) & set('"\\\\')):
+            problems.append(f"a field named {name!r} is not supported: rename it to letters and digits")
+    if "segments" in (text_field, prompt_field):
+        problems.append("the field 'segments' holds a list of segments and is always read; name a field of plain text")
+    if problems:
+        raise UserError(problems)

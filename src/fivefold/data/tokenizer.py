@@ -1,0 +1,138 @@
+"""Text to token ids: bytes, which need nothing, or a Hugging Face `tokenizers` file."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import UserError
+from fivefold.words import did_you_mean
+
+# The names under which published tokenizers keep their end of document, most telling first.
+END_NAMES = (
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<EOS>",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+)
+
+
+class Tokenizer(Protocol):
+    """What preparing needs of a tokenizer."""
+
+    name: str
+    vocab: int  # ids are 0 .. vocab - 1
+    end: int  # the end-of-document token
+    decode: bool  # whether it needs its text as str
+    file: Path | None
+
+    def encode(self, texts: list[str | bytes], ends: list[bool]) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+        """All ids in one array, the end token after each text that ends a document, and the count for each text."""
+
+
+def load_tokenizer(given: str | Path, eos: str | int | None = None) -> Tokenizer:
+    """`bytes`, a tokenizer.json, or a directory with one in it."""
+    if str(given) == "bytes":
+        if eos not in (None, ByteTokenizer.end):
+            raise UserError(f"eos={eos!r} does nothing for bytes, whose end of document is {ByteTokenizer.end}")
+        return ByteTokenizer()
+    path = Path(given)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(
+            f"no tokenizer file at {path}: give the path of a Hugging Face tokenizer.json (nothing is downloaded), "
+            'or "bytes"'
+        )
+    return FileTokenizer(path, eos)
+
+
+class ByteTokenizer:
+    """A token is a byte; 256 ends a document."""
+
+    name = "bytes"
+    vocab = 257
+    end = 256
+    decode = False
+    file: Path | None = None
+
+    def encode(self, texts: list[str | bytes], ends: list[bool]) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+        """Copies: one widening copy per text."""
+        raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
+        lengths = np.fromiter(map(len, raw), np.int64, len(raw)) + np.array(ends, np.int64)
+        stops = np.cumsum(lengths)
+        # End tokens everywhere first; the texts then cover all but the places that stay ends.
+        tokens = np.full(int(stops[-1]), self.end, np.uint16)
+        for text, stop, length in zip(raw, stops.tolist(), lengths.tolist(), strict=True):
+            begin = stop - length
+            tokens[begin : begin + len(text)] = np.frombuffer(text, np.uint8)
+        return tokens, lengths
+
+
+class FileTokenizer:
+    """A tokenizer.json, run by the Rust library on all cores. Its ids come out as Python lists: the library offers
+    no buffer, and turning lists into arrays is what one core does while the others encode the next batch."""
+
+    decode = True
+
+    def __init__(self, path: Path, eos: str | int | None):
+        self.file: Path | None = path
+        self.name = path.name
+        self._tokenizer = _read(path)
+        names: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        # Not the number of names: published vocabularies have holes.
+        self.vocab = max(names.values(), default=-1) + 1
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        self.end = _end(path, eos, names, added, self.vocab)
+        self._dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
+
+    def encode(self, texts: list[str | bytes], ends: list[bool]) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+        """No special tokens are added; those that the text itself spells out are recognised, as chat templates need."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        flat: list[int] = []
+        stops = []
+        for encoding, ending in zip(encodings, ends, strict=True):
+            flat += encoding.ids
+            if ending:
+                flat.append(self.end)
+            stops.append(len(flat))
+        lengths = np.array(stops, np.int64)
+        lengths[1:] -= lengths[:-1].copy()
+        return np.array(flat, self._dtype), lengths
+
+
+def _read(path: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError(
+            f'{path} needs the tokenizers library, which is not installed: pip install "fivefold[train]"'
+        ) from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a file it cannot parse
+        raise UserError(f"{path} is not a tokenizer file that can be read: {error}") from error
+    # A file may carry the settings of some other use: cut every text at 512 tokens, or fill it up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _end(path: Path, eos: str | int | None, names: dict[str, int], added: list[str], vocab: int) -> int:
+    if isinstance(eos, int):
+        if not 0 <= eos < vocab:
+            raise UserError(f"eos={eos} is not an id of {path}, whose ids are 0..{vocab - 1}")
+        return eos
+    if eos is not None:
+        if eos not in names:
+            raise UserError(f"eos={eos!r} is not a token of {path}; {did_you_mean(eos, added or list(END_NAMES))}")
+        return names[eos]
+    for name in END_NAMES:
+        if name in names:
+            return names[name]
+    known = f"its special tokens: {', '.join(added[:20])}" if added else "it has no special tokens"
+    raise UserError(f"{path} has no end-of-document token with a usual name; give one with --eos ({known})")

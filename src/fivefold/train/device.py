@@ -1,0 +1,50 @@
+"""Which device a rank computes on, and the settings that make a run repeatable there."""
+
+import os
+import resource
+
+import torch
+
+from fivefold.accelerators import find_accelerator
+from fivefold.errors import UserError
+from fivefold.train.config import TrainConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """CUDA where there is one, unless told otherwise; ranks of a node beyond its GPUs share them."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device='cuda', and torch sees no GPU on this machine; nearest: train.device=cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def make_repeatable(config: TrainConfig) -> None:
+    """Same run, same bits: kernels with a fixed order of addition, or an error where one has none."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+        torch.use_deterministic_algorithms(True)
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """The device's peak for matmuls of `dtype`, where the catalogue knows it; a CPU's is not known."""
+    if device.type != "cuda":
+        return None
+    try:
+        accelerator = find_accelerator(torch.cuda.get_device_name(device))
+    except UserError:
+        return None
+    tf32 = dtype == "float32" and torch.backends.cuda.matmul.allow_tf32
+    precision = {"float32": "tf32" if tf32 else "fp32", "bfloat16": "bf16", "float64": "fp64"}[dtype]
+    return accelerator.rate(precision)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the process's largest resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,78 @@
+"""Everything that can be known to be wrong before any process starts."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.data.corpus import stdlib_corpus
+from fivefold.data.order import windows
+from fivefold.data.tokens import Split, TokenStore
+from fivefold.errors import UserError
+from fivefold.train.config import Job
+
+_SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data of a run."""
+
+    train: Split
+    valid: Split | None  # documents kept apart when the data was prepared, if any
+    path: Path
+
+
+def preflight(job: Job, world: int) -> Sources:
+    """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
+    problems = job.problems(world)
+    if job.layout.world > 1 or world > 1:
+        problems.append(
+            f"layout {job.layout} is a description so far: training runs on one rank in this version, so dp, tp, pp, "
+            "cp must be 1; 'fivefold train' without a layout works"
+        )
+    problems += [*_packages(job), *_run_directory(Path(job.run.dir))]
+    sources = _open(job, problems)
+    if problems or sources is None:
+        raise UserError(problems)
+    return sources
+
+
+def _packages(job: Job) -> list[str]:
+    wanted = {"torch": "train"} | ({"tensorboard": "tensorboard"} if job.run.tensorboard else {})
+    return [
+        f"{package} is not installed; pip install 'fivefold[{extra}]'"
+        for package, extra in wanted.items()
+        if importlib.util.find_spec(package) is None
+    ]
+
+
+def _run_directory(parent: Path) -> list[str]:
+    existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return []
+    return [f"run.dir={str(parent)!r}: {existing} is not a directory that can be written to"]
+
+
+def _open(job: Job, problems: list[str]) -> Sources | None:
+    try:
+        path = Path(job.data.path) if job.data.path else stdlib_corpus()
+        store = TokenStore.open(path)
+        valid = store.split("valid") if "valid" in store.index.splits else None
+        sources = Sources(store.split("train"), valid, path)
+        if store.vocab > job.model.vocab:
+            problems.append(
+                f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}; nearest: "
+                f"model.vocab={store.vocab}"
+            )
+        elif sum(file.bytes for file in store.index.files()) <= _SCAN:
+            store.check_ids(job.model.vocab)
+    except UserError as error:
+        problems += error.problems
+        return None
+    if job.data.seq >= 1 and windows(sources.train.tokens, job.data.seq) < 1:
+        problems.append(
+            f"data {path} has {sources.train.tokens} training tokens, fewer than one sample of data.seq={job.data.seq} "
+            f"and its last target; nearest: data.seq={max(1, sources.train.tokens - 1)}"
+        )
+    return sources

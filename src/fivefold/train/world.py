@@ -1,0 +1,75 @@
+"""Which rank this process is, and how ranks come to be: torchrun, Slurm, or `--nproc N` on this machine."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    joined: bool = False  # started by a launcher: there is a process group to join, even a group of one
+    address: str = ""  # of rank 0, where the launcher does not set MASTER_ADDR itself
+    port: int = 0
+
+
+def current_world(env: Mapping[str, str] = os.environ) -> World:
+    """This process's place, from what its launcher put into the environment."""
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
+        return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), joined=True)
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # srun; the batch script itself is no rank and has no step
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
+        return World(
+            rank=int(env["SLURM_PROCID"]),
+            size=int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1),
+            local_rank=int(env.get("SLURM_LOCALID", 0)),
+            joined=True,
+            address=first_host(nodes),
+            port=20_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000,  # equal on all ranks, apart between jobs
+        )
+    return World()
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: 'gpu[007-010,12],x1' -> 'gpu007'."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else nodes
+
+
+def join(world: World, backend: str) -> None:
+    """Enter the process group, where a launcher made one."""
+    import torch.distributed as dist
+
+    if not world.joined:
+        return
+    if world.address:
+        os.environ.setdefault("MASTER_ADDR", world.address)
+        os.environ.setdefault("MASTER_PORT", str(world.port))
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size)
+
+
+def leave(world: World) -> None:
+    import torch.distributed as dist
+
+    if world.joined and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launch(nproc: int, arguments: list[str]) -> int:
+    """Run `python -m ARGUMENTS` as `nproc` ranks of this machine through torchrun; 0, or the first failure's code."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        run(parse_args(["--standalone", f"--nproc-per-node={nproc}", "-m", *arguments]))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        print(f"rank {failure.local_rank} failed with exit code {failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
