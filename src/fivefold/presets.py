@@ -34,10 +34,10 @@ def _shape(layers: int, hidden: int, heads: int, kv_heads: int = 0, ffn: int = 0
 _BYTES = {"vocab": 257, "context": 2048}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": _BYTES | _shape(4, 128, 8, 4, 384),
+    "tiny": _BYTES | _shape(4, 128, 4, 2, 384),
     "small": _BYTES | _shape(8, 512, 8, 4, 1536),
-    "tiny-qwen3": _BYTES | _shape(4, 128, 8, 4, 384, 32) | {"qk_norm": True, "tied": True},
-    "tiny-gpt": _BYTES | _GPT | _shape(4, 128, 8) | {"dropout": 0.1},
+    "tiny-qwen3": _BYTES | _shape(4, 128, 4, 2, 384, 64) | {"qk_norm": True, "tied": True},
+    "tiny-gpt": _BYTES | _GPT | _shape(4, 128, 4) | {"dropout": 0.1},
     "llama2-7b": _LLAMA2 | _shape(32, 4096, 32, 32, 11008),
     "llama2-13b": _LLAMA2 | _shape(40, 5120, 40, 40, 13824),
     "llama2-70b": _LLAMA2 | _shape(80, 8192, 64, 8, 28672),

@@ -63,13 +63,13 @@ def _fingerprint(root: Path, files: list[Path]) -> str:
 
 
 def _place(cache: Path | None) -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    place = (cache or home) / "fivefold" / "corpus"
     try:
+        home = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        place = home / "fivefold" / "corpus"
         place.mkdir(parents=True, exist_ok=True)
         if os.access(place, os.W_OK):
             return place
-    except OSError:
+    except (OSError, RuntimeError):  # the latter: no home directory at all
         pass
     # A read-only home (a container, a cluster node). The name is fixed so that the ranks of a machine share it.
     user = os.getuid() if hasattr(os, "getuid") else "user"

@@ -1,6 +1,6 @@
 """Pieces into token ids, a batch at a time, one batch ahead of the writer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import repeat
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fivefold.data.pieces import Piece
 from fivefold.data.prefetch import prefetch
 from fivefold.data.sources import Meter
-from fivefold.data.tokenizer import Tokenizer
+from fivefold.data.tokenizer import Joined, Tokenizer
 
 BATCH = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
 BATCH_PIECES = 8192
@@ -29,21 +29,19 @@ class Encoded(NamedTuple):
 
 def encoded(stream: Iterator[Piece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
     """The batches, read and encoded in a background thread: Rust, zlib and file reads leave the interpreter free
-    for hashing and writing the batch before."""
+    for joining, hashing and writing the batch before."""
 
-    def step() -> Encoded | None:
+    def step() -> tuple[list[Piece], Callable[[], Joined], int]:
         pieces = _take(stream)
-        if not pieces:
-            return None
-        texts, loss, ends = zip(*pieces, strict=True)
-        tokens, lengths = tokenizer.encode(list(texts), list(ends))
-        return Encoded(tokens, lengths, np.array(loss, bool), np.array(ends, bool), meter.read())
+        join = tokenizer.encode([piece.text for piece in pieces], [piece.ends for piece in pieces])
+        return pieces, join, meter.read()
 
     with closing(prefetch(repeat(step))) as results:
-        for result in results:
-            if result is None:
+        for pieces, join, read in results:
+            if not pieces:
                 return
-            yield result
+            loss, ends = [piece.loss for piece in pieces], [piece.ends for piece in pieces]
+            yield Encoded(*join(), np.array(loss, bool), np.array(ends, bool), read)
 
 
 def _take(stream: Iterator[Piece]) -> list[Piece]:

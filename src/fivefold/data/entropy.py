@@ -15,7 +15,6 @@ from fivefold.data.tokens import Split
 # The pairs of 4096 tokens already take a table of 128 MiB. Above, the table would be the lesser problem: with most
 # pairs seen once or never, the estimate says more about the size of the split than about the text.
 MOST_VOCAB = 4096
-_CHUNK = 1 << 20
 
 
 class Entropy(NamedTuple):
@@ -25,14 +24,14 @@ class Entropy(NamedTuple):
     bigram: float | None  # H(next | previous); None for a vocabulary above MOST_VOCAB
 
 
-def entropy(split: Split) -> Entropy:
-    """Count a split's tokens and its pairs of neighbours."""
+def entropy(split: Split, chunk: int = 1 << 20) -> Entropy:
+    """Count a split's tokens and its pairs of neighbours, `chunk` tokens at a time."""
     vocab = split.store.vocab
     paired = vocab <= MOST_VOCAB
     single = np.zeros(vocab, np.int64)
     pairs = np.zeros(vocab * vocab if paired else 0, np.int64)
-    # Each bincount fills a whole table, so a chunk is at least as long as the table.
-    chunk = max(_CHUNK, len(pairs))
+    if len(pairs) > 1 << 20:
+        chunk = max(chunk, len(pairs))  # each bincount fills a whole table; a chunk as long makes that bearable
     for start in range(0, split.tokens, chunk):
         # One token more than the chunk, to pair its last one; the token itself is counted in the next.
         ids = split.ids(start, min(start + chunk + 1, split.tokens)).astype(np.int64)

@@ -7,7 +7,9 @@ tokenized at once.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-PIECE = 1 << 20  # characters, or bytes; a BPE encoder holds a hundred bytes and more for each byte of its input
+# Characters, or bytes. A BPE encoder holds hundreds of bytes for each byte of its input, and a long text keeps one core
+# busy while the others wait.
+PIECE = 1 << 18
 
 
 class Piece(NamedTuple):

@@ -18,7 +18,6 @@ import msgspec
 
 from fivefold.data.pieces import PIECE, Fields, Piece, Problem, in_pieces
 from fivefold.data.sources import Meter, Source
-from fivefold.errors import UserError
 from fivefold.words import did_you_mean
 
 _ROWS = 256  # of parquet, decoded at a time
@@ -53,13 +52,8 @@ def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> I
 
 def read_parquet(source: Source, fields: Fields, meter: Meter) -> Iterator[Piece | Problem]:
     """The documents of a parquet file, a few rows at a time."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f'{source.path} needs pyarrow, which is not installed: pip install "fivefold[parquet]"'
-        ) from error
+    import pyarrow.parquet  # slow to import, and optional: that it is there was checked when the file was found
+
     try:
         with meter.file(source), pyarrow.parquet.ParquetFile(source.path, buffer_size=1 << 20) as file:
             columns: list[str] = file.schema_arrow.names

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Literal
 
@@ -36,7 +37,8 @@ def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[Source]:
     """
     if not inputs:
         raise UserError("no input was given; name at least one file or directory of text")
-    problems, sources = [], []
+    problems: list[str] = []
+    sources: list[Source] = []
     for given in inputs:
         if not given.exists():
             problems.append(_missing(given))
@@ -47,6 +49,8 @@ def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[Source]:
                 problems.append(source)
             else:
                 sources.append(source)
+    if any(source.kind == "parquet" for source in sources) and find_spec("pyarrow") is None:
+        problems.append('parquet files need pyarrow, which is not installed: pip install "fivefold[parquet]"')
     if not problems and not sources:
         problems.append(f"no files in {either(inputs)}: hidden files are passed over, and nothing else is there")
     if problems:

@@ -40,8 +40,7 @@ def staged(out: Path, overwrite: bool) -> Iterator[Path]:
         check_free(out, overwrite)  # again: another process may have been faster
         _swap(hidden, out, out.parent / f".{out.name}.{token}.old")
     except OSError as error:
-        where = error.filename or hidden
-        raise UserError(f"cannot write {where}: {error.strerror or error}{_space(out.parent)}") from error
+        raise UserError(f"cannot write {out}: {error.strerror or error}{_space(out.parent)}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 

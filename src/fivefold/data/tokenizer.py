@@ -1,7 +1,8 @@
 """Text to token ids: bytes, which need nothing, or a Hugging Face `tokenizers` file."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,13 @@ END_NAMES = (
 )
 
 
+class Joined(NamedTuple):
+    """Encoded texts, one after another."""
+
+    tokens: NDArray[np.generic]  # with the end token after each text that ends a document
+    lengths: NDArray[np.int64]  # of each text, its end token included
+
+
 class Tokenizer(Protocol):
     """What preparing needs of a tokenizer."""
 
@@ -31,8 +39,8 @@ class Tokenizer(Protocol):
     decode: bool  # whether it needs its text as str
     file: Path | None
 
-    def encode(self, texts: list[str | bytes], ends: list[bool]) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-        """All ids in one array, the end token after each text that ends a document, and the count for each text."""
+    def encode(self, texts: list[str | bytes], ends: list[bool]) -> Callable[[], Joined]:
+        """Encode, and return what joins the results: the joining may be done in another thread than the encoding."""
 
 
 def load_tokenizer(given: str | Path, eos: str | int | None = None) -> Tokenizer:
@@ -60,22 +68,22 @@ class ByteTokenizer:
     decode = False
     file: Path | None = None
 
-    def encode(self, texts: list[str | bytes], ends: list[bool]) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-        """Copies: one widening copy per text."""
+    def encode(self, texts: list[str | bytes], ends: list[bool]) -> Callable[[], Joined]:
+        """One widening copy per text."""
         raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
         lengths = np.fromiter(map(len, raw), np.int64, len(raw)) + np.array(ends, np.int64)
         stops = np.cumsum(lengths)
         # End tokens everywhere first; the texts then cover all but the places that stay ends.
-        tokens = np.full(int(stops[-1]), self.end, np.uint16)
+        tokens = np.full(int(lengths.sum()), self.end, np.uint16)
         for text, stop, length in zip(raw, stops.tolist(), lengths.tolist(), strict=True):
             begin = stop - length
             tokens[begin : begin + len(text)] = np.frombuffer(text, np.uint8)
-        return tokens, lengths
+        joined = Joined(tokens, lengths)
+        return lambda: joined
 
 
 class FileTokenizer:
-    """A tokenizer.json, run by the Rust library on all cores. Its ids come out as Python lists: the library offers
-    no buffer, and turning lists into arrays is what one core does while the others encode the next batch."""
+    """A tokenizer.json, run by the Rust library on all cores."""
 
     decode = True
 
@@ -90,9 +98,13 @@ class FileTokenizer:
         self.end = _end(path, eos, names, added, self.vocab)
         self._dtype = np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
-    def encode(self, texts: list[str | bytes], ends: list[bool]) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+    def encode(self, texts: list[str | bytes], ends: list[bool]) -> Callable[[], Joined]:
         """No special tokens are added; those that the text itself spells out are recognised, as chat templates need."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return lambda: self._join(encodings, ends)
+
+    def _join(self, encodings: Sequence[Any], ends: list[bool]) -> Joined:
+        # The library hands ids out as Python lists only: some 70 ns a token, on one core while the others encode.
         flat: list[int] = []
         stops = []
         for encoding, ending in zip(encodings, ends, strict=True):
@@ -102,7 +114,8 @@ class FileTokenizer:
             stops.append(len(flat))
         lengths = np.array(stops, np.int64)
         lengths[1:] -= lengths[:-1].copy()
-        return np.array(flat, self._dtype), lengths
+        # fromiter knows that the ids are small integers; np.array looks at every one of them first.
+        return Joined(np.fromiter(flat, self._dtype, len(flat)), lengths)
 
 
 def _read(path: Path) -> Any:

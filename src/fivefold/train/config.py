@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str = ""  # a directory made by `fivefold data prepare`; empty: the Python standard library's own source
-    seq: int = 256  # tokens of a sample
+    seq: int = 128  # tokens of a sample
     seed: int = 0  # of the data order
     document_mask: bool = False  # attention stays within a document
 
@@ -45,7 +45,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    steps: int = 200
+    steps: int = 300
     batch: int = 16  # sequences per step, over all ranks and microbatches
     seed: int = 0  # of weights and dropout
     dtype: Dtype = "float32"  # of compute; bfloat16 keeps float32 master weights
@@ -57,7 +57,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str = "run"
+    name: str = ""  # empty: the job file's, or "run"
     dir: str = "runs"  # the run's own directory is made inside; an existing one is never touched
     tensorboard: bool = False
 
@@ -125,8 +125,8 @@ def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...
     }
     if problems or model is None:
         raise UserError(problems)
-    if path is not None and sections["run"].name == "run":
-        sections["run"] = msgspec.structs.replace(sections["run"], name=Path(path).stem)
+    if not sections["run"].name:
+        sections["run"] = msgspec.structs.replace(sections["run"], name=Path(path).stem if path is not None else "run")
     return Job(model=model, **sections)
 
 
@@ -189,8 +189,14 @@ def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | N
     return read(kind, value, name, problems)
 
 
+_WHOLE = {field.name for field in msgspec.structs.fields(ModelSpec) if field.required}
+
+
 def _model(value: Any, problems: list[str]) -> ModelSpec | None:
-    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` with fields changed, or all fields."""
+    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and fields that change it.
+
+    A table with neither changes tiny, unless it has all the numbers that make a model of its own.
+    """
     table = {"preset": value} if isinstance(value, str) else value
     if not isinstance(table, dict):
         problems.append(f"model={value!r} is neither a preset's name nor a table")
@@ -203,7 +209,7 @@ def _model(value: Any, problems: list[str]) -> ModelSpec | None:
             base = {"name": name} | PRESETS[name]
         elif "config" in table:
             base = msgspec.structs.asdict(read_hf_config(str(table["config"])))
-        elif "layers" not in table and "name" not in table:
+        elif not table.keys() >= _WHOLE:
             base = {"name": "tiny"} | PRESETS["tiny"]
     except UserError as error:
         problems += error.problems

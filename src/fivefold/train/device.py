@@ -2,6 +2,7 @@
 
 import os
 import resource
+import warnings
 
 import torch
 
@@ -21,6 +22,11 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def hush() -> None:
+    """A CPU without bfloat16 instructions says so at length, once per process; it computes all the same."""
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 
 def make_repeatable(config: TrainConfig) -> None:

@@ -15,7 +15,7 @@ import fivefold
 from fivefold.data.entropy import entropy
 from fivefold.train import world as worlds
 from fivefold.train.config import Job, to_toml
-from fivefold.train.device import choose_device, make_repeatable
+from fivefold.train.device import choose_device, hush, make_repeatable
 from fivefold.train.display import Display
 from fivefold.train.listeners import Listener, MetricsFile, TensorBoard
 from fivefold.train.loop import Trainer
@@ -30,6 +30,7 @@ def run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -
     """Train; the path of the run's directory."""
     device = choose_device(job.train.device, world.local_rank)
     make_repeatable(job.train)
+    hush()
     worlds.join(world, "nccl" if device.type == "cuda" else "gloo")
     try:
         directory = make_directory(Path(job.run.dir), job.run.name)

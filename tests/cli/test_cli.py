@@ -1,0 +1,167 @@
+"""The command line as a user meets it: real processes, real exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fivefold.presets import PRESETS
+from fivefold.train.config import read_job
+
+FAST = ["train.steps=3", "train.batch=2", "data.seq=16", "train.eval_samples=2", "model.layers=1", "train.device=cpu"]
+
+
+def fivefold(*words: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fivefold", *words]
+    environment = os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"} | (env or {})
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"document {number} " * 30)
+    done = fivefold("data", "prepare", *(f"{n}.txt" for n in range(12)), "-o", "tokens", "--valid", "0.3", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "12 documents" in done.stdout
+    return folder / "tokens"
+
+
+def test_help_shows_every_command_with_an_example(tmp_path) -> None:
+    text = fivefold("--help", cwd=tmp_path).stdout
+    for command in ("train", "models", "data"):
+        assert f"fivefold {command} " in text
+
+
+@pytest.mark.parametrize("command", [["train"], ["models"], ["data", "prepare"], ["data", "check"]])
+def test_each_command_has_help_with_examples(tmp_path, command: list[str]) -> None:
+    text = fivefold(*command, "--help", cwd=tmp_path).stdout
+    assert "Example" in text
+    assert f"fivefold {' '.join(command)} " in text
+
+
+def test_models_lists_every_preset_for_people_and_for_scripts(tmp_path) -> None:
+    text = fivefold("models", cwd=tmp_path).stdout
+    assert all(name in text for name in PRESETS)
+    assert "8,030,261,248" in text
+    rows = {row["model"]: row for row in json.loads(fivefold("models", "--seq", "8192", "--json", cwd=tmp_path).stdout)}
+    assert rows["llama3-405b"]["parameters"] == 405_853_388_800
+    assert rows["llama3-8b"]["flops_per_token_full"] > rows["llama3-8b"]["flops_per_token_causal"]
+
+
+def test_a_run_leaves_its_job_its_metrics_and_its_environment(tmp_path, tokens: Path) -> None:
+    done = fivefold(
+        "train", f"data.path={tokens}", *FAST, "run.tensorboard=true", "layout.microbatches=2", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unigram entropy" in done.stdout
+    assert "held-out loss" in done.stdout
+    run = tmp_path / "runs" / "run"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in records] == ["step"] * 3 + ["evaluation"]
+    assert records[0]["tokens"] == 32
+    assert json.loads((run / "environment.json").read_text())["torch"]
+    assert any(file.name.startswith("events") for file in (run / "tensorboard").iterdir())
+    job = read_job(run / "job.toml")
+    assert (job.train.steps, job.layout.microbatches, job.model.layers) == (3, 2, 1)
+
+    again = fivefold("train", str(run / "job.toml"), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    repeated = [json.loads(line) for line in (tmp_path / "runs/run-2/metrics.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in repeated[:3]] == [r["loss"] for r in records[:3]]  # to the bit
+
+
+def refused(done: subprocess.CompletedProcess[str], *sentences: str) -> None:
+    """Exit code 2, one sentence per problem, no traceback."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == len(sentences), done.stderr
+    for line, sentence in zip(lines, sentences, strict=True):
+        assert line.startswith("error: ")
+        assert sentence in line
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(tmp_path) -> None:
+    refused(
+        fivefold("train", "train.steps=5", "layout.tp=3", cwd=tmp_path),
+        "tp=3 does not divide the 4 attention heads of tiny; nearest: tp=2 or tp=4",
+        "layout tp=3 needs 3 ranks (dp x tp x pp x cp), and there is 1; nearest: --nproc 3",
+        "training runs on one rank in this version",
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_processes_than_one_are_refused_for_now(tmp_path) -> None:
+    done = fivefold("train", "layout=dp=2", "--nproc", "2", cwd=tmp_path)
+    refused(done, "training runs on one rank in this version")
+    refused(fivefold("train", "--nproc", "0", cwd=tmp_path), "--nproc 0 starts no process")
+
+
+def test_bad_job_files_are_refused(tmp_path) -> None:
+    refused(fivefold("train", "nosuch.toml", cwd=tmp_path), "no job file nosuch.toml")
+    (tmp_path / "job.toml").write_text("[train]\nstep = 5\n[optimizer]\nlr = 'high'\n")
+    refused(
+        fivefold("train", "job.toml", cwd=tmp_path),
+        "optimizer.lr='high' is not a number",
+        "train.step is not a setting; did you mean 'steps'?",
+    )
+    refused(fivefold("train", "a.toml", "b.toml", cwd=tmp_path), "one job file at most")
+    refused(fivefold("train", "jbo.toml", cwd=tmp_path), "did you mean 'job.toml'")
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_file_and_offset(tmp_path, tokens: Path) -> None:
+    """An edited byte: token 5 becomes 300, and the vocabulary has 257."""
+    copy = tmp_path / "tokens"
+    copy.mkdir()
+    for file in tokens.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    [shard] = copy.glob("train-*.tokens")
+    ids = np.fromfile(shard, "<u2")
+    ids[5] = 300
+    ids.tofile(shard)
+    done = fivefold("train", f"data.path={copy}", *FAST, cwd=tmp_path)
+    assert done.returncode == 2
+    assert shard.name in done.stderr
+    assert "300" in done.stderr
+    assert "257" in done.stderr
+    assert "10" in done.stderr  # the byte offset of token 5
+    assert fivefold("data", "check", str(copy), cwd=tmp_path).returncode == 2
+    assert fivefold("data", "check", str(tokens), cwd=tmp_path).returncode == 0
+
+    shard.write_bytes(shard.read_bytes()[:-2])
+    short = fivefold("train", f"data.path={copy}", *FAST, cwd=tmp_path)
+    assert short.returncode == 2
+    assert "short" in short.stderr
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path, tokens: Path) -> None:
+    done = fivefold("train", f"data.path={tokens}", "model.vocab=100", *FAST, cwd=tmp_path)
+    refused(done, "has a vocabulary of 257, and model.vocab=100; nearest: model.vocab=257")
+
+
+def test_the_job_can_be_checked_without_training(tmp_path, tokens: Path) -> None:
+    done = fivefold("train", f"data.path={tokens}", *FAST, "--check", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "steps = 3" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_under_torchrun_the_same_command_joins(tmp_path, tokens: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "fivefold"]
+    done = subprocess.run(
+        [*command, "train", f"data.path={tokens}", *FAST], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/run/metrics.jsonl").exists()
+
+
+def test_under_slurm_the_same_command_joins(tmp_path, tokens: Path) -> None:
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0",
+             "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "4321"}  # fmt: skip
+    done = fivefold("train", f"data.path={tokens}", *FAST, cwd=tmp_path, env=slurm)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,79 @@
+"""A directory of tokens appears complete or not at all, and nothing that is not ours is replaced."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fivefold.data.prepare import prepare
+from fivefold.data.tokens import TokenStore
+from fivefold.errors import UserError
+
+Jsonl = Callable[..., Path]
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, jsonl: Jsonl) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    path = jsonl({"text": "x"})
+    with pytest.raises(KeyboardInterrupt):
+        prepare([path], tmp_path / "out", progress=interrupt)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl({"text": "x"})
+    code = (
+        "import os, sys, pathlib; from fivefold.data.prepare import prepare\n"
+        "prepare([pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2]), progress=lambda *_: os._exit(9))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, path, tmp_path / "out"], check=False).returncode == 9
+    (left,) = set(tmp_path.iterdir()) - {path}
+    assert left.name.endswith(".partial")
+    assert not (left / "index.json").exists()
+    with pytest.raises(UserError, match="not a directory of prepared tokens"):
+        TokenStore.open(tmp_path / "out")
+    prepare([path], tmp_path / "out")
+    assert TokenStore.open(tmp_path / "out").split("train").tokens == 2
+
+
+def test_only_prepared_tokens_are_overwritten_and_only_when_asked(tmp_path: Path, jsonl: Jsonl) -> None:
+    path, out = jsonl({"text": "old"}), tmp_path / "out"
+    out.mkdir()
+    prepare([path], out)  # an empty directory is free
+    with pytest.raises(UserError, match="already holds prepared tokens"):
+        prepare([path], out)
+    prepare([jsonl({"text": "new"})], out, overwrite=True)
+    assert TokenStore.open(out).split("train").ids(0, 3).tolist() == list(b"new")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", path.name]
+
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="holds other files"):
+        prepare([path], tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / "thesis.txt").exists()
+    with pytest.raises(UserError, match="not a directory"):
+        prepare([path], path)
+
+
+def test_a_second_run_does_not_read_the_tokens_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for _ in range(2):
+        assert prepare([tmp_path], tmp_path / "out", overwrite=True).documents == 1
+
+
+def test_a_full_disk_is_told_and_cleaned_up(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    (tmp_path / "big.txt").write_bytes(bytes(3 << 20))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the nearest thing to a full disk
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*out: File too large .*GB are free there"):
+            prepare([tmp_path / "big.txt"], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["big.txt"]
