@@ -103,6 +103,14 @@ def test_all_orders_of_a_few_windows_are_equally_likely(n: int) -> None:
     assert abs(chi - (orders - 1)) < 4.5 * np.sqrt(2 * (orders - 1))
 
 
+@pytest.mark.parametrize("n", [9, 25, 49])
+def test_odd_permutations_occur_as_often_as_even_ones(n: int) -> None:
+    # With an odd number of rows and of columns, every round would be even.
+    rows = epochs(n, 400)
+    inversions = np.triu(rows[:, :, None] > rows[:, None, :], 1).sum((1, 2))
+    assert 150 < (inversions % 2).sum() < 250
+
+
 def test_windows_leave_room_for_the_last_target() -> None:
     assert windows(tokens=129, seq=64) == 2
     assert windows(tokens=128, seq=64) == 1

@@ -32,8 +32,9 @@ def test_everything_wrong_with_a_call_is_told_at_once(tmp_path: Path) -> None:
         valid=1.5,
         shard_tokens=0,
         prompt_field="text",
+        seed=1 << 64,
     )
-    assert len(told) == 7
+    assert len(told) == 8
     text = "\n".join(told)
     assert f"did you mean {tmp_path / 'essays.txt'}?" in text
     assert f"neither does the directory {tmp_path / 'nowhere'}" in text
@@ -42,6 +43,7 @@ def test_everything_wrong_with_a_call_is_told_at_once(tmp_path: Path) -> None:
     assert "valid=1.5" in text
     assert "shard_tokens=0" in text
     assert "both 'text'" in text
+    assert "does not fit in 64 bits" in text
 
 
 def test_no_input_and_empty_input(tmp_path: Path, jsonl: Jsonl) -> None:

@@ -65,3 +65,8 @@ def test_normals_are_normal() -> None:
 def test_the_log_is_a_log() -> None:
     x = torch.logspace(-9.6, 0, 10_001, dtype=torch.float64)
     assert torch.allclose(random._log(x), x.log(), rtol=1e-14, atol=1e-15)
+
+
+def test_the_square_root_is_a_square_root() -> None:
+    x = torch.logspace(-10, 2, 10_001, dtype=torch.float64)
+    assert torch.allclose(random._sqrt(x), x.sqrt(), rtol=5e-16, atol=0)

@@ -72,18 +72,18 @@ def prepare(
     followed by the end-of-document token. `valid` is the fraction of documents held out, by a hash of (seed, ordinal
     of the document). `progress` is told (bytes read, bytes in all) after every batch; `progress.bar` makes one.
 
-    How records mask the loss is told in `records`: segments and prompts are tokenized separately. Texts above a
-    million characters are tokenized in parts that end at line ends.
+    How records mask the loss is told in `records`: segments and prompts are tokenized separately. Texts above
+    a quarter of a million characters are tokenized in parts that end at line ends.
 
-    What limits the speed: for bytes, SHA-256 and the disk (text), or building Python strings on one core (JSONL,
-    parquet). For a tokenizer file the library's encoding, on all cores at 1 to 2 MB/s each, most of it in splitting
-    the text by the tokenizer's pattern. Turning the ids from Python lists into arrays takes one core some 70 ns a token
-    meanwhile, which a machine of several dozen cores would begin to notice.
+    What limits the speed: for bytes, flushing to the disk and SHA-256 (text), or parsing and copying strings on one
+    core (JSONL, parquet). For a tokenizer file the library's encoding, on all cores at 1 to 2 MB/s each, most of it in
+    splitting the text by the tokenizer's pattern. Meanwhile one core turns the ids from Python lists into arrays,
+    some 70 ns a token, which a machine of several dozen cores would begin to notice.
     """
     started = time.perf_counter()
     inputs, out = [Path(path) for path in inputs], Path(out)
     checks = _Checks()
-    checks(lambda: _check_options(text_field, prompt_field, valid, shard_tokens))
+    checks(lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
     checks(lambda: check_free(out, overwrite))
     sources = checks(lambda: find_sources(inputs, out))
     encoder = checks(lambda: load_tokenizer(tokenizer, eos))
@@ -124,7 +124,7 @@ class _Checks:
             return None
 
 
-def _check_options(text_field: str, prompt_field: str | None, valid: float, shard_tokens: int) -> None:
+def _check_options(text_field: str, prompt_field: str | None, valid: float, shard_tokens: int, seed: int) -> None:
     problems = []
     if not 0 <= valid < 1:
         problems.append(
@@ -132,6 +132,8 @@ def _check_options(text_field: str, prompt_field: str | None, valid: float, shar
         )
     if shard_tokens < 1:
         problems.append(f"shard_tokens={shard_tokens} leaves no room for a token; the usual size is {SHARD_TOKENS}")
+    if not -(1 << 63) <= seed < 1 << 63:
+        problems.append(f"seed={seed} does not fit in 64 bits; any smaller integer will do")
     if prompt_field is not None and prompt_field == text_field:
         problems.append(f"prompt_field and text_field are both {text_field!r}; a prompt is a field of its own")
     for name in (text_field, prompt_field):

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from fivefold.model import random
 from fivefold.spec import ModelSpec, Parameter
 
-_CHUNK = 1 << 18  # elements drawn at a time: the float64 work stays in cache, and a 70B matrix needs no 70B of scratch
+# Elements drawn at a time: scratch that stays in a CPU's cache, or kernels that fill a GPU.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 
 def std_of(spec: ModelSpec, parameter: Parameter) -> float:
@@ -35,7 +36,7 @@ def draw(
         return
     rows, columns = rows or range(parameter.shape[0]), columns or range(parameter.shape[1])
     key, std = random.key(seed, "init", parameter.name), std_of(spec, parameter)
-    step = max(1, _CHUNK // len(columns))
+    step = max(1, _CHUNK.get(out.device.type, 1 << 18) // len(columns))
     for start in range(0, len(rows), step):
         piece = rows[start : start + step]
         out[start : start + step].copy_(random.normal(key, piece, columns, out.device) * std)

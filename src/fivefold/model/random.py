@@ -5,8 +5,8 @@
 Any rank can draw any piece of any tensor, so every layout starts from the same weights and drops the same activations,
 to the bit, on CPU and CUDA alike. Two things make that hold. The generator is Philox-4x32-10 (Salmon et al., "Parallel
 random numbers: as easy as 1, 2, 3", SC 2011), integer arithmetic only. And the step to a normal uses nothing but
-IEEE-exact operations in float64 (+ - x / sqrt, each its own kernel, so nothing is contracted into an FMA): library
-`log` and `cos` differ in the last bit between a CPU and a GPU. torch's own generators are kept by device and by call
+exactly rounded operations in float64 (+ - x /, each its own kernel, so that nothing is contracted into an FMA): `log`,
+`cos` and even `sqrt` differ in the last bit between a GPU and a CPU whose vector library is not exact. torch's own generators are kept by device and by call
 order, which is why this is written by hand.
 """
 
@@ -65,7 +65,7 @@ def _box_muller(bits: Tensor) -> Tensor:
     """Pairs of words to pairs of normals: a radius from one, a direction from the other."""
     radius_bits, angle_bits = bits[..., 0::2], bits[..., 1::2]
     uniform = (radius_bits.double() + 0.5) * 2.0**-32  # (0, 1): the log stays finite, |z| stays below 6.8
-    radius = torch.sqrt(_log(uniform) * -2.0)
+    radius = _sqrt(_log(uniform) * -2.0)
     # Two bits choose a quarter of the circle, thirty an angle within (-pi/4, pi/4) of its middle.
     angle = ((angle_bits & 0x3FFFFFFF).double() + 0.5) * 2.0**-30 * (math.pi / 2) - math.pi / 4
     square = angle * angle
@@ -88,6 +88,14 @@ def _log(x: Tensor) -> Tensor:
     s = (mantissa - 1.0) / (mantissa + 1.0)
     series = _horner(s * s, [2.0 / (2 * k + 1) for k in range(11)])  # 2 atanh(s) / s
     return series * s + exponent.double() * math.log(2.0)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Square root of positive normal float64s, to an ulp: Newton's steps for 1/sqrt(x) from a guess by exponent halving."""
+    inverse = (0x5FE6EB50C7B537A9 - (x.view(torch.int64) >> 1)).view(torch.float64)  # within 3.5%
+    for _ in range(4):  # 3.5e-2, 1.8e-3, 5e-6, 4e-11, below an ulp
+        inverse = inverse * (1.5 - x * 0.5 * inverse * inverse)
+    return x * inverse
 
 
 def _horner(x: Tensor, coefficients: list[float]) -> Tensor:

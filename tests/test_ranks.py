@@ -1,0 +1,360 @@
+"""What the other tests lean on: ranks compute, fail, hang and vanish as tests/ranks.py says."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.ranks import RankEnd, RankFailure, run_ranks
+
+
+def summed(rank: int, world: int, scale: float = 1.0) -> float:
+    x = torch.tensor([rank * scale], dtype=torch.float64)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def echo(rank: int, world: int, *args):
+    return rank, args
+
+
+def look(rank: int, world: int):
+    """What a rank sees of its world."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLOUR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    return {
+        **{name: os.environ.get(name) for name in names},
+        "cwd": os.getcwd(),
+        "threads": torch.get_num_threads(),
+        "threads of the server": len(os.listdir(f"/proc/{os.getppid()}/task")),
+        "cuda": torch.cuda.is_initialized(),
+        "bad fork": torch.cuda._is_in_bad_fork(),
+    }
+
+
+def talk(rank: int, world: int) -> None:
+    print(f"hello from {rank}")
+    os.write(2, b"raw bytes to stderr\n")
+
+
+def note_pids(folder: Path, rank: int) -> None:
+    """This rank's pid and that of a child, which must not outlive it."""
+    child = subprocess.Popen(["sleep", "600"])
+    (folder / f"{rank}").write_text(f"{os.getpid()} {child.pid}")
+
+
+def collect(rank: int, world: int, folder: Path, act, culprit: int) -> float:
+    """The culprit acts while the others wait for it in a collective."""
+    note_pids(folder, rank)
+    dist.barrier()
+    if rank == culprit:
+        act()
+    return summed(rank, world)
+
+
+def nothing() -> None: ...
+
+
+def boom() -> None:
+    raise ValueError("boom\nwith a second line")
+
+
+def leave_then_boom() -> None:
+    """The peers see the closed connection well before this rank's own exception."""
+    try:
+        boom()
+    finally:
+        dist.destroy_process_group()
+        time.sleep(0.3)
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+kill = partial(signal.raise_signal, signal.SIGKILL)
+freeze = partial(signal.raise_signal, signal.SIGSTOP)
+
+
+def notice(rank: int, world: int) -> str:
+    if rank == 1:
+        kill()
+    try:
+        dist.barrier()
+    except RuntimeError:
+        time.sleep(0.5)  # saves its work, say
+    return f"{rank} survived"
+
+
+def complain(rank: int, world: int) -> None:
+    raise ValueError(f"tp=3 does not divide {rank}")
+
+
+def sleep_or_boom(rank: int, world: int) -> None:
+    boom() if rank else sleep()
+
+
+def hang(rank: int, world: int, folder: Path) -> None:
+    """Rank 0 leaves a collective out, 1 is frozen, 2 waits for the others, 3 sleeps."""
+    note_pids(folder, rank)
+    [lambda: None, freeze, dist.barrier, sleep][rank]()
+
+
+def unpicklable(rank: int, world: int):
+    return lambda: None
+
+
+def on_cuda(rank: int, world: int):
+    x = torch.full((3,), float(rank), device="cuda")
+    dist.all_reduce(x)
+    return x
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    patience = time.monotonic() + 30
+    while time.monotonic() < patience:
+        texts = [file.read_text().split() for file in folder.iterdir()]
+        if len(texts) == count and all(len(text) == 2 for text in texts):
+            return [int(pid) for text in texts for pid in text]
+        time.sleep(0.01)
+    raise TimeoutError(f"fewer than {count} ranks started")
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run; a zombie nobody has collected yet does not."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    patience = time.monotonic() + 5  # a killed process may take a moment to vanish
+    while any(map(runs, pids)) and time.monotonic() < patience:
+        time.sleep(0.01)
+    return [pid for pid in pids if runs(pid)]
+
+
+def test_eight_ranks_sum():
+    assert run_ranks(8, summed, 10.0) == [280.0] * 8
+
+
+def test_one_rank_is_a_world():
+    assert run_ranks(1, summed) == [0.0]
+
+
+def test_it_starts_fast(capsys):
+    took = {}
+    for world in (2, 4, 8):
+        begin = time.monotonic()
+        run_ranks(world, echo)
+        took[world] = time.monotonic() - begin
+    with capsys.disabled():
+        print("\nstart-up:", *(f"{world} ranks {seconds * 1000:.0f} ms" for world, seconds in took.items()))
+    assert max(took.values()) < 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_go_and_come_by_value(dtype):
+    sent = torch.arange(-6, 6).reshape(3, 4).to(dtype)
+    for rank, (got_rank, (got, nested)) in enumerate(run_ranks(2, echo, sent, {"column": [sent[:, 1]]})):
+        assert got_rank == rank
+        assert got.dtype == dtype
+        assert not got.is_shared()
+        assert torch.equal(got, sent)
+        assert torch.equal(nested["column"][0], sent[:, 1])
+
+
+def test_a_caller_that_has_run_openmp_is_no_danger():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    x = torch.randn(512, 512)
+    (x @ x).exp().sum().item()
+    torch.set_num_threads(threads)
+    assert run_ranks(4, summed) == [6.0] * 4
+
+
+def test_a_rank_has_one_thread_and_a_parent_that_has_only_imported():
+    for seen in run_ranks(2, look):
+        assert (seen["OMP_NUM_THREADS"], seen["threads"]) == ("1", 1)
+        assert seen["threads of the server"] == 1
+        assert not seen["cuda"]
+        assert not seen["bad fork"]
+        assert seen["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_environment_and_directory_are_the_callers(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLOUR", "red")
+    red = run_ranks(2, look)
+    blue = run_ranks(2, look, env={"COLOUR": "blue"})
+    assert [seen["COLOUR"] for seen in red + blue] == ["red", "red", "blue", "blue"]
+    assert [seen["cwd"] for seen in red] == [str(tmp_path)] * 2
+    assert [(seen["RANK"], seen["LOCAL_RANK"]) for seen in red] == [("0", "0"), ("1", "1")]
+    assert {(seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) for seen in red} == {("2", "2")}
+    monkeypatch.delenv("COLOUR")
+    assert run_ranks(1, look)[0]["COLOUR"] is None
+
+
+def test_what_ranks_print_comes_labelled_and_in_order(capfd):
+    run_ranks(2, talk)
+    said = "".join(f"[rank {rank}] hello from {rank}\n[rank {rank}] raw bytes to stderr\n" for rank in range(2))
+    assert capfd.readouterr() == (said, "")
+
+
+def test_a_function_without_a_name_is_refused():
+    def nested(rank: int, world: int) -> None: ...
+
+    main = partial(echo)
+    main.__module__, main.__qualname__ = "__main__", "main"
+    for function in (lambda rank, world: None, nested, main):
+        with pytest.raises(TypeError, match="must be a def at the top level of an imported module"):
+            run_ranks(1, function)
+
+
+@pytest.mark.parametrize("act", [boom, leave_then_boom])
+def test_the_first_exception_is_told_and_its_echoes_are_folded(act, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(4, collect, tmp_path, act, 2)
+    failure = caught.value
+    assert (failure.rank, failure.kind, failure.ranks) == (2, "raised", [2])
+    assert failure.error == "ValueError: boom\nwith a second line"
+    assert "in boom\n" in failure.stack
+    head, _, folded = str(failure).partition(failure.stack)
+    assert head == "rank 2 raised ValueError: boom\nwith a second line\n"
+    assert sorted(line[:13] for line in folded.split("\n") if line) == [
+        "rank 0 raised",
+        "rank 1 raised",
+        "rank 3 raised",
+    ]
+    assert alive(pids_in(tmp_path, 4)) == []
+
+
+def test_all_ranks_that_raise_on_their_own_are_listed():
+    with pytest.raises(RankFailure, match=r"^rank \d raised ValueError: tp=3 does not divide") as caught:
+        run_ranks(3, complain)
+    assert caught.value.ranks == [0, 1, 2]
+
+
+def test_a_value_that_cannot_be_pickled_is_an_exception_of_its_rank():
+    with pytest.raises(RankFailure, match="lambda") as caught:
+        run_ranks(1, unpicklable)
+    assert (caught.value.rank, caught.value.kind) == (0, "raised")
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "in_stack"),
+    [(kill, "SIGKILL", ""), (segfault, "SIGSEGV", "in segfault"), (partial(os._exit, 3), "exit code 3", "")],
+)
+def test_a_death_is_named_and_the_others_stop_at_once(act, error, in_stack, tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(RankFailure, match=f"^rank 1 died by {error}") as caught:
+        run_ranks(4, collect, tmp_path, act, 1)
+    failure = caught.value
+    assert time.monotonic() - begin < 10
+    assert (failure.rank, failure.kind, failure.error, failure.ranks) == (1, "died", error, [1])
+    assert in_stack in failure.stack
+    assert alive(pids_in(tmp_path, 4)) == []
+
+
+def test_survivors_may_take_their_time_and_their_values_are_kept():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(3, notice, grace=20)
+    assert [(end.kind, end.value) for end in caught.value.ends] == [
+        ("returned", "0 survived"),
+        ("died", None),
+        ("returned", "2 survived"),
+    ]
+
+
+def test_a_hang_is_named_with_every_stack(tmp_path):
+    with pytest.raises(RankFailure, match=r"^rank 1 hung in File") as caught:
+        run_ranks(4, hang, tmp_path, timeout=2)
+    failure = caught.value
+    assert (failure.rank, failure.kind, failure.ranks) == (1, "hung", [1, 3])  # 2 only waits for them
+    for end, frame in zip(failure.ends[1:], ["in hang", "in barrier", "in sleep"], strict=True):
+        assert f"{frame}\n" in end.stack
+    assert all(end.stack in str(failure) for end in failure.ends)
+    assert str(failure).endswith("\nrank 0 returned")
+    assert [end.kind for end in failure.ends] == ["returned", "hung", "hung", "hung"]
+    assert alive(pids_in(tmp_path, 4)) == []
+
+
+def test_a_rank_stuck_outside_gloo_is_stopped_after_the_grace():
+    with pytest.raises(RankFailure, match=r"\nrank 0 was stopped in File .* in sleep$") as caught:
+        run_ranks(2, sleep_or_boom, grace=0.5)
+    assert (caught.value.rank, caught.value.kind) == (1, "raised")
+
+
+def test_a_success_leaves_no_process_either(tmp_path):
+    assert run_ranks(2, collect, tmp_path, nothing, 0) == [1.0, 1.0]
+    assert alive(pids_in(tmp_path, 2)) == []
+
+
+def test_blame():
+    def blamed(*ends: tuple[str, str, float]) -> int:
+        return RankFailure(
+            [RankEnd(rank, 0, kind, error, "", when) for rank, (kind, error, when) in enumerate(ends)]
+        ).rank
+
+    closed = "RuntimeError: [pair.cc:553] Connection closed by peer"
+    assert blamed(("returned", "", 0), ("raised", closed, 1), ("raised", "ValueError", 2)) == 2
+    assert blamed(("raised", "ValueError", 2), ("raised", "KeyError", 1)) == 1
+    assert blamed(("raised", "PeerLost", 1), ("died", "SIGKILL", 0)) == 1
+    assert blamed(("died", "SIGABRT", 0), ("raised", "ValueError", 1)) == 1
+    assert blamed(("stopped", "", 0), ("raised", closed, 2)) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_ranks_share_a_gpu():
+    for x in run_ranks(2, on_cuda):
+        assert x.device.type == "cpu"
+        assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_interrupted_caller_leaves_no_process(tmp_path):
+    server = ranks._server().process.pid
+
+    def interrupt() -> None:
+        pids_in(tmp_path, 4)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(4, collect, tmp_path, sleep, 0)
+    thread.join()
+    signal.signal(signal.SIGINT, before)
+    assert alive([server, *pids_in(tmp_path, 4)]) == []
+    assert run_ranks(2, summed) == [1.0, 1.0]  # by a new server
+
+
+def test_a_killed_server_takes_its_ranks_along(tmp_path):
+    server = ranks._server().process.pid
+
+    def murder() -> None:
+        pids_in(tmp_path, 2)
+        os.kill(server, signal.SIGKILL)
+
+    thread = threading.Thread(target=murder)
+    thread.start()
+    with pytest.raises(RuntimeError, match="the fork server ended with code -9"):
+        run_ranks(2, collect, tmp_path, sleep, 0)
+    thread.join()
+    pids = pids_in(tmp_path, 2)
+    assert alive(pids[::2]) == []
+    for child in pids[1::2]:  # a rank's own children outlive it in this case alone
+        os.kill(child, signal.SIGKILL)
