@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.data import pieces
+from fivefold.data.writing import pieces
 from fivefold.data.prepare import prepare
 from fivefold.data.progress import bar
 from fivefold.data.tokens import Split, TokenStore

@@ -18,10 +18,12 @@ def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl, .jsonl.gz, .parquet, or directories.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to make.")],
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json, or 'bytes'.")] = "bytes",
-    eos: Annotated[str | None, typer.Option(help="End-of-document token, where the tokenizer does not say.")] = None,
+    eos: Annotated[str | None, typer.Option(help="End-of-document token or its id, if not found by itself.")] = None,
+        str | None, typer.Option(help="End-of-document token, or its id, where the tokenizer does not say.")
+    ] = None,
     text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
     prompt_field: Annotated[str | None, typer.Option(help="Field whose text comes first and carries no loss.")] = None,
-    valid: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.01,
+    valid: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a token directory that is there.")] = False,
 ) -> None:
@@ -32,7 +34,7 @@ def prepare(
 
     [dim]Examples:[/]
 
-      fivefold data prepare essays/ more.jsonl.gz -o tokens/
+      fivefold data prepare essays/ more.jsonl.gz -o tokens/ --valid 0.05
 
       fivefold data prepare web.parquet -o tokens/ --tokenizer tokenizer.json --valid 0.001
 
@@ -46,7 +48,7 @@ def prepare(
             inputs,
             out,
             tokenizer=tokenizer,
-            eos=eos,
+            eos=int(eos) if eos and eos.isdigit() else eos,
             text_field=text_field,
             prompt_field=prompt_field,
             valid=valid,

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from fivefold.data.documents import documents
-from fivefold.data.encode import encoded
-from fivefold.data.pieces import Fields
 from fivefold.data.progress import Report, quiet
-from fivefold.data.sink import Sink
-from fivefold.data.sources import Meter, find_sources
-from fivefold.data.staging import check_free, staged
-from fivefold.data.tokenizer import load_tokenizer
+from fivefold.data.writing.documents import documents
+from fivefold.data.writing.encode import encoded
+from fivefold.data.writing.pieces import Fields
+from fivefold.data.writing.sink import Sink
+from fivefold.data.writing.sources import Meter, find_sources
+from fivefold.data.writing.staging import check_free, staged
+from fivefold.data.writing.tokenizer import load_tokenizer
 from fivefold.errors import UserError
 
 T = TypeVar("T")

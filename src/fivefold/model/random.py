@@ -6,8 +6,8 @@ Any rank can draw any piece of any tensor, so every layout starts from the same 
 to the bit, on CPU and CUDA alike. Two things make that hold. The generator is Philox-4x32-10 (Salmon et al., "Parallel
 random numbers: as easy as 1, 2, 3", SC 2011), integer arithmetic only. And the step to a normal uses nothing but
 exactly rounded operations in float64 (+ - x /, each its own kernel, so that nothing is contracted into an FMA): `log`,
-`cos` and even `sqrt` differ in the last bit between a GPU and a CPU whose vector library is not exact. torch's own generators are kept by device and by call
-order, which is why this is written by hand.
+`cos` and even `sqrt` differ in the last bit between a GPU and a CPU whose vector library is not exact. Written by hand
+because torch's own generators depend on the device and on the order of calls.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Square root of positive normal float64s, to an ulp: Newton's steps for 1/sqrt(x) from a guess by exponent halving."""
+    """Square root of positive normal float64s, to an ulp: Newton steps for 1/sqrt(x), from a guess by its exponent."""
     inverse = (0x5FE6EB50C7B537A9 - (x.view(torch.int64) >> 1)).view(torch.float64)  # within 3.5%
     for _ in range(4):  # 3.5e-2, 1.8e-3, 5e-6, 4e-11, below an ulp
         inverse = inverse * (1.5 - x * 0.5 * inverse * inverse)

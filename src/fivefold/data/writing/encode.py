@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.pieces import Piece
 from fivefold.data.prefetch import prefetch
-from fivefold.data.sources import Meter
-from fivefold.data.tokenizer import Joined, Tokenizer
+from fivefold.data.writing.pieces import Piece
+from fivefold.data.writing.sources import Meter
+from fivefold.data.writing.tokenizer import Joined, Tokenizer
 
 BATCH = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
 BATCH_PIECES = 8192

@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 
 import fivefold
-from fivefold.data.encode import Encoded
 from fivefold.data.index import NAME, SPLITS, VERSION, File, Index
 from fivefold.data.mix import uniform
-from fivefold.data.shards import HashedFile, ShardWriter
-from fivefold.data.tokenizer import Tokenizer
+from fivefold.data.writing.encode import Encoded
+from fivefold.data.writing.shards import HashedFile, ShardWriter
+from fivefold.data.writing.tokenizer import Tokenizer
 from fivefold.errors import UserError
 
 

@@ -6,8 +6,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from fivefold.data.pieces import PIECE, Piece, Problem, in_pieces
-from fivefold.data.sources import Meter
+from fivefold.data.writing.pieces import PIECE, Piece, Problem, in_pieces
+from fivefold.data.writing.sources import Meter
 
 
 def read_text(path: Path, stream: IO[bytes], decode: bool, meter: Meter) -> Iterator[Piece | Problem]:

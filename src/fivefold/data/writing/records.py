@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import msgspec
 
-from fivefold.data.pieces import PIECE, Fields, Piece, Problem, in_pieces
-from fivefold.data.sources import Meter, Source
+from fivefold.data.writing.pieces import PIECE, Fields, Piece, Problem, in_pieces
+from fivefold.data.writing.sources import Meter, Source
 from fivefold.words import did_you_mean
 
 _ROWS = 256  # of parquet, decoded at a time

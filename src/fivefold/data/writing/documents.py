@@ -6,10 +6,10 @@ Memory is bounded by a piece for text files, a record for JSONL and a row group 
 import zlib
 from collections.abc import Iterator, Sequence
 
-from fivefold.data.pieces import Fields, Piece, Problem
-from fivefold.data.records import read_jsonl, read_parquet
-from fivefold.data.sources import Meter, Source
-from fivefold.data.texts import read_text
+from fivefold.data.writing.pieces import Fields, Piece, Problem
+from fivefold.data.writing.records import read_jsonl, read_parquet
+from fivefold.data.writing.sources import Meter, Source
+from fivefold.data.writing.texts import read_text
 from fivefold.errors import UserError
 
 MOST_PROBLEMS = 10
