@@ -19,8 +19,6 @@ def prepare(
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to make.")],
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json, or 'bytes'.")] = "bytes",
     eos: Annotated[str | None, typer.Option(help="End-of-document token or its id, if not found by itself.")] = None,
-        str | None, typer.Option(help="End-of-document token, or its id, where the tokenizer does not say.")
-    ] = None,
     text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
     prompt_field: Annotated[str | None, typer.Option(help="Field whose text comes first and carries no loss.")] = None,
     valid: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.0,

@@ -1,0 +1,60 @@
+"""The README's commands run as written (training is only checked), and what it quotes is what is printed."""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("fivefold ")]
+QUOTED = [block for block in BLOCKS if block.startswith("$ fivefold ")]
+
+
+def fivefold(line: str, cwd: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", *shlex.split(line), *more]
+    return subprocess.run(words, cwd=cwd, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A newcomer's directory: some essays, more in a compressed file, and the examples."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "essays").mkdir()
+    for number in range(20):
+        (folder / "essays" / f"{number}.txt").write_text(f"Essay {number}. " * 100)
+    with gzip.open(folder / "more.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": f"More of {number}. " * 50}) + "\n" for number in range(50))
+    return folder
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(COMMANDS) >= 4
+    assert len(QUOTED) == 1
+
+
+def test_every_command_runs(folder: Path) -> None:
+    for line in COMMANDS:
+        more = ["--check"] if line.startswith("fivefold train") else []
+        done = fivefold(line, folder, *more)
+        assert done.returncode == 0, line + done.stderr
+
+
+@pytest.mark.parametrize("block", QUOTED)
+def test_quoted_refusals_are_what_is_printed(folder: Path, block: str) -> None:
+    command, *output = block.splitlines()
+    done = fivefold(command.removeprefix("$ "), folder)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == output
+
+
+def test_the_job_behind_make_demo_is_sound(folder: Path) -> None:
+    assert "examples/demo.toml" in (ROOT / "Makefile").read_text()
+    assert fivefold("fivefold train examples/demo.toml", folder, "--check").returncode == 0
