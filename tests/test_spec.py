@@ -133,6 +133,8 @@ def test_old_and_new_spellings_of_rope_agree() -> None:
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3' has no low_freq_factor"),
+        ({"rms_norm_eps": "small"}, "model.norm_eps='small' is not a number"),
         ({"num_key_value_heads": 5}, "kv_heads=5 does not divide"),
     ],
 )

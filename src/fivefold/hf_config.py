@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.reading import read
 from fivefold.spec import Activation, ModelSpec, RopeScaling
 from fivefold.words import did_you_mean
 
 Config = dict[str, Any]
+Numbers = dict[str, Any]  # the fields of a ModelSpec, not yet checked
 
 
 def read_hf_config(path: str | Path) -> ModelSpec:
@@ -43,34 +45,33 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
                 for key, only in _ONLY[kind].items() if config.get(key, only) != only]  # fmt: skip
     if problems:
         raise UserError(problems)
-    spec = reader(config, name)
-    if problems := spec.problems():
+    spec = read(ModelSpec, {"name": name} | reader(config), "model", problems)
+    if spec is None or (problems := spec.problems()):
         raise UserError(problems)
     return spec
 
 
-def _llama(config: Config, name: str) -> ModelSpec:
+def _llama(config: Config) -> Numbers:
     theta, scaling = _rope(config)
-    return ModelSpec(
-        name=name,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads") or 0,
-        head_dim=config.get("head_dim") or 0,
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        context=config.get("max_position_embeddings", 2048),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=config["model_type"] == "qwen3",
-        init_std=config.get("initializer_range", 0.02),
-    )
+    return {
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config.get("num_key_value_heads") or 0,
+        "head_dim": config.get("head_dim") or 0,
+        "ffn": config["intermediate_size"],
+        "vocab": config["vocab_size"],
+        "context": config.get("max_position_embeddings", 2048),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "qk_norm": config["model_type"] == "qwen3",
+        "init_std": config.get("initializer_range", 0.02),
+    }
 
 
-def _gpt2(config: Config, name: str) -> ModelSpec:
+def _gpt2(config: Config) -> Numbers:
     rates = {key: config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop")}
     if len(set(rates.values())) > 1:
         raise UserError(
@@ -83,45 +84,43 @@ def _gpt2(config: Config, name: str) -> ModelSpec:
         )
     if config.get("attn_pdrop", 0.1):
         warnings.warn("attn_pdrop is read as 0: attention probabilities are never dropped here", stacklevel=2)
-    return ModelSpec(
-        name=name,
-        layers=config["n_layer"],
-        hidden=config["n_embd"],
-        heads=config["n_head"],
-        ffn=config.get("n_inner") or 0,
-        vocab=config["vocab_size"],
-        context=config["n_positions"],
-        norm="layernorm",
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        activation=_GELUS[activation],
-        positions="learned",
-        bias=True,
-        tied=bool(config.get("tie_word_embeddings", True)),
-        dropout=rates["resid_pdrop"],
-        init_std=config.get("initializer_range", 0.02),
-    )
+    return {
+        "layers": config["n_layer"],
+        "hidden": config["n_embd"],
+        "heads": config["n_head"],
+        "ffn": config.get("n_inner") or 0,
+        "vocab": config["vocab_size"],
+        "context": config["n_positions"],
+        "norm": "layernorm",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "activation": _GELUS[activation],
+        "positions": "learned",
+        "bias": True,
+        "tied": bool(config.get("tie_word_embeddings", True)),
+        "dropout": rates["resid_pdrop"],
+        "init_std": config.get("initializer_range", 0.02),
+    }
 
 
-def _rope(config: Config) -> tuple[float, RopeScaling | None]:
+def _rope(config: Config) -> tuple[Any, Numbers | None]:
     """Theta and scaling, from either spelling: `rope_theta` + `rope_scaling`, or the newer `rope_parameters`."""
     rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
+    theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise UserError(f"rope type {kind!r} is not supported; 'default' and 'llama3' are")
-    return theta, RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_context=rope["original_max_position_embeddings"],
-    )
+    names = {"original_context": "original_max_position_embeddings"}
+    keys = {field: names.get(field, field) for field in RopeScaling.__struct_fields__}
+    if missing := [key for key in keys.values() if key not in rope]:
+        raise UserError(f"rope scaling 'llama3' has no {key}" for key in missing)
+    return theta, {field: rope[key] for field, key in keys.items()}
 
 
 _GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _LLAMA_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-_READERS: dict[str, tuple[Callable[[Config, str], ModelSpec], tuple[str, ...]]] = {
+_READERS: dict[str, tuple[Callable[[Config], Numbers], tuple[str, ...]]] = {
     "llama": (_llama, _LLAMA_KEYS),
     "qwen3": (_llama, _LLAMA_KEYS),
     "gpt2": (_gpt2, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")),

@@ -9,6 +9,7 @@ and q/k norm are chosen by name. `parameters()` is the one list of names and sha
 initialiser draws by it, the planner counts with it.
 """
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -157,6 +158,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if not 0 <= self.dropout < 1:
             found.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
-        if self.norm_eps <= 0 or self.init_std <= 0 or self.rope_theta <= 0:
-            found.append("model.norm_eps, model.init_std and model.rope_theta must be positive")
+        found += [
+            f"model.{field}={getattr(self, field)} must be positive"
+            for field in ("norm_eps", "init_std", "rope_theta")
+            if not 0 < getattr(self, field) < math.inf
+        ]
+        scaling = self.rope_scaling
+        if scaling is not None and not (scaling.factor > 0 and scaling.high_freq_factor > scaling.low_freq_factor > 0):
+            found.append(
+                f"model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
+                f"{scaling.factor}, {scaling.high_freq_factor} and {scaling.low_freq_factor}"
+            )
         return found

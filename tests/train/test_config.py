@@ -40,6 +40,7 @@ def test_a_layout_is_a_string_or_a_table_or_both(tmp_path) -> None:
     assert read_job(None, ["layout=dp=2,tp=2,zero=1", "layout.tp=4"]).layout == expected
     assert read_job(job_file(tmp_path, 'layout = "dp=2,tp=2,zero=1"'), ["layout.tp=4"]).layout == expected
     assert read_job(job_file(tmp_path, "[layout]\ndp=2\ntp=4\nzero=1")).layout == expected
+    assert read_job(None, ["layout.pp=2", "layout.split=1,3"]).layout == Layout.parse("pp=2,split=1,3")
 
 
 def test_a_model_comes_from_a_preset_a_config_or_its_numbers(tmp_path) -> None:

@@ -72,11 +72,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def problems(self, world: int | None = None) -> list[str]:
         """Everything wrong with the values, beyond their types."""
-        return [
-            *self.model.problems(),
-            *self._settings(),
-            *self.layout.problems(self.model, world=world, seq=self.data.seq, batch=self.train.batch),
-        ]
+        found = [*self.model.problems(), *self._settings()]
+        if found:
+            return found  # a layout is held against numbers that make sense
+        return self.layout.problems(self.model, world=world, seq=self.data.seq, batch=self.train.batch)
 
     def _settings(self) -> list[str]:
         o, t, d = self.optimizer, self.train, self.data
@@ -180,9 +179,15 @@ def _spread(section: str, text: str, problems: list[str]) -> Table:
     return {"preset": text} if section == "model" else {}
 
 
-def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | None:
-    if name == "layout" and isinstance(value, str):
-        value = _spread(name, value, problems)
+def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | Layout | None:
+    try:
+        if kind is Layout and isinstance(value, str):
+            return Layout.parse(value)
+        if kind is Layout and isinstance(value, dict):
+            return Layout.from_dict(value)
+    except UserError as error:
+        problems += error.problems
+        return None
     if not isinstance(value, dict):
         problems.append(f"{name}={value!r} is not a table of settings")
         return None

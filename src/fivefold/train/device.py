@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 import warnings
 
 import torch
@@ -53,4 +54,5 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: the allocator's peak on a GPU, the process's largest resident size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
