@@ -42,7 +42,7 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     if missing:
         raise UserError(f"{key} is missing or not a whole number" for key in missing)
     problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
-                for key, only in _ONLY[kind].items() if config.get(key, only) != only]  # fmt: skip
+                for key, only in _ONLY[kind].items() if config.get(key) not in (None, only)]  # fmt: skip
     if problems:
         raise UserError(problems)
     spec = read(ModelSpec, {"name": name} | reader(config), "model", problems)

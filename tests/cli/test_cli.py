@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +76,20 @@ def test_a_run_leaves_its_job_its_metrics_and_its_environment(tmp_path, tokens: 
     assert again.returncode == 0, again.stderr
     repeated = [json.loads(line) for line in (tmp_path / "runs/run-2/metrics.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in repeated[:3]] == [r["loss"] for r in records[:3]]  # to the bit
+
+
+def test_ctrl_c_stops_a_run_and_keeps_its_metrics(tmp_path, tokens: Path) -> None:
+    words = ["train", f"data.path={tokens}", *FAST, "train.steps=100000"]
+    run = subprocess.Popen([sys.executable, "-m", "fivefold", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs/run/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "stopped" in out
+    assert all(json.loads(line)["kind"] == "step" for line in metrics.read_text().splitlines())
 
 
 def refused(done: subprocess.CompletedProcess[str], *sentences: str) -> None:

@@ -42,7 +42,7 @@ def _root(
 
 
 def main() -> None:
-    """Run; bad input ends in one sentence per problem and exit code 2, a run that broke in 1, Ctrl-C in 130."""
+    """Run; bad input ends in one sentence per problem and exit code 2, a run that broke in exit code 1."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         app()
@@ -53,9 +53,6 @@ def main() -> None:
     except TrainingError as error:
         console.print(_error(str(error)))
         sys.exit(1)
-    except KeyboardInterrupt:
-        console.print("stopped")
-        sys.exit(130)
 
 
 def _error(sentence: str) -> Text:

@@ -61,7 +61,12 @@ def train(
         raise typer.Exit(launch(nproc, ["fivefold", "train", *(job or [])]))
     from fivefold.train.run import run_job
 
-    run_job(resolved, sources, world, Console(highlight=False, quiet=world.rank > 0))
+    console = Console(highlight=False, quiet=world.rank > 0)
+    try:
+        run_job(resolved, sources, world, console)
+    except KeyboardInterrupt:
+        console.print("stopped; the metrics up to here are kept")
+        raise typer.Exit(130) from None
 
 
 def _split(words: list[str]) -> tuple[str | None, list[str]]:

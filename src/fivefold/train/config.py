@@ -72,10 +72,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def problems(self, world: int | None = None) -> list[str]:
         """Everything wrong with the values, beyond their types."""
-        found = [*self.model.problems(), *self._settings()]
-        if found:
-            return found  # a layout is held against numbers that make sense
-        return self.layout.problems(self.model, world=world, seq=self.data.seq, batch=self.train.batch)
+        model = self.model.problems()
+        # A layout is held against numbers that make sense, and their absence has been reported already.
+        seq, batch = max(1, self.data.seq), max(1, self.train.batch)
+        layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch)
+        return [*model, *self._settings(), *layout]
 
     def _settings(self) -> list[str]:
         o, t, d = self.optimizer, self.train, self.data
