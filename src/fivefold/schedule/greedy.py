@@ -1,0 +1,202 @@
+"""The greedy player behind `auto`: whenever a rank is free, decide what it runs next.
+
+An input gradient goes first, because others wait for it; a forward keeps the pipeline fed, as far as memory allows; a
+weight gradient fills the gaps. Where the right answer depends on the durations, a `Policy` gives it.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.wiring import Order
+
+Fill = Literal["longest", "any"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `auto` is to solve."""
+
+    p: int
+    m: int
+    costs: Costs
+    limit: int
+
+    @property
+    def hop(self) -> float:
+        """How long a message takes."""
+        return self.costs.link.latency + self.costs.link.occupancy
+
+    def shortest(self) -> float:
+        """No makespan is below this: a rank waits for its first forward, and then has all its work to do."""
+        f, i, w = self.costs.f, self.costs.i, self.costs.w
+        return max(sum(f[:rank]) + rank * self.hop + self.m * (f[rank] + i[rank] + w[rank]) for rank in range(self.p))
+
+    def depth(self, share: float) -> tuple[int, ...]:
+        """How many forwards each rank runs in this share of a round trip, besides the one that is under way."""
+        trips = [self.round_trip(rank) for rank in range(self.p)]
+        return tuple(
+            1 + math.ceil(share * trip / max(f, 1e-12) - 1e-9) for trip, f in zip(trips, self.costs.f, strict=True)
+        )
+
+    def round_trip(self, rank: int) -> float:
+        """From the end of a forward to the arrival of its gradient, if nobody else is in the way."""
+        beyond = range(rank + 1, self.p)
+        return sum(self.costs.f[s] + self.costs.i[s] for s in beyond) + 2 * self.hop * len(beyond)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The questions that have no answer for all durations."""
+
+    depth: tuple[int, ...]  # how many forwards a rank may be ahead of its input gradients
+    fill: Fill  # gaps too short for a W that get one all the same: where the wait would be the longest, or any
+    forward_first: bool  # when a forward and a gradient are both ready
+
+
+class Attempt(NamedTuple):
+    """A result, and what it is judged by."""
+
+    makespan: float
+    bubble: float  # the largest of any rank's span
+    orders: list[Order]
+
+
+def play(problem: Problem, policy: Policy) -> Attempt:
+    """Play all microbatches through the pipeline under one policy."""
+    return _replay(problem, _Greedy(problem, policy).play())
+
+
+class _Rank:
+    """Where a rank stands. Arrivals are those known already, because what makes them is under way."""
+
+    def __init__(self) -> None:
+        self.forwards: list[float] = []  # when the input of forward k is there
+        self.gradients: list[float] = []
+        self.begun = {FORWARD: 0, INPUT_GRAD: 0, WEIGHT_GRAD: 0}
+        self.free = 0.0
+        self.started = False
+        self.waited = 0.0
+        self.asleep = False
+
+    @property
+    def live(self) -> int:
+        return self.begun[FORWARD] - self.begun[WEIGHT_GRAD]
+
+
+class _Greedy:
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        self.problem, self.policy = problem, policy
+        self.costs, self.hop = problem.costs, problem.hop
+        self.durations = {kind: problem.costs.of(kind) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
+        self.ranks = [_Rank() for _ in range(problem.p)]
+        self.ranks[0].forwards = [0.0] * problem.m
+        self.sequence: Order = []  # what all ranks do, in the order in which it begins
+        self.agenda = [(0.0, rank) for rank in range(problem.p)]
+
+    def play(self) -> Order:
+        while self.agenda:
+            now, rank = heapq.heappop(self.agenda)
+            kind = self.choose(rank, now)
+            if kind is None:
+                self.rest(rank, now)
+            else:
+                self.begin(rank, kind, now)
+        return self.sequence
+
+    def choose(self, rank: int, now: float) -> Kind | None:
+        at, policy = self.ranks[rank], self.policy
+        forward, gradient = self.arrivals(rank)
+        full = at.live >= self.problem.limit
+        deferred = at.begun[INPUT_GRAD] > at.begun[WEIGHT_GRAD]
+        if gradient <= now:
+            return FORWARD if policy.forward_first and forward <= now and not full else INPUT_GRAD
+        if full:
+            if deferred and forward < math.inf:
+                return WEIGHT_GRAD  # to make room
+            forward = math.inf
+        if forward <= now:
+            return FORWARD
+        if deferred and self.worth_filling(rank, now):
+            return WEIGHT_GRAD
+        return None
+
+    def arrivals(self, rank: int) -> tuple[float, float]:
+        """When the next forward and the next gradient can run; infinity when that is not known yet."""
+        at = self.ranks[rank]
+        f, i = at.begun[FORWARD], at.begun[INPUT_GRAD]
+        held_back = f - i >= self.policy.depth[rank] or f >= len(at.forwards)
+        forward = math.inf if held_back else at.forwards[f]
+        gradient = at.gradients[i] if i < len(at.gradients) else math.inf
+        return forward, gradient
+
+    def worth_filling(self, rank: int, now: float) -> bool:
+        gap = self.next_arrival(rank, now) - now
+        if gap >= self.costs.w[rank] - 1e-9 or self.policy.fill == "any":
+            return True
+        return self.ranks[rank].waited + gap > max(other.waited for other in self.ranks)
+
+    def next_arrival(self, rank: int, now: float) -> float:
+        at = self.ranks[rank]
+        forward, gradient = self.arrivals(rank)
+        if at.live >= self.problem.limit:
+            forward = math.inf
+        return min((time for time in (forward, gradient) if time > now), default=math.inf)
+
+    def rest(self, rank: int, now: float) -> None:
+        """Wait for the next arrival that is known, or until somebody makes one known."""
+        at, until = self.ranks[rank], self.next_arrival(rank, now)
+        if until == math.inf:
+            at.asleep = True
+        else:
+            heapq.heappush(self.agenda, (until, rank))
+
+    def begin(self, rank: int, kind: Kind, now: float) -> None:
+        at = self.ranks[rank]
+        if at.started:
+            at.waited += now - at.free
+        at.started = True
+        at.free = now + self.durations[kind][rank]
+        self.sequence.append(Action(kind, rank, at.begun[kind]))
+        at.begun[kind] += 1
+        if kind is FORWARD:
+            self.announce_forward(rank, at.free, now)
+        elif kind is INPUT_GRAD and rank > 0:
+            self.ranks[rank - 1].gradients.append(at.free + self.hop)
+            self.wake(rank - 1, now)
+        heapq.heappush(self.agenda, (at.free, rank))
+
+    def announce_forward(self, rank: int, end: float, now: float) -> None:
+        if rank == self.problem.p - 1:
+            self.ranks[rank].gradients.append(end)  # the loss is there
+        else:
+            self.ranks[rank + 1].forwards.append(end + self.hop)
+            self.wake(rank + 1, now)
+
+    def wake(self, rank: int, now: float) -> None:
+        at = self.ranks[rank]
+        if at.asleep:
+            at.asleep = False
+            heapq.heappush(self.agenda, (max(now, at.free), rank))
+
+
+def _replay(problem: Problem, sequence: Order) -> Attempt:
+    """The same orders without the hesitation: every action as early as it can. A sequence by begin is topological."""
+    p, hop = problem.p, problem.hop
+    durations = {kind: problem.costs.of(kind) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
+    orders: list[Order] = [[] for _ in range(p)]
+    first, free, busy = [-1.0] * p, [0.0] * p, [0.0] * p
+    ends: dict[tuple[Kind, int, int], float] = {}
+    for action in sequence:
+        kind, rank, k, _ = action
+        source = (kind, rank + (1 if kind is INPUT_GRAD else -1), k)
+        start = max(free[rank], ends[source] + hop) if kind is not WEIGHT_GRAD and source in ends else free[rank]
+        first[rank] = start if first[rank] < 0 else first[rank]
+        free[rank] = start + durations[kind][rank]
+        busy[rank] += durations[kind][rank]
+        ends[kind, rank, k] = free[rank]
+        orders[rank].append(action)
+    return Attempt(max(free), max(free[rank] - first[rank] - busy[rank] for rank in range(p)), orders)

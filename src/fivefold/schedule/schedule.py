@@ -1,0 +1,128 @@
+"""`Schedule`: the object that is checked, timed, drawn and executed; and `Placement`, where its stages live."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, Action, Kind
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank owns each stage: `owner[stage]` is a rank. Stages are numbered in the order data flows forward."""
+
+    owner: tuple[int, ...]
+
+    @classmethod
+    def single(cls, ranks: int) -> Self:
+        """One stage per rank: 0 1 2 3."""
+        return cls(tuple(range(ranks)))
+
+    @classmethod
+    def looped(cls, ranks: int, chunks: int) -> Self:
+        """Several stages per rank, round and round: 0 1 2 3 0 1 2 3."""
+        return cls(tuple(range(ranks)) * chunks)
+
+    @classmethod
+    def vee(cls, ranks: int) -> Self:
+        """Down the ranks and up again: 0 1 2 3 3 2 1 0, so that the first rank also holds the last stage."""
+        return cls((*range(ranks), *reversed(range(ranks))))
+
+    @property
+    def ranks(self) -> int:
+        return max(self.owner) + 1
+
+    @property
+    def stages(self) -> int:
+        return len(self.owner)
+
+    @cached_property
+    def of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in forward order; a stage's place in that list is its chunk."""
+        lists: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.owner):
+            lists[rank].append(stage)
+        return tuple(map(tuple, lists))
+
+    @cached_property
+    def chunk(self) -> tuple[int, ...]:
+        """The chunk number of each stage on its rank."""
+        return tuple(self.of_rank[rank].index(stage) for stage, rank in enumerate(self.owner))
+
+    @property
+    def chunks(self) -> int:
+        """The most stages that one rank holds (v)."""
+        return max(map(len, self.of_rank))
+
+    def crosses(self, boundary: int) -> bool:
+        """Whether stages `boundary` and `boundary + 1` live on different ranks, so that data must be sent."""
+        return self.owner[boundary] != self.owner[boundary + 1]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a builder says about its schedule, for the checker to hold it to. None: nothing is promised.
+
+    `peak`: the most stage activations each rank ever holds. `slots`: the makespan when every F, I and W of a stage
+    takes one slot, a B two, and messages no time at all.
+    """
+
+    peak: tuple[int, ...] | None = None
+    slots: int | None = None
+
+
+NOTHING = Promise()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each pipeline rank, the ordered list of what it does.
+
+    `buffers` is how far communication may run beside compute, per channel: a rank has at most this many receives
+    posted whose messages are not consumed yet, and before it sends message n it waits until message n - buffers has
+    been delivered. So both sides need exactly this many buffers per channel, whatever m is.
+    """
+
+    name: str
+    placement: Placement
+    microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    buffers: int = 2
+    promise: Promise = NOTHING
+
+    @property
+    def p(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def m(self) -> int:
+        return self.microbatches
+
+    def compute(self, rank: int) -> tuple[Action, ...]:
+        """The rank's F, B, I and W in order."""
+        return tuple(action for action in self.ranks[rank] if action.kind in COMPUTE)
+
+    def count(self, *kinds: Kind) -> int:
+        """How many actions of these kinds there are, over all ranks."""
+        return sum(action.kind in kinds for order in self.ranks for action in order)
+
+    def renamed(self, name: str) -> "Schedule":
+        return replace(self, name=name)
+
+
+def live_counts(order: Iterable[Action]) -> list[int]:
+    """How many stage activations a rank holds after each of its actions: F takes one, B or W gives it back."""
+    live, counts = 0, []
+    for action in order:
+        if action.kind is FORWARD:
+            live += 1
+        elif action.kind in LAST_READERS:
+            live -= 1
+        counts.append(live)
+    return counts
+
+
+def peak_live(order: Iterable[Action]) -> int:
+    """The most stage activations a rank holds at once."""
+    return max(live_counts(order), default=0)

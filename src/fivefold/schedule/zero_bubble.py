@@ -1,0 +1,41 @@
+"""ZB-H1 and ZB-H2: split the backward, and fill the bubbles of 1F1B with weight gradients (Qi et al. 2023).
+
+I keeps the pipeline going, W can wait. Rank r puts its W off by r (H1) or 2r (H2) microbatches, so that each rank has
+just enough of them left to fill its own tail. H1 lives in 1F1B's memory; H2 warms up twice as deep and, where F, I and
+W take the same time, leaves no gap between its first and last action.
+"""
+
+from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from fivefold.schedule.schedule import Placement, Promise, Schedule
+from fivefold.schedule.wiring import Order, wire
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """Every rank holds p activations; the bubble is (p - 1)(F + I - W)."""
+    slots = max(3 * m + p - 1, 2 * (m + p) - 1)
+    return _handcrafted("zb-h1", p, m, depth=1, promise=Promise((min(m, p),) * p, slots))
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Every rank holds 2p - 1 activations; the bubble of its span is (p - 1)(F + I - 2W)."""
+    slots = 3 * m + p - 1 if m >= 2 * p - 1 else None
+    return _handcrafted("zb-h2", p, m, depth=2, promise=Promise((min(m, 2 * p - 1),) * p, slots))
+
+
+def _handcrafted(name: str, p: int, m: int, depth: int, promise: Promise) -> Schedule:
+    orders = [_order(p, m, rank, depth) for rank in range(p)]
+    return wire(name, Placement.single(p), m, orders, promise=promise)
+
+
+def _order(p: int, m: int, rank: int, depth: int) -> Order:
+    warm_up = min(m, depth * (p - 1 - rank))
+    delay = depth * rank
+
+    order = [Action(FORWARD, rank, k) for k in range(warm_up)]
+    for k in range(m):
+        if warm_up + k < m:
+            order.append(Action(FORWARD, rank, warm_up + k))
+        order.append(Action(INPUT_GRAD, rank, k))
+        if k >= delay:
+            order.append(Action(WEIGHT_GRAD, rank, k - delay))
+    return order + [Action(WEIGHT_GRAD, rank, k) for k in range(max(0, m - delay), m)]

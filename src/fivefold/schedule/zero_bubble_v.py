@@ -1,0 +1,55 @@
+"""ZB-V: zero bubble in 1F1B's memory, by placing stages in a V (Qi et al. 2023).
+
+Rank r owns stages r and 2p-1-r, so that the last rank of the way down is the first of the way up, and rank 0 sees the
+loss of a microbatch as soon as it is there.
+"""
+
+from collections import Counter
+
+from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.schedule import Placement, Promise, Schedule
+from fivefold.schedule.wiring import Order, wire
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Every rank holds p whole activations; no bubble in any rank's span when F = I = W and m >= 2p - 1."""
+    orders = [_Rank(p, m, rank).order() for rank in range(p)]
+    promise = Promise((min(2 * m, 2 * p),) * p, slots=6 * m + p - 1 if m >= 2 * p - 1 else None)
+    return wire("zb-v", Placement.vee(p), m, orders, promise=promise)
+
+
+class _Rank:
+    """Writes one rank's order: `do("F1")` appends the next forward of chunk 1."""
+
+    def __init__(self, p: int, m: int, rank: int) -> None:
+        self.p, self.m, self.rank = p, m, rank
+        self.n = max(m, 2 * p - 1)  # the pattern needs this many microbatches; those beyond m are left out again
+        self.done: Counter[str] = Counter()
+        self.written: Order = []
+
+    def order(self) -> Order:
+        p, r, n, done = self.p, self.rank, self.n, self.done
+        self.do("F0", times=2 * (p - r) - 1)
+        self.do("F1", "F0", times=r)
+        self.do("F1", "I1", "W1", times=p - r)
+        while done["F1"] < done["F0"] or done["F0"] < n:
+            if done["F0"] < n:
+                self.do("F0")
+            self.do("I0", "W0", "F1", "I1", "W1")
+        self.do("I0", "I1", times=r)
+        self.do("I0", "W0", times=p - r)
+        self.do("W1", times=n - done["W1"])
+        self.do("W0", times=n - done["W0"])
+        return [action for action in self.written if action.microbatch < self.m]
+
+    def do(self, *words: str, times: int = 1) -> None:
+        for _ in range(times):
+            for word in words:
+                self.written.append(Action(_KINDS[word[0]], self.stage(word[1]), self.done[word]))
+                self.done[word] += 1
+
+    def stage(self, chunk: str) -> int:
+        return self.rank if chunk == "0" else 2 * self.p - 1 - self.rank
+
+
+_KINDS: dict[str, Kind] = {"F": FORWARD, "I": INPUT_GRAD, "W": WEIGHT_GRAD}
