@@ -1,0 +1,54 @@
+"""Pipeline schedules as data: built, proven, timed, drawn and executed as one and the same object.
+
+    from fivefold.schedule import build, prove, simulate
+    schedule = prove(build("zb-v", p=4, m=8))
+    simulate(schedule).bubble_makespan
+
+`actions` has the words, `schedule` the object, `catalogue` every builder by name, `check` the proofs, `costs` and
+`simulate` the clock, `text` and `files` the written form, `draw` the pictures. Nothing here needs torch.
+"""
+
+from fivefold.schedule.actions import ALL, Action, Channel, Kind, channel_of
+from fivefold.schedule.catalogue import CATALOGUE, build, placement
+from fivefold.schedule.check import Problem, check, prove
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.engine import Span
+from fivefold.schedule.files import load, save
+from fivefold.schedule.schedule import Placement, Promise, Schedule, live_counts, peak_live
+from fivefold.schedule.simulate import RankTime, Simulation, simulate
+from fivefold.schedule.text import from_json, from_text, to_json, to_text
+from fivefold.schedule.wiring import wire
+from fivefold.schedule.zero import with_zero
+
+__all__ = [
+    "ALL",
+    "CATALOGUE",
+    "Action",
+    "Channel",
+    "Costs",
+    "Kind",
+    "Link",
+    "Placement",
+    "Problem",
+    "Promise",
+    "RankTime",
+    "Schedule",
+    "Simulation",
+    "Span",
+    "build",
+    "channel_of",
+    "check",
+    "from_json",
+    "from_text",
+    "live_counts",
+    "load",
+    "peak_live",
+    "placement",
+    "prove",
+    "save",
+    "simulate",
+    "to_json",
+    "to_text",
+    "wire",
+    "with_zero",
+]

@@ -5,7 +5,6 @@ time of a message and a memory limit, and plays the pipeline forward under many 
 handcrafted ones compete, so `auto` is never worse than those that fit into its memory.
 """
 
-import math
 from collections.abc import Iterator
 from itertools import product
 
@@ -13,7 +12,7 @@ from fivefold.errors import UserError
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.engine import run
 from fivefold.schedule.greedy import Attempt, Fill, Policy, Problem, play
-from fivefold.schedule.schedule import Placement, Promise, Schedule
+from fivefold.schedule.schedule import Placement, Promise, Schedule, peak_live
 from fivefold.schedule.wiring import wire
 from fivefold.schedule.zero_bubble import zb_h1, zb_h2
 
@@ -33,7 +32,7 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
 
 
 def _best(handcrafted: list[Attempt], attempts: Iterator[Attempt], shortest: float) -> Attempt:
-    best = min(handcrafted, default=Attempt(math.inf, math.inf, []), key=_merit)
+    best = min([next(attempts), *handcrafted], key=_merit)
     for attempt in attempts:
         best = min(best, attempt, key=_merit)
         if best.makespan <= shortest * (1 + 1e-9) and best.bubble <= 1e-9 * shortest:
@@ -41,9 +40,11 @@ def _best(handcrafted: list[Attempt], attempts: Iterator[Attempt], shortest: flo
     return best
 
 
-def _merit(attempt: Attempt) -> tuple[float, float]:
+def _merit(attempt: Attempt) -> tuple[float, float, int]:
+    """Shortest first; among equals the smallest bubble, then the least memory."""
     # Rounded, so that the dust of adding in another order does not decide.
-    return float(f"{attempt.makespan:.9g}"), float(f"{attempt.bubble:.9g}")
+    makespan, bubble = float(f"{attempt.makespan:.9g}"), round(attempt.bubble / attempt.makespan, 9)
+    return makespan, bubble, max(map(peak_live, attempt.orders))
 
 
 def _handcrafted(problem: Problem) -> Iterator[Attempt]:

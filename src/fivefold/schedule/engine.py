@@ -15,21 +15,25 @@ Data that stays on a rank needs no waiting: whoever makes it stands earlier in t
 from typing import NamedTuple
 
 from fivefold.schedule.actions import (
+    BACKWARD,
     COMPUTE,
     FORWARD,
     GATHER,
-    GRADIENT_MAKERS,
+    INPUT_GRAD,
     RECEIVES,
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
     REDUCE,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
     SENDS,
     STEP,
     Action,
     Channel,
     Kind,
-    channel_of,
 )
-from fivefold.schedule.costs import Costs
-from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.schedule import Placement, Schedule
 
 
 class Span(NamedTuple):
@@ -59,179 +63,197 @@ class Run(NamedTuple):
 
 def run(schedule: Schedule, costs: Costs) -> Run:
     """Walk the schedule to its end, or to where nobody can move."""
-    return _Engine(schedule, costs).run()
+    world = _World(schedule, costs)
+    ranks = [_Rank(number, world) for number in range(schedule.p)]
+    while world.ready:
+        ranks[world.ready.pop()].walk()
+    blocks = [rank.block for rank in ranks if rank.block is not None and rank.place < len(rank.order)]
+    return Run([rank.spans for rank in ranks], blocks)
 
 
 class _Queue:
     """One channel's FIFO: when message n was sent, when its receive was posted, when it arrived."""
 
-    __slots__ = ("arrived", "channel", "free", "numbers", "posted", "receiver", "sender", "sent", "waiting")
-
-    def __init__(self, channel: Channel, sender: int, receiver: int) -> None:
-        self.channel, self.sender, self.receiver = channel, sender, receiver
+    def __init__(self, channel: Channel, placement: Placement, link: Link, ready: list[int]) -> None:
+        self.channel = channel
+        self.sender, self.receiver = placement.owner[channel.source], placement.owner[channel.target]
+        self.latency, self.occupancy = link.latency, link.occupancy
         self.sent: list[float] = []
         self.posted: list[float] = []
         self.arrived: list[float] = []
         self.numbers: dict[int, int] = {}  # microbatch -> its place in the FIFO, as the receiver counts
         self.free = 0.0  # when the channel can take the next message
-        self.waiting: list[int] = []  # ranks to wake at the next arrival
+        self.waiting: list[int] = []  # ranks that become ready at the next arrival
+        self.ready = ready
+
+    def match(self) -> None:
+        """Start the next transfer once both sides are there."""
+        number = len(self.arrived)
+        if number < len(self.sent) and number < len(self.posted):
+            start = max(self.sent[number], self.posted[number], self.free)
+            self.free = start + self.occupancy
+            self.arrived.append(self.free + self.latency)
+            if self.waiting:
+                self.ready += self.waiting
+                self.waiting.clear()
 
 
-class _Engine:
+class _World:
+    """What the ranks share: the channels, the costs, and who can go on."""
+
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.latency, self.occupancy, self.overlap = (
-            costs.link.latency,
-            costs.link.occupancy,
-            costs.link.overlap,
-        )
+        self.ready = list(reversed(range(schedule.p)))
+        self.queues = _queues(schedule.placement, costs.link, self.ready)
         self.durations = {kind: costs.of(kind) for kind in COMPUTE}
-        self.queues = _queues(schedule)
-        self.handlers = dict.fromkeys(COMPUTE, self.compute)
-        self.handlers |= dict.fromkeys(RECEIVES, self.receive)
-        self.handlers |= dict.fromkeys(SENDS, self.send if costs.link.sends == "eager" else self.blocking_send)
-        self.handlers |= {GATHER: self.gather, REDUCE: self.reduce, STEP: self.step}
+        self.gathered = [0.0] * schedule.placement.stages  # when the stage's last GATHER is through
+        self.reduced = [0.0] * schedule.placement.stages
 
-        ranks, stages = schedule.p, schedule.placement.stages
-        self.now = [0.0] * ranks  # when the rank is free again
-        self.spans: list[list[Span]] = [[] for _ in range(ranks)]
-        self.partner: list[tuple[Action, float] | None] = [None] * ranks  # first half of a joined pair, and its input
-        self.blocks: list[Block | None] = [None] * ranks
-        self.sending = [False] * ranks  # a blocking send is under way
-        self.collectives = [0.0] * ranks  # when the rank's collective stream is free
-        self.gathered = [0.0] * stages
-        self.reduced = [0.0] * stages
-        self.ready = list(reversed(range(ranks)))
 
-    def run(self) -> Run:
-        orders, handlers = self.schedule.ranks, self.handlers
-        places = [0] * len(orders)
-        while self.ready:
-            rank = self.ready.pop()
-            order, place = orders[rank], places[rank]
-            while place < len(order) and handlers[order[place].kind](rank, order[place]):
-                place += 1
-            places[rank] = place
-        stuck = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
-        return Run(self.spans, [block for rank in stuck if (block := self.blocks[rank]) is not None])
+class _Rank:
+    """One rank on its way through its list."""
 
-    # Each handler returns whether the rank could go on; one that could not is visited again after a wake-up.
+    def __init__(self, number: int, world: _World) -> None:
+        self.number, self.world = number, world
+        self.order = world.schedule.ranks[number]
+        self.place = 0
+        self.now = 0.0  # when the rank is free again
+        self.spans: list[Span] = []
+        self.block: Block | None = None  # where it last had to wait
+        self.partner: tuple[Action, float] | None = None  # first half of a joined pair, and when its input is there
+        self.sending = False  # a blocking send is under way
+        self.stream = 0.0  # when the stream of collectives is free
+        self.queues, self.buffers = world.queues, world.schedule.buffers
+        link = world.costs.link
+        self.overlap = link.overlap
+        self.handlers = {
+            **dict.fromkeys(COMPUTE, self.compute),
+            **dict.fromkeys(RECEIVES, self.receive),
+            **dict.fromkeys(SENDS, self.send if link.sends == "eager" else self.blocking_send),
+            GATHER: self.gather,
+            REDUCE: self.reduce,
+            STEP: self.step,
+        }
 
-    def compute(self, rank: int, action: Action) -> bool:
+    def walk(self) -> None:
+        """Go on as far as possible. A handler returns whether the rank may pass its action."""
+        order, place, handlers = self.order, self.place, self.handlers
+        while place < len(order) and handlers[order[place][0]](order[place]):
+            place += 1
+        self.place = place
+
+    def compute(self, action: Action) -> bool:
         kind, stage, microbatch, joined = action
-        start = self.now[rank]
-        queue = self.queues.get((kind, stage))
+        start = self.now
+        queue = self.queues[kind][stage]
         if queue is not None:
             number = queue.numbers.get(microbatch, len(queue.numbers))
             if not self.overlap and number == len(queue.posted):
                 queue.posted.append(start)
-                self.match(queue)
+                queue.match()
             if number >= len(queue.arrived):
-                return self.wait(rank, action, queue, number, queue.sender)
+                return self.wait(action, queue, number, queue.sender)
             start = max(start, queue.arrived[number])
         if kind is FORWARD:
-            start = max(start, self.gathered[stage])
+            start = max(start, self.world.gathered[stage])
         if joined:
-            self.partner[rank] = action, start
-            return True
-        self.spend(rank, action, start)
+            self.partner = action, start
+        elif self.partner is not None:
+            self.spend_both(action, start)
+        else:
+            self.now = start + self.world.durations[kind][stage]
+            self.spans.append(_span(Span, (action, start, self.now)))
         return True
 
-    def spend(self, rank: int, action: Action, start: float) -> None:
-        partner = self.partner[rank]
-        if partner is None:
-            end = start + self.durations[action.kind][action.stage]
-        else:
-            first, first_start = partner
-            start = max(start, first_start)
-            forward, backward = (first, action) if first.kind is FORWARD else (action, first)
-            end = start + self.costs.joined(forward.stage, backward.stage)
-            self.spans[rank].append(Span(first, start, end))
-            self.partner[rank] = None
-        self.spans[rank].append(Span(action, start, end))
-        self.now[rank] = end
+    def spend_both(self, action: Action, start: float) -> None:
+        assert self.partner is not None
+        first, first_start = self.partner
+        forward, backward = (first, action) if first.kind is FORWARD else (action, first)
+        start = max(start, first_start)
+        self.now = start + self.world.costs.joined(forward.stage, backward.stage)
+        self.spans += Span(first, start, self.now), Span(action, start, self.now)
+        self.partner = None
 
-    def receive(self, rank: int, action: Action) -> bool:
-        queue = self.queues[action[:2]]
+    def receive(self, action: Action) -> bool:
+        queue = self.queue(action)
         queue.numbers[action.microbatch] = len(queue.numbers)
         if self.overlap:
-            queue.posted.append(self.now[rank])
-            self.match(queue)
+            queue.posted.append(self.now)
+            queue.match()
         return True
 
-    def send(self, rank: int, action: Action) -> bool:
-        queue = self.queues[action[:2]]
-        oldest = len(queue.sent) - self.schedule.buffers
-        if oldest >= len(queue.arrived):
-            return self.wait(rank, action, queue, oldest, queue.receiver)
-        if oldest >= 0 and queue.arrived[oldest] > self.now[rank]:
-            self.now[rank] = queue.arrived[oldest]
-        queue.sent.append(self.now[rank])
-        self.match(queue)
+    def send(self, action: Action) -> bool:
+        queue = self.queue(action)
+        oldest = len(queue.sent) - self.buffers
+        if oldest >= 0:
+            if oldest >= len(queue.arrived):
+                return self.wait(action, queue, oldest, queue.receiver)
+            self.now = max(self.now, queue.arrived[oldest])
+        queue.sent.append(self.now)
+        queue.match()
         return True
 
-    def blocking_send(self, rank: int, action: Action) -> bool:
-        queue = self.queues[action[:2]]
-        if not self.sending[rank]:
-            self.sending[rank] = True
-            queue.sent.append(self.now[rank])
-            self.match(queue)
+    def blocking_send(self, action: Action) -> bool:
+        queue = self.queue(action)
+        if not self.sending:
+            self.sending = True
+            queue.sent.append(self.now)
+            queue.match()
         number = len(queue.sent) - 1
         if number >= len(queue.arrived):
-            return self.wait(rank, action, queue, number, queue.receiver)
-        self.sending[rank] = False
-        self.now[rank] = queue.arrived[number]
+            return self.wait(action, queue, number, queue.receiver)
+        self.sending = False
+        self.now = queue.arrived[number]
         return True
 
-    def match(self, queue: _Queue) -> None:
-        """Start the next transfer of a channel once both sides are there."""
-        number = len(queue.arrived)
-        if number < len(queue.sent) and number < len(queue.posted):
-            start = max(queue.sent[number], queue.posted[number], queue.free)
-            queue.free = start + self.occupancy
-            queue.arrived.append(queue.free + self.latency)
-            if queue.waiting:
-                self.ready += queue.waiting
-                queue.waiting.clear()
-
-    def wait(self, rank: int, action: Action, queue: _Queue, number: int, peer: int) -> bool:
-        self.blocks[rank] = Block(rank, action, queue.channel, number, peer)
-        queue.waiting.append(rank)
+    def wait(self, action: Action, queue: _Queue, number: int, peer: int) -> bool:
+        self.block = Block(self.number, action, queue.channel, number, peer)
+        queue.waiting.append(self.number)
         return False
 
-    def gather(self, rank: int, action: Action) -> bool:
-        self.gathered[action.stage] = self.collective(rank, self.costs.gather)
+    def queue(self, action: Action) -> _Queue:
+        queue = self.queues[action[0]][action[1]]
+        if queue is None:
+            raise ValueError(f"{action} on rank {self.number} has no other rank to talk to; `check` says more")
+        return queue
+
+    def gather(self, action: Action) -> bool:
+        self.world.gathered[action.stage] = self.collective(self.world.costs.gather)
         return True
 
-    def reduce(self, rank: int, action: Action) -> bool:
-        self.reduced[action.stage] = self.collective(rank, self.costs.reduce)
+    def reduce(self, action: Action) -> bool:
+        self.world.reduced[action.stage] = self.collective(self.world.costs.reduce)
         return True
 
-    def collective(self, rank: int, duration: float) -> float:
-        self.collectives[rank] = max(self.collectives[rank], self.now[rank]) + duration
-        return self.collectives[rank]
+    def collective(self, duration: float) -> float:
+        """Collectives of a rank run one after the other, beside its compute."""
+        self.stream = max(self.stream, self.now) + duration
+        return self.stream
 
-    def step(self, rank: int, action: Action) -> bool:
-        start = max(self.now[rank], self.reduced[action.stage])
-        self.now[rank] = start + self.costs.step
-        self.spans[rank].append(Span(action, start, self.now[rank]))
+    def step(self, action: Action) -> bool:
+        start = max(self.now, self.world.reduced[action.stage])
+        self.now = start + self.world.costs.step
+        self.spans.append(Span(action, start, self.now))
         return True
 
 
-def _queues(schedule: Schedule) -> dict[tuple[Kind, int], _Queue]:
-    """The FIFO that each (kind, stage) sends on, receives from, or computes out of."""
-    placement = schedule.placement
-    queues: dict[tuple[Kind, int], _Queue] = {}
+_span = tuple.__new__  # a NamedTuple's own constructor takes three times as long, and there is one Span per action
+
+
+def _queues(placement: Placement, link: Link, ready: list[int]) -> dict[Kind, list[_Queue | None]]:
+    """By kind and stage, the FIFO that an action sends on, receives from, or computes out of."""
+    queues: dict[Kind, list[_Queue | None]] = {kind: [None] * placement.stages for kind in Kind}
     for boundary in filter(placement.crosses, range(placement.stages - 1)):
-        for gradients in (False, True):
+        for gradients, (send, users) in _ENDS.items():
             channel = Channel(boundary, gradients)
-            queue = _Queue(channel, placement.owner[channel.source], placement.owner[channel.target])
-            for kind in SENDS:
-                if channel_of(Action(kind, channel.source)) == channel:
-                    queues[kind, channel.source] = queue
-            for kind in RECEIVES:
-                if channel_of(Action(kind, channel.target)) == channel:
-                    queues[kind, channel.target] = queue
-            for kind in GRADIENT_MAKERS if gradients else {FORWARD}:
-                queues[kind, channel.target] = queue
+            queue = _Queue(channel, placement, link, ready)
+            queues[send][channel.source] = queue
+            for kind in users:
+                queues[kind][channel.target] = queue
     return queues
+
+
+_ENDS: dict[bool, tuple[Kind, tuple[Kind, ...]]] = {
+    False: (SEND_ACTIVATION, (RECV_ACTIVATION, FORWARD)),
+    True: (SEND_GRADIENT, (RECV_GRADIENT, BACKWARD, INPUT_GRAD)),
+}

@@ -37,10 +37,8 @@ class Problem:
 
     def depth(self, share: float) -> tuple[int, ...]:
         """How many forwards each rank runs in this share of a round trip, besides the one that is under way."""
-        trips = [self.round_trip(rank) for rank in range(self.p)]
-        return tuple(
-            1 + math.ceil(share * trip / max(f, 1e-12) - 1e-9) for trip, f in zip(trips, self.costs.f, strict=True)
-        )
+        forwards = [self.round_trip(rank) / max(self.costs.f[rank], 1e-12) for rank in range(self.p)]
+        return tuple(1 + math.ceil(share * count - 1e-9) for count in forwards)
 
     def round_trip(self, rank: int) -> float:
         """From the end of a forward to the arrival of its gradient, if nobody else is in the way."""

@@ -10,8 +10,10 @@ A joined pair counts as one action: what it needs is posted before it, what it m
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from fivefold.schedule.actions import (
+    COMPUTE,
     FORWARD,
     GRADIENT_MAKERS,
     RECV_ACTIVATION,
@@ -36,31 +38,45 @@ def wire(
     promise: Promise = NOTHING,
 ) -> Schedule:
     """The schedule that computes in these orders."""
-    ranks = tuple(tuple(_wire_rank(list(order), placement.owner, buffers)) for order in orders)
+    ends = _ends(placement)
+    ranks = tuple(tuple(_wire_rank(list(order), ends, buffers)) for order in orders)
     return Schedule(name, placement, microbatches, ranks, buffers, promise)
 
 
-def _wire_rank(order: Order, owner: tuple[int, ...], buffers: int) -> Order:
-    receives = [_receive_for(action, owner) for action in order]
-    queues: dict[tuple[Kind, int], Order] = {}  # one per channel, in the order of consumption
-    for receive in receives:
-        if receive is not None:
-            queues.setdefault(receive[:2], []).append(receive)
-    wired = [receive for queue in queues.values() for receive in queue[:buffers]]
-    posted = dict.fromkeys(queues, buffers)
+Ends = dict[tuple[Kind, int], tuple[Kind | None, Kind | None]]
+
+
+_action = tuple.__new__  # a NamedTuple's own constructor takes three times as long, and most actions are made here
+
+
+def _ends(placement: Placement) -> Ends:
+    """By kind and stage: how an action's input is received and its result sent; None where it stays on the rank."""
+    ends: Ends = {(kind, stage): (None, None) for kind in COMPUTE for stage in range(placement.stages)}
+    for stage in range(placement.stages):
+        comes = stage > 0 and placement.crosses(stage - 1)
+        goes = stage + 1 < placement.stages and placement.crosses(stage)
+        ends[FORWARD, stage] = RECV_ACTIVATION if comes else None, SEND_ACTIVATION if goes else None
+        for kind in GRADIENT_MAKERS:
+            ends[kind, stage] = RECV_GRADIENT if goes else None, SEND_GRADIENT if comes else None
+    return ends
+
+
+def _wire_rank(order: Order, ends: Ends, buffers: int) -> Order:
+    channels = _receives(order, ends)
+    wired = [receive for queue in channels.values() for receive in queue[:buffers]]
+    unposted = {channel: iter(queue[buffers:]) for channel, queue in channels.items()}
 
     posts: Order = []
     sends: Order = []
-    for action, receive in zip(order, receives, strict=True):
+    for action in order:
+        kind, stage, microbatch, joined = action
         wired.append(action)
+        receive, send = ends[kind, stage]
         if receive is not None:
-            channel = receive[:2]
-            posts += queues[channel][posted[channel] : posted[channel] + 1]
-            posted[channel] += 1
-        send = _send_of(action, owner)
+            posts += islice(unposted[receive, stage], 1)
         if send is not None:
-            sends.append(send)
-        if not action.joined:
+            sends.append(_action(Action, (send, stage, microbatch, False)))
+        if not joined:
             # Posting never waits and sending may, so the posts go first.
             wired += posts
             wired += sends
@@ -69,21 +85,11 @@ def _wire_rank(order: Order, owner: tuple[int, ...], buffers: int) -> Order:
     return wired
 
 
-def _receive_for(action: Action, owner: tuple[int, ...]) -> Action | None:
-    kind, stage, microbatch, _ = action
-    if kind is FORWARD:
-        if stage > 0 and owner[stage - 1] != owner[stage]:
-            return Action(RECV_ACTIVATION, stage, microbatch)
-    elif kind in GRADIENT_MAKERS and stage + 1 < len(owner) and owner[stage + 1] != owner[stage]:
-        return Action(RECV_GRADIENT, stage, microbatch)
-    return None
-
-
-def _send_of(action: Action, owner: tuple[int, ...]) -> Action | None:
-    kind, stage, microbatch, _ = action
-    if kind is FORWARD:
-        if stage + 1 < len(owner) and owner[stage + 1] != owner[stage]:
-            return Action(SEND_ACTIVATION, stage, microbatch)
-    elif kind in GRADIENT_MAKERS and stage > 0 and owner[stage - 1] != owner[stage]:
-        return Action(SEND_GRADIENT, stage, microbatch)
-    return None
+def _receives(order: Order, ends: Ends) -> dict[tuple[Kind, int], Order]:
+    """The receives of each channel in the order their messages are consumed; channels in the order of first use."""
+    channels: dict[tuple[Kind, int], Order] = {}
+    for kind, stage, microbatch, _ in order:
+        receive = ends[kind, stage][0]
+        if receive is not None:
+            channels.setdefault((receive, stage), []).append(_action(Action, (receive, stage, microbatch, False)))
+    return channels

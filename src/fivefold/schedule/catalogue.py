@@ -1,0 +1,140 @@
+"""Every schedule by name, with what it is good for; `build` makes one from numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fivefold.errors import UserError
+from fivefold.schedule.auto import auto
+from fivefold.schedule.breadth_first import breadth_first
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.dualpipe_v import dualpipe_v
+from fivefold.schedule.gpipe import gpipe
+from fivefold.schedule.interleaved import interleaved
+from fivefold.schedule.naive import naive
+from fivefold.schedule.one_f_one_b import one_f_one_b
+from fivefold.schedule.repeated import v_half, v_min
+from fivefold.schedule.schedule import Placement, Schedule
+from fivefold.schedule.zero_bubble import zb_h1, zb_h2
+from fivefold.schedule.zero_bubble_v import zb_v
+from fivefold.words import did_you_mean, either
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a schedule is wanted for. `chunks` are stages per rank (v), `group` is interleaved's N, and `auto` alone
+    looks at `costs` and `memory`."""
+
+    p: int
+    m: int
+    chunks: int
+    group: int | None = None
+    costs: Costs | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule of the catalogue. `chunks` is the number it has, or with `any_chunks` the number it starts from."""
+
+    name: str
+    build: Callable[[Request], Schedule]
+    place: Callable[[int, int], Placement]  # of p and chunks
+    chunks: int
+    bubble: str  # in times of a whole rank
+    peak: str  # in A, one microbatch's activations of a whole rank
+    needs: str = ""
+    any_chunks: bool = False
+
+
+def _single(p: int, chunks: int) -> Placement:
+    return Placement.single(p)
+
+
+def _vee(p: int, chunks: int) -> Placement:
+    return Placement.vee(p)
+
+
+CATALOGUE: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("naive", lambda r: naive(r.p, r.m), _single, 1, "(p-1)/p of the time", "1"),
+        Entry("gpipe", lambda r: gpipe(r.p, r.m), _single, 1, "(p-1)(F+B)", "m"),
+        Entry("1f1b", lambda r: one_f_one_b(r.p, r.m), _single, 1, "(p-1)(F+B)", "p-r"),
+        Entry(
+            "interleaved",
+            lambda r: interleaved(r.p, r.m, r.chunks, r.group),
+            Placement.looped,
+            2,
+            "(p-1)(F+B)/v",
+            "((v-1)N+2(p-1-r)+1)/v",
+            "m >= p; p <= N <= m, and m % N is 0 or >= p",
+            any_chunks=True,
+        ),
+        Entry(
+            "bfs",
+            lambda r: breadth_first(r.p, r.m, r.chunks),
+            Placement.looped,
+            2,
+            "(p-1)(F+B)/v",
+            "m",
+            any_chunks=True,
+        ),
+        Entry("zb-h1", lambda r: zb_h1(r.p, r.m), _single, 1, "(p-1)(F+I-W)", "p"),
+        Entry("zb-h2", lambda r: zb_h2(r.p, r.m), _single, 1, "span (p-1)(F+I-2W)", "2p-1"),
+        Entry("zb-v", lambda r: zb_v(r.p, r.m), _vee, 2, "span 0 if F=I=W", "p"),
+        Entry("v-half", lambda r: v_half(r.p, r.m), _vee, 2, "", "about p/2"),
+        Entry("v-min", lambda r: v_min(r.p, r.m), _vee, 2, "", "about p/3"),
+        Entry("dualpipe-v", lambda r: dualpipe_v(r.p, r.m), _vee, 2, "(p-1)(F&B+B-3W)/2", "p+1/2", "m >= 2p"),
+        Entry("auto", lambda r: auto(r.p, r.m, r.costs, r.memory), _single, 1, "", "the limit"),
+    )
+}
+
+
+def entry_of(name: str) -> Entry:
+    """The schedule of that name, or the nearest one to suggest."""
+    if name not in CATALOGUE:
+        raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}")
+    return CATALOGUE[name]
+
+
+def placement(name: str, p: int, chunks: int | None = None) -> Placement:
+    """Where the stages of a schedule live."""
+    entry = entry_of(name)
+    return entry.place(p, chunks or entry.chunks)
+
+
+def build(
+    name: str,
+    p: int,
+    m: int,
+    *,
+    chunks: int | None = None,
+    group: int | None = None,
+    costs: Costs | None = None,
+    memory: int | None = None,
+) -> Schedule:
+    """A schedule by name for p ranks and m microbatches; what cannot be is refused with the reason."""
+    entry = entry_of(name)
+    problems = _problems(entry, p, m, chunks, group, memory)
+    if problems:
+        raise UserError(problems)
+    return entry.build(Request(p, m, chunks or entry.chunks, group, costs, memory))
+
+
+def _problems(entry: Entry, p: int, m: int, chunks: int | None, group: int | None, memory: int | None) -> list[str]:
+    found = [
+        f"{what} is {value}, and must be at least 1"
+        for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
+        if value is not None and value < 1
+    ]
+    if chunks is not None and chunks != entry.chunks and not entry.any_chunks:
+        tunable = either([other.name for other in CATALOGUE.values() if other.any_chunks])
+        plural = "" if entry.chunks == 1 else "s"
+        found.append(
+            f"{entry.name} has {entry.chunks} chunk{plural} per rank, not {chunks}; leave it out, or use {tunable}"
+        )
+    if group is not None and entry.name != "interleaved":
+        found.append(f"{entry.name} has no group size N; leave it out, or use interleaved")
+    if memory is not None and entry.name != "auto":
+        found.append(f"{entry.name} takes no memory limit; leave it out, or use auto")
+    return found

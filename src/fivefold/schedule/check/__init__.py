@@ -1,0 +1,55 @@
+"""The proof obligations of a schedule. What passes here can be run; what does not is refused with a sentence.
+
+  complete    every forward has its backward, on the rank that owns the stage, and every message its two ends
+  order       within a rank, nothing runs before what it needs
+  channels    both ends of every FIFO list their messages in the same order
+  deadlock    with bounded buffers and nothing but waiting, every rank gets to the end of its list
+  accumulate  weight gradients are summed in the order of a single device, so that they are the same to the bit
+  bounds      activations, posted receives and slots stay within what is promised
+
+The checker reads the action lists and nothing else: it knows no builder and no schedule by name.
+"""
+
+from collections.abc import Callable, Iterator
+
+from fivefold.errors import UserError
+from fivefold.schedule.check.accumulate import accumulate
+from fivefold.schedule.check.bounds import bounds
+from fivefold.schedule.check.channels import channels
+from fivefold.schedule.check.complete import complete
+from fivefold.schedule.check.deadlock import deadlock
+from fivefold.schedule.check.index import Index
+from fivefold.schedule.check.order import order
+from fivefold.schedule.check.problem import Problem
+from fivefold.schedule.schedule import Schedule
+
+__all__ = ["MOST", "Problem", "check", "prove"]
+
+MOST = 20  # sentences; one mistake can break hundreds of messages
+
+
+Proof = Callable[[Index], Iterator[Problem]]
+
+# Each step takes for granted what the steps before it have shown.
+STEPS: tuple[tuple[Proof, ...], ...] = ((complete,), (order, channels, accumulate), (deadlock, bounds))
+
+
+def check(schedule: Schedule) -> list[Problem]:
+    """Everything that is wrong with a schedule; an empty list is the proof that nothing is."""
+    index = Index(schedule)
+    for step in STEPS:
+        problems = [found._replace(obligation=proof.__name__) for proof in step for found in proof(index)]
+        if problems:
+            return problems
+    return []
+
+
+def prove(schedule: Schedule) -> Schedule:
+    """The schedule itself when it passes, a UserError with the reasons when it does not."""
+    problems = check(schedule)
+    if problems:
+        sentences = [f"schedule {schedule.name}: {problem}" for problem in problems[:MOST]]
+        if len(problems) > MOST:
+            sentences.append(f"schedule {schedule.name}: and {len(problems) - MOST} more of the kind")
+        raise UserError(sentences)
+    return schedule

@@ -1,0 +1,24 @@
+"""Accumulate: a stage's weight gradients are added up in ascending order of microbatches, as a single device does it.
+
+Floating-point sums depend on their order; this is what makes a pipeline's gradients equal to the last bit.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from fivefold.schedule.check.index import Index
+from fivefold.schedule.check.problem import Problem
+
+
+def accumulate(index: Index) -> Iterator[Problem]:
+    for stage, rank in enumerate(index.schedule.placement.owner):
+        actions = index.schedule.ranks[rank]
+        places = index.weight_gradients(stage)
+        for before, after in pairwise(places):
+            if after < before:
+                yield Problem(
+                    f"rank {rank} has {actions[after]} (action {after}) before {actions[before]} (action {before}): "
+                    f"the weight gradients of stage {stage} would be summed in another order than on a single device",
+                    rank,
+                    after,
+                )

@@ -1,0 +1,37 @@
+"""Channels: both ends of a FIFO list the same order. NCCL pairs messages by order alone."""
+
+from collections.abc import Iterator
+
+from fivefold.schedule.actions import (
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    Action,
+    Channel,
+)
+from fivefold.schedule.check.index import Index
+from fivefold.schedule.check.problem import Problem
+
+
+def channels(index: Index) -> Iterator[Problem]:
+    placement = index.schedule.placement
+    for boundary in filter(placement.crosses, range(placement.stages - 1)):
+        yield from _same_order(index, Channel(boundary, gradients=False))
+        yield from _same_order(index, Channel(boundary, gradients=True))
+
+
+def _same_order(index: Index, channel: Channel) -> Iterator[Problem]:
+    send, receive = (SEND_GRADIENT, RECV_GRADIENT) if channel.gradients else (SEND_ACTIVATION, RECV_ACTIVATION)
+    sent, received = index.sequence[send, channel.source], index.sequence[receive, channel.target]
+    if sent == received:
+        return
+    number = next(n for n, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1])
+    owner = index.schedule.placement.owner
+    yield Problem(
+        f"message {number} of the {channel} is {Action(send, channel.source, sent[number])} on rank "
+        f"{owner[channel.source]} and {Action(receive, channel.target, received[number])} on rank "
+        f"{owner[channel.target]}: the two ends do not list the same order",
+        owner[channel.target],
+        index.places(receive, channel.target)[received[number]],
+    )

@@ -1,0 +1,134 @@
+"""Complete: each (stage, microbatch) has one F and one B, or one I and one W, where the stage lives; and each message
+that crosses ranks has one SEND and one RECV."""
+
+from collections.abc import Iterator
+
+from fivefold.schedule.actions import (
+    ALL,
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    SENDS,
+    STEP,
+    WEIGHT_GRAD,
+    Action,
+    Kind,
+)
+from fivefold.schedule.check.index import ABSENT, Index
+from fivefold.schedule.check.problem import Problem
+
+
+def complete(index: Index) -> Iterator[Problem]:
+    yield from _shape(index)
+    yield from _strays(index)
+    for stage in range(index.schedule.placement.stages):
+        yield from _compute(index, stage)
+    yield from _messages(index)
+    yield from _steps(index)
+
+
+def _shape(index: Index) -> Iterator[Problem]:
+    schedule = index.schedule
+    if schedule.p != schedule.placement.ranks:
+        yield Problem(
+            f"there are action lists for {schedule.p} ranks, and the stages live on {schedule.placement.ranks}"
+        )
+
+
+def _strays(index: Index) -> Iterator[Problem]:
+    """Actions on the wrong rank, of stages or microbatches that do not exist, or for a second time."""
+    schedule = index.schedule
+    owner = schedule.placement.owner
+    for rank, place, action in index.strays:
+        name = f"rank {rank} has {action} (action {place})"
+        if action.stage >= len(owner):
+            yield Problem(f"{name}, and there are {len(owner)} stages, 0 to {len(owner) - 1}", rank, place)
+        elif owner[action.stage] != rank:
+            yield Problem(f"{name}, and stage {action.stage} lives on rank {owner[action.stage]}", rank, place)
+        elif action.microbatch == ALL:
+            yield Problem(f"{name} without a microbatch, and {action.kind} needs one: {action}.0", rank, place)
+        elif action.microbatch >= schedule.m:
+            yield Problem(f"{name}, and there are {schedule.m} microbatches, 0 to {schedule.m - 1}", rank, place)
+        else:
+            first = index.places(action.kind, action.stage)[action.microbatch]
+            yield Problem(f"{name} for the second time; the first is action {first}", rank, place)
+
+
+def _compute(index: Index, stage: int) -> Iterator[Problem]:
+    rank = index.schedule.placement.owner[stage]
+    forward, backward = index.places(FORWARD, stage), index.places(BACKWARD, stage)
+    halves = {kind: index.places(kind, stage) for kind in (INPUT_GRAD, WEIGHT_GRAD)}
+    for k in range(index.schedule.m):
+        if forward[k] == ABSENT:
+            yield Problem(f"rank {rank} never runs {Action(FORWARD, stage, k)}", rank)
+        present = [kind for kind, row in halves.items() if row[k] != ABSENT]
+        if backward[k] != ABSENT:
+            for kind in present:
+                yield Problem(
+                    f"rank {rank} runs {Action(BACKWARD, stage, k)} and also {Action(kind, stage, k)}: a backward is "
+                    "whole or in two halves, not both",
+                    rank,
+                    halves[kind][k],
+                )
+        elif not present:
+            yield Problem(
+                f"rank {rank} never runs a backward of {Action(FORWARD, stage, k)}: neither B nor I and W",
+                rank,
+                forward[k],
+            )
+        elif len(present) == 1:
+            missing = WEIGHT_GRAD if present[0] is INPUT_GRAD else INPUT_GRAD
+            yield Problem(
+                f"rank {rank} runs {Action(present[0], stage, k)} but never {Action(missing, stage, k)}",
+                rank,
+                halves[present[0]][k],
+            )
+
+
+def _messages(index: Index) -> Iterator[Problem]:
+    """One of each message per microbatch where the neighbouring stage is on another rank, none where it is not."""
+    owner = index.schedule.placement.owner
+    for stage, rank in enumerate(owner):
+        for kind, step in _NEIGHBOURS.items():
+            other = stage + step
+            if 0 <= other < len(owner) and owner[other] != rank:
+                yield from _missing(index, kind, stage, other)
+            else:
+                yield from _pointless(index, kind, stage)
+
+
+_NEIGHBOURS = {RECV_ACTIVATION: -1, SEND_ACTIVATION: 1, RECV_GRADIENT: 1, SEND_GRADIENT: -1}
+
+
+def _missing(index: Index, kind: Kind, stage: int, other: int) -> Iterator[Problem]:
+    owner = index.schedule.placement.owner
+    for k, place in enumerate(index.places(kind, stage)):
+        if place == ABSENT:
+            why = f"stage {other} on rank {owner[other]} {'waits for it' if kind in SENDS else 'sends it'}"
+            yield Problem(f"rank {owner[stage]} never has {Action(kind, stage, k)}, and {why}", owner[stage])
+
+
+def _pointless(index: Index, kind: Kind, stage: int) -> Iterator[Problem]:
+    rank = index.schedule.placement.owner[stage]
+    for k in index.sequence.get((kind, stage), ()):
+        yield Problem(
+            f"rank {rank} has {Action(kind, stage, k)}, and there is no other rank at that end of stage {stage}",
+            rank,
+            index.places(kind, stage)[k],
+        )
+
+
+def _steps(index: Index) -> Iterator[Problem]:
+    for stage, rank in enumerate(index.schedule.placement.owner):
+        steps = index.whole.get((STEP, stage), [])
+        if len(steps) > 1:
+            first, second = steps[:2]
+            yield Problem(
+                f"rank {rank} has {Action(STEP, stage)} (action {second}) a second time; the first is action {first}",
+                rank,
+                second,
+            )

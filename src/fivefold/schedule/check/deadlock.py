@@ -1,0 +1,53 @@
+"""Deadlock: run the lists, receives posted where they stand, sends held back by the buffers, and see who is left.
+
+Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through, every
+run does, at any speed of ranks and links.
+"""
+
+from collections.abc import Iterator
+
+from fivefold.schedule.actions import SENDS
+from fivefold.schedule.check.index import Index
+from fivefold.schedule.check.problem import Problem
+from fivefold.schedule.engine import Block
+
+
+def deadlock(index: Index) -> Iterator[Problem]:
+    if index.run.blocks:
+        yield Problem(deadlock_sentence(index.run.blocks), index.run.blocks[0].rank)
+
+
+def deadlock_sentence(blocks: list[Block]) -> str:
+    """Who waits for whom."""
+    circle = _circle(blocks)
+    return f"{'; '.join(map(_waits, circle))}; {_verdict(circle)}"
+
+
+def _circle(blocks: list[Block]) -> list[Block]:
+    """The ranks that wait for each other in a circle; or the chain to one that is done and will never answer."""
+    by_rank = {block.rank: block for block in blocks}
+    path = [blocks[0]]
+    while path[-1].peer in by_rank:
+        following = by_rank[path[-1].peer]
+        if following in path:
+            return path[path.index(following) :]
+        path.append(following)
+    return path
+
+
+def _waits(block: Block) -> str:
+    if block.action.kind in SENDS:
+        return (
+            f"rank {block.rank} waits at {block.action} until rank {block.peer} posts the receive of message "
+            f"{block.message} of the {block.channel}"
+        )
+    return (
+        f"rank {block.rank} waits at {block.action} for message {block.message} of the {block.channel} from rank "
+        f"{block.peer}"
+    )
+
+
+def _verdict(circle: list[Block]) -> str:
+    if circle[-1].peer == circle[0].rank:
+        return f"that is a circle of {len(circle)}, and nobody in it can move"
+    return f"and rank {circle[-1].peer} has nothing more to send or receive"

@@ -1,0 +1,78 @@
+"""Where every action of a schedule stands: read once, used by all proofs."""
+
+from collections import defaultdict
+from functools import cached_property
+
+from fivefold.schedule.actions import ALL, BACKWARD, COLLECTIVES, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.engine import Run, run
+from fivefold.schedule.schedule import Schedule
+
+ABSENT = -1
+Row = list[int]  # by microbatch
+
+
+class Index:
+    """The places of a schedule's actions.
+
+    `places[kind, stage][microbatch]` is the place in the list of the rank that runs it; `sequence[kind, stage]` has the
+    microbatches in the order they come in. Actions that cannot be placed (a foreign stage, a second copy) are put aside
+    in `strays` as (rank, place, action), for `complete` to name.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.strays: list[tuple[int, int, Action]] = []
+        self.sequence: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
+        self.whole: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)  # places of GATHER3, REDUCE3, STEP3
+        self._places: dict[tuple[Kind, int], Row] = {}
+        for rank in range(schedule.p):
+            self._read(rank)
+
+    def _read(self, rank: int) -> None:
+        m, places, sequence = self.schedule.m, self._places, self.sequence
+        own = set(self._stages_of(rank))
+        for place, action in enumerate(self.schedule.ranks[rank]):
+            kind, stage, microbatch, _ = action
+            if microbatch == ALL:
+                self._read_whole(rank, place, action)
+                continue
+            row = places.get((kind, stage))
+            if row is None:
+                row = places[kind, stage] = [ABSENT] * m
+            if stage not in own or microbatch >= m or row[microbatch] != ABSENT:
+                self.strays.append((rank, place, action))
+                continue
+            row[microbatch] = place
+            sequence[kind, stage].append(microbatch)
+
+    def _read_whole(self, rank: int, place: int, action: Action) -> None:
+        if action.kind in COLLECTIVES and action.stage in self._stages_of(rank):
+            self.whole[action[:2]].append(place)
+        else:
+            self.strays.append((rank, place, action))
+
+    def _stages_of(self, rank: int) -> tuple[int, ...]:
+        of_rank = self.schedule.placement.of_rank
+        return of_rank[rank] if rank < len(of_rank) else ()
+
+    def places(self, kind: Kind, stage: int) -> Row:
+        """By microbatch, the place of an action in its rank's list, or ABSENT."""
+        return self._places.get((kind, stage)) or [ABSENT] * self.schedule.m
+
+    def input_gradients(self, stage: int) -> Row:
+        """By microbatch, where the gradient of the stage's input is made: its B or its I."""
+        return _either(self.places(BACKWARD, stage), self.places(INPUT_GRAD, stage))
+
+    def weight_gradients(self, stage: int) -> Row:
+        """By microbatch, where the stage's weight gradient is made: its B or its W."""
+        return _either(self.places(BACKWARD, stage), self.places(WEIGHT_GRAD, stage))
+
+    @cached_property
+    def run(self) -> Run:
+        """The schedule on the clock of `Promise.slots`. Only for those that are complete and in order."""
+        return run(self.schedule, Costs.slots(self.schedule.placement))
+
+
+def _either(first: Row, second: Row) -> Row:
+    return [a if a != ABSENT else b for a, b in zip(first, second, strict=True)]

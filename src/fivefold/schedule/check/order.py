@@ -1,0 +1,111 @@
+"""Order: within a rank, nothing runs before what it needs. RECV < F < SEND, F < I < W, RECV < I < SEND; and where two
+neighbouring stages share a rank, one before the other. A joined pair runs as one: neither half may need the other."""
+
+from collections.abc import Iterator
+from operator import gt
+
+from fivefold.schedule.actions import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    INPUT_GRAD,
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
+    REDUCE,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    STEP,
+    WEIGHT_GRAD,
+    Action,
+)
+from fivefold.schedule.check.index import ABSENT, Index, Row
+from fivefold.schedule.check.problem import Problem
+
+
+def order(index: Index) -> Iterator[Problem]:
+    for stage in range(index.schedule.placement.stages):
+        yield from _stage(index, stage)
+        yield from _neighbours(index, stage)
+        yield from _collectives(index, stage)
+    yield from _pairs(index)
+
+
+def _stage(index: Index, stage: int) -> Iterator[Problem]:
+    forward, gradient = index.places(FORWARD, stage), index.input_gradients(stage)
+    yield from _before(index, stage, index.places(RECV_ACTIVATION, stage), forward, "its input is received")
+    yield from _before(index, stage, forward, index.places(SEND_ACTIVATION, stage), "there is an output to send")
+    yield from _before(index, stage, forward, gradient, "the forward has run")
+    yield from _before(index, stage, index.places(RECV_GRADIENT, stage), gradient, "its gradient is received")
+    yield from _before(index, stage, gradient, index.places(SEND_GRADIENT, stage), "there is a gradient to send")
+    yield from _before(
+        index, stage, index.places(INPUT_GRAD, stage), index.places(WEIGHT_GRAD, stage), "the input gradient is there"
+    )
+
+
+def _neighbours(index: Index, stage: int) -> Iterator[Problem]:
+    """Data that stays on a rank: the next stage's forward comes after this one's, its gradient before."""
+    placement = index.schedule.placement
+    if stage + 1 == placement.stages or placement.crosses(stage):
+        return
+    forwards = index.places(FORWARD, stage), index.places(FORWARD, stage + 1)
+    gradients = index.input_gradients(stage + 1), index.input_gradients(stage)
+    yield from _before(index, stage, *forwards, f"stage {stage} has made its input")
+    yield from _before(index, stage, *gradients, f"stage {stage + 1} has made its gradient")
+
+
+def _before(index: Index, stage: int, first: Row, then: Row, cause: str) -> Iterator[Problem]:
+    """A sentence for every microbatch where `then` stands before `first`; both are places in the stage's rank."""
+    if not any(map(gt, first, then)):
+        return
+    rank = index.schedule.placement.owner[stage]
+    actions = index.schedule.ranks[rank]
+    for early, late in zip(then, first, strict=True):
+        if early < late and early != ABSENT:
+            yield Problem(
+                f"rank {rank} has {actions[early]} (action {early}) before {cause}: {actions[late]} is action {late}",
+                rank,
+                early,
+            )
+
+
+def _collectives(index: Index, stage: int) -> Iterator[Problem]:
+    """GATHER before the forwards it serves, REDUCE after the weight gradients it sums, STEP after all of them."""
+    rank = index.schedule.placement.owner[stage]
+    forward, weight = index.places(FORWARD, stage), index.weight_gradients(stage)
+    for place in index.whole.get((GATHER, stage), [])[:1]:
+        if place > min(forward):
+            yield Problem(
+                f"rank {rank} has {Action(GATHER, stage)} (action {place}) after its first forward", rank, place
+            )
+    for place in index.whole.get((REDUCE, stage), []):
+        if place < max(weight):
+            yield Problem(
+                f"rank {rank} has {Action(REDUCE, stage)} (action {place}) before its last weight gradient", rank, place
+            )
+    yield from _before(index, stage, index.places(GATHER, stage), forward, "its parameters are gathered")
+    yield from _before(index, stage, weight, index.places(REDUCE, stage), "there is a weight gradient to reduce")
+    reduced = [*index.whole.get((REDUCE, stage), []), *index.places(REDUCE, stage)]
+    for place in index.whole.get((STEP, stage), []):
+        if place < max(*weight, *reduced):
+            yield Problem(
+                f"rank {rank} has {Action(STEP, stage)} (action {place}) before the gradients of the stage are final",
+                rank,
+                place,
+            )
+
+
+def _pairs(index: Index) -> Iterator[Problem]:
+    for rank, actions in enumerate(index.schedule.ranks):
+        for place, action in enumerate(actions):
+            if action.joined:
+                yield from _pair(rank, place, action, actions[place + 1] if place + 1 < len(actions) else None)
+
+
+def _pair(rank: int, place: int, action: Action, partner: Action | None) -> Iterator[Problem]:
+    name = f"rank {rank} joins {action} (action {place}) with"
+    if partner is None:
+        yield Problem(f"{name} nothing: it is the last action", rank, place)
+    elif {action.kind, partner.kind} != {FORWARD, BACKWARD} or partner.joined:
+        yield Problem(f"{name} {partner}; only one F and one B can be joined", rank, place)
+    elif action[1:3] == partner[1:3]:
+        yield Problem(f"{name} {partner}, which needs its result", rank, place)

@@ -1,0 +1,101 @@
+"""`simulate`: how long a schedule takes, where its bubbles are, and what it holds in memory.
+
+Two bubbles, because papers and people mean different ones:
+
+  bubble_makespan  the share of all ranks' time, from the first start to the last end, in which they do not compute:
+                   1 - sum of busy / (p x makespan). It is what a training step pays, since the optimizer waits for all.
+  bubble_span      taken on the rank that waits longest between its own first start and last end: that wait, as a share
+                   of that span. The zero-bubble papers quote it; it counts neither the late start of the last ranks nor
+                   the early end of others.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from fivefold.errors import UserError
+from fivefold.schedule.actions import FORWARD, LAST_READERS
+from fivefold.schedule.check.deadlock import deadlock_sentence
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.engine import Span, run
+from fivefold.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """A rank's share of the makespan: `busy` + `wait` (between its actions) + `idle` (before and after) = makespan."""
+
+    busy: float
+    wait: float
+    idle: float
+
+    @property
+    def span(self) -> float:
+        """From the rank's first start to its last end."""
+        return self.busy + self.wait
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A schedule that ran on a clock."""
+
+    schedule: Schedule
+    costs: Costs
+    timeline: list[list[Span]]  # per rank, in order
+
+    @cached_property
+    def makespan(self) -> float:
+        return max((spans[-1].end for spans in self.timeline if spans), default=0.0)
+
+    @cached_property
+    def ranks(self) -> list[RankTime]:
+        return [self._rank_time(spans) for spans in self.timeline]
+
+    @property
+    def bubble_makespan(self) -> float:
+        busy = sum(rank.busy for rank in self.ranks)
+        return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
+
+    @property
+    def bubble_span(self) -> float:
+        longest = max(self.ranks, key=lambda rank: rank.wait)
+        return longest.wait / longest.span if longest.span else 0.0
+
+    @cached_property
+    def memory(self) -> list[list[tuple[float, float]]]:
+        """Per rank the steps of its live activations, as (time, activations from then on), in units of A."""
+        return [list(self._steps(spans)) for spans in self.timeline]
+
+    @property
+    def peak_activations(self) -> list[float]:
+        """Per rank, in units of A: what one microbatch keeps on a whole rank."""
+        return [max((live for _, live in steps), default=0.0) for steps in self.memory]
+
+    def _rank_time(self, spans: list[Span]) -> RankTime:
+        if not spans:
+            return RankTime(0.0, 0.0, self.makespan)
+        busy, until = 0.0, spans[0].start
+        for _, start, end in spans:  # the two halves of a joined pair cover the same time, and count once
+            busy += end - max(start, until) if end > until else 0.0
+            until = max(until, end)
+        span = spans[-1].end - spans[0].start
+        return RankTime(busy, span - busy, self.makespan - span)
+
+    def _steps(self, spans: list[Span]) -> Iterator[tuple[float, float]]:
+        live, weights = 0.0, self.costs.activation
+        for action, start, end in spans:
+            if action.kind is FORWARD:
+                live += weights[action.stage]
+                yield start, live
+            elif action.kind in LAST_READERS:
+                live -= weights[action.stage]
+                yield end, live
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Run a schedule on the clock. Without costs, each F, I and W of a whole rank takes 1 and messages take nothing."""
+    costs = costs or Costs.even(schedule.placement)
+    result = run(schedule, costs)
+    if result.blocks:
+        raise UserError(f"schedule {schedule.name} deadlocks: {deadlock_sentence(result.blocks)}")
+    return Simulation(schedule, costs, result.spans)

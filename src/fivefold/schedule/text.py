@@ -1,0 +1,97 @@
+"""A schedule as text that people read, edit and diff, and as JSON. Both round-trip.
+
+    schedule 1f1b
+    stages 0 1              # stage 0 lives on rank 0, stage 1 on rank 1
+    microbatches 2
+    buffers 2
+    peak 2 1                # optional promise: live stage activations per rank
+    slots 9                 # optional promise: makespan when F, I and W take one slot each
+    rank 0
+      RECV_G0.0 RECV_G0.1 F0.0 SEND_A0.0 F0.1 SEND_A0.1 B0.0 B0.1
+    rank 1
+      RECV_A1.0 RECV_A1.1 F1.0 B1.0 SEND_G1.0 F1.1 B1.1 SEND_G1.1
+
+With the line `messages implied` the lists hold compute only, and every SEND and RECV follows from the placement.
+"""
+
+import json
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.schedule.actions import tokens
+from fivefold.schedule.reader import Reader, Reading
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.wiring import wire
+
+
+def to_text(schedule: Schedule, *, implied: bool = False) -> str:
+    """The text form; with `implied` only the compute, enough when the messages are where `wire` puts them."""
+    if implied and rewired(schedule) != schedule:
+        raise ValueError(f"the messages of schedule {schedule.name} do not follow from its compute order")
+    return "\n".join(_lines(schedule, implied)) + "\n"
+
+
+def _lines(schedule: Schedule, implied: bool) -> Iterator[str]:
+    for key, value in _header(schedule).items():
+        yield f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    if implied:
+        yield "messages implied"
+    for rank, actions in enumerate(schedule.ranks):
+        yield f"rank {rank}"
+        order = schedule.compute(rank) if implied else actions
+        yield from wrap(" ".join(tokens(order)), 100, initial_indent="  ", subsequent_indent="  ")
+
+
+def _header(schedule: Schedule) -> dict[str, Any]:
+    header: dict[str, Any] = {
+        "schedule": schedule.name,
+        "stages": list(schedule.placement.owner),
+        "microbatches": schedule.microbatches,
+        "buffers": schedule.buffers,
+    }
+    if schedule.promise.peak is not None:
+        header["peak"] = list(schedule.promise.peak)
+    if schedule.promise.slots is not None:
+        header["slots"] = schedule.promise.slots
+    return header
+
+
+def rewired(schedule: Schedule) -> Schedule:
+    """The schedule with the same compute orders, and the messages where `wire` puts them."""
+    orders = [schedule.compute(rank) for rank in range(schedule.p)]
+    name, placement, m = schedule.name, schedule.placement, schedule.microbatches
+    return wire(name, placement, m, orders, buffers=schedule.buffers, promise=schedule.promise)
+
+
+def to_json(schedule: Schedule) -> dict[str, Any]:
+    """The same as plain data: numbers, and actions as their tokens."""
+    return _header(schedule) | {"ranks": [tokens(actions) for actions in schedule.ranks]}
+
+
+def from_text(text: str, source: str = "schedule") -> Reading:
+    """Read the text form. Every line that cannot be read is named, with the reason."""
+    reader = Reader(source)
+    for number, line in enumerate(text.splitlines(), start=1):
+        reader.line(f"line {number}", line.partition("#")[0].split())
+    return reader.finish()
+
+
+def from_json(text: str, source: str = "schedule") -> Reading:
+    """Read the JSON form."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{source}, line {error.lineno}: this is not JSON: {error.msg}") from None
+    ranks = data.pop("ranks", None) if isinstance(data, dict) else None
+    if not isinstance(ranks, list) or not all(isinstance(actions, list) for actions in ranks):
+        raise UserError(f"{source}: a schedule is an object with the key 'ranks', a list of lists of actions")
+    reader = Reader(source)
+    for key, value in data.items():
+        reader.header(key, key, [str(item) for item in (value if isinstance(value, list) else [value])])
+    for rank, actions in enumerate(ranks):
+        reader.begin_rank(f"ranks[{rank}]", [str(rank)])
+        for place, action in enumerate(actions):
+            reader.actions(f"ranks[{rank}][{place}]", [str(action)])
+    return reader.finish()
