@@ -1,0 +1,26 @@
+"""Pictures of schedules: SVG and PNG files, and a coloured view for the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fivefold.errors import UserError
+from fivefold.schedule.draw.picture import picture
+from fivefold.schedule.draw.png import to_png
+from fivefold.schedule.draw.svg import to_svg
+from fivefold.schedule.draw.terminal import to_terminal
+from fivefold.schedule.simulate import Simulation
+
+__all__ = ["PICTURES", "picture", "save_picture", "to_png", "to_svg", "to_terminal"]
+
+PICTURES = (".svg", ".png")
+
+
+def save_picture(simulations: Sequence[Simulation], path: Path) -> None:
+    """Draw one or several simulations into one file; the suffix decides about the format."""
+    scene = picture(simulations)
+    if path.suffix == ".svg":
+        path.write_text(to_svg(scene))
+    elif path.suffix == ".png":
+        path.write_bytes(to_png(scene))
+    else:
+        raise UserError(f"a picture is an .svg or a .png file, and {path} ends in {path.suffix or 'nothing'!r}")

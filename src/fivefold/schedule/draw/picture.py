@@ -1,0 +1,222 @@
+"""From simulations to a scene: who does what when, and underneath what each rank holds in memory.
+
+Several simulations are stacked on one time scale, so that a longer schedule looks longer.
+"""
+
+import math
+from collections.abc import Sequence
+
+from fivefold.schedule.actions import ALL, BACKWARD, FORWARD, INPUT_GRAD, STEP, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.draw.palette import HUES, hexed, shade, text_on
+from fivefold.schedule.draw.scene import GREY, INK, Area, Hatch, Line, Rect, Scene, Text, text_width
+from fivefold.schedule.engine import Span
+from fivefold.schedule.simulate import Simulation
+
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 58.0, 22.0, 14.0  # margins
+HEAD, AXIS, CAPTION, GAP = 50.0, 30.0, 18.0, 28.0  # heights: title, time axis, memory's caption, between schedules
+NARROWEST, WIDEST, CELL = 940.0, 2600.0, 13.0  # widths of the time axis, and of a short action where there is room
+COMFORTABLE = 1400.0  # a wider picture will be shown smaller, so its type grows with it
+SMALLEST = 7.0  # size of type that can still be read
+MEMORY_FILL, MEMORY_LINE = "#c9d8ec", "#5b7fae"
+
+
+def picture(simulations: Sequence[Simulation]) -> Scene:
+    """One panel per simulation, on a common time scale."""
+    longest = max(simulation.makespan for simulation in simulations)
+    short = min(_short(simulation) for simulation in simulations)
+    width = min(WIDEST, max(NARROWEST, CELL * longest / short))
+    unit = max(1.0, width / COMFORTABLE)
+    panels = [_Panel(simulation, width, width / longest if longest else 1.0, unit) for simulation in simulations]
+    height = sum(panel.height for panel in panels) + unit * (TOP + GAP * (len(panels) - 1) + BOTTOM)
+    scene = Scene(width + unit * (LEFT + RIGHT), height, ", ".join(s.schedule.name for s in simulations))
+    y = TOP * unit
+    for panel in panels:
+        panel.paint(scene, y)
+        y += panel.height + GAP * unit
+    return scene
+
+
+def _short(simulation: Simulation) -> float:
+    """How long a short action takes: a tenth of them are shorter."""
+    lengths = sorted(end - start for spans in simulation.timeline for _, start, end in spans if end > start)
+    return lengths[len(lengths) // 10] if lengths else 1.0
+
+
+class _Panel:
+    """One schedule: title, rows of actions, time axis, rows of memory. `unit` is the size of things that are read."""
+
+    def __init__(self, simulation: Simulation, width: float, scale: float, unit: float) -> None:
+        self.simulation, self.width, self.scale, self.unit = simulation, width, scale, unit
+        self.schedule = simulation.schedule
+        self.p = self.schedule.p
+        self.left = LEFT * unit
+        self.end = self.left + simulation.makespan * scale
+        self.row = unit * (27.0 if self.p <= 8 else 20.0 if self.p <= 16 else 14.0)
+        self.memory_row = unit * (24.0 if self.p <= 8 else 14.0 if self.p <= 16 else 9.0)
+        self.font, self.stacked = self.number_size()
+
+    @property
+    def height(self) -> float:
+        return self.unit * (HEAD + AXIS + CAPTION) + self.p * (self.row + self.memory_row)
+
+    def number_size(self) -> tuple[float, bool]:
+        """As large as a short action allows; and whether digits on top of each other can be much larger."""
+        cell, most = _short(self.simulation) * self.scale, min(11.0 * self.unit, 0.62 * self.row)
+        digits = len(str(self.schedule.m - 1))
+        in_line = min(most, (cell - 3.0) / (0.56 * digits))
+        stacked = min(most, 0.95 * self.row / digits, cell)
+        return (max(SMALLEST, stacked), True) if stacked > 1.4 * in_line else (max(SMALLEST, in_line), False)
+
+    def paint(self, scene: Scene, y: float) -> None:
+        self.paint_head(scene, y)
+        self.paint_legend(scene, y)
+        y += HEAD * self.unit
+        for rank in range(self.p):
+            self.paint_rank(scene, rank, y + rank * self.row)
+        y += self.p * self.row
+        self.paint_axis(scene, y)
+        self.paint_memory(scene, y + self.unit * (AXIS + CAPTION))
+
+    # ---- head ------------------------------------------------------------------------------------------------------
+
+    def paint_head(self, scene: Scene, y: float) -> None:
+        simulation, schedule, u = self.simulation, self.schedule, self.unit
+        chunks = schedule.placement.chunks
+        numbers = f"p={schedule.p}  m={schedule.m}" + (f"  v={chunks}" if chunks > 1 else "")
+        beside = self.left + 1.12 * text_width(schedule.name, 17 * u) + 14 * u
+        figures = (
+            f"makespan {simulation.makespan:.4g}   ·   bubble {simulation.bubble_makespan:.1%} of the makespan, "
+            f"{simulation.bubble_span:.1%} of the span   ·   peak {max(simulation.peak_activations):.4g} A"
+        )
+        scene.shapes += (
+            Text(self.left, y + 4 * u, schedule.name, 17 * u, bold=True),
+            Text(beside, y + 5 * u, numbers, 12 * u, fill=GREY),
+            Text(self.left, y + 27 * u, figures, 12 * u),
+        )
+
+    def paint_legend(self, scene: Scene, y: float) -> None:
+        """Right-aligned, so it is laid out from the right."""
+        u, chunks = self.unit, self.schedule.placement.chunks
+        size, box = 11 * u, 11 * u
+        x = self.left + self.width
+        for name, kind in self.legend():
+            x -= text_width(name, size) + 2 * u
+            scene.shapes.append(Text(x, y + 4 * u, name, size, fill=GREY))
+            shades = 1 if kind in (None, STEP) else chunks
+            x -= 5 * u + box * shades
+            if kind is None:
+                scene.shapes.append(Hatch(x, y - 1.5 * u, box, box))
+            else:
+                colours = [hexed(shade(kind, chunk, shades)) for chunk in range(shades)]
+                scene.shapes += [Rect(x + box * k, y - 1.5 * u, box, box, c) for k, c in enumerate(colours)]
+            x -= 14 * u
+        if chunks > 1:
+            scene.shapes.append(Text(x, y + 4 * u, "shades are chunks:", size, "end", GREY))
+
+    def legend(self) -> list[tuple[str, Kind | None]]:
+        present = {span.action.kind for spans in self.simulation.timeline for span in spans}
+        return [("idle", None), *((_NAMES[kind], kind) for kind in reversed(HUES) if kind in present)]
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def paint_rank(self, scene: Scene, rank: int, y: float) -> None:
+        size = min(12.0 * self.unit, 0.7 * self.row)
+        scene.shapes.append(Text(self.left - 10 * self.unit, y + self.row / 2, f"rank {rank}", size, "end", GREY))
+        inner = self.row - (3.0 if self.row > 15 else 2.0)
+        scene.shapes.append(Hatch(self.left, y, self.end - self.left, inner))
+        joined = False
+        for span in self.simulation.timeline[rank]:
+            if span.action.joined:
+                self.paint_span(scene, span, y, inner / 2)
+            elif joined:
+                self.paint_span(scene, span, y + inner / 2, inner / 2)
+            else:
+                self.paint_span(scene, span, y, inner)
+            joined = span.action.joined
+
+    def paint_span(self, scene: Scene, span: Span, y: float, height: float) -> None:
+        action, start, end = span
+        x, width = self.left + start * self.scale, (end - start) * self.scale
+        if width <= 0:
+            return
+        colour = self.colour(action)
+        seam = min(1.0, 0.12 * width)  # a hair of paper between neighbours
+        scene.shapes.append(Rect(x, y, width - seam, height, hexed(colour), f"{action}  {start:.4g} - {end:.4g}"))
+        if action.microbatch != ALL:
+            number = Text(x + (width - seam) / 2, y + height / 2, str(action.microbatch), self.font, "middle")
+            self.paint_number(scene, number._replace(fill=text_on(colour)), width, height)
+
+    def paint_number(self, scene: Scene, number: Text, width: float, height: float) -> None:
+        """The microbatch, where there is room for it."""
+        size = min(number.size, 0.82 * height)
+        if not self.stacked and text_width(number.text, size) <= width - 1.5:
+            scene.shapes.append(number._replace(size=size))
+            return
+        digits = len(number.text)
+        size = min(number.size, 0.95 * height / digits, width / 0.75)
+        if size >= SMALLEST:
+            first = number.y - 0.9 * size * (digits - 1) / 2
+            for place, digit in enumerate(number.text):
+                scene.shapes.append(number._replace(y=first + 0.9 * size * place, text=digit, size=size))
+
+    def colour(self, action: Action) -> tuple[int, int, int]:
+        placement = self.schedule.placement
+        return shade(action.kind, placement.chunk[action.stage], placement.chunks)
+
+    def paint_axis(self, scene: Scene, y: float) -> None:
+        u, makespan = self.unit, self.simulation.makespan
+        scene.shapes.append(Line(self.left, y + 2 * u, self.end, y + 2 * u))
+        step = _round_step(makespan, self.width / (90 * u))
+        for tick in range(int(makespan / step + 1e-9) + 1 if step else 0):
+            x = self.left + tick * step * self.scale
+            scene.shapes.append(Line(x, y + 2 * u, x, y + 6 * u))
+            if self.end - x > 34 * u:
+                scene.shapes.append(Text(x, y + 14 * u, f"{tick * step:.4g}", 10 * u, "middle", GREY))
+        scene.shapes.append(Line(self.end, y - self.p * self.row, self.end, y + 6 * u, INK, 1.2))
+        scene.shapes.append(Text(self.end, y + 14 * u, f"{makespan:.4g}", 11 * u, "middle", INK, bold=True))
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def paint_memory(self, scene: Scene, y: float) -> None:
+        u, peaks = self.unit, self.simulation.peak_activations
+        caption = "live activations, in microbatches of a whole rank (A)"
+        scene.shapes.append(Text(self.left, y - 10 * u, caption, 11 * u, fill=GREY))
+        inner, size = self.memory_row - 3.0, min(11.0 * u, 0.72 * self.memory_row)
+        for rank, peak in enumerate(peaks):
+            base = y + (rank + 1) * self.memory_row - 1.0
+            middle = base - inner / 2
+            scene.shapes.append(Text(self.left - 10 * u, middle, f"rank {rank}", size, "end", GREY))
+            scene.shapes.append(Line(self.left, base, self.end, base))
+            curve = self.curve(self.simulation.memory[rank], base, inner / (max(peaks) or 1.0))
+            if curve:
+                scene.shapes.append(Area(curve, MEMORY_FILL, MEMORY_LINE))
+            scene.shapes.append(Text(self.end + 8 * u, middle, f"{peak:.4g}", size, "start", INK))
+
+    def curve(self, steps: list[tuple[float, float]], base: float, height: float) -> tuple[tuple[float, float], ...]:
+        """The outline of a step function, from the axis and back to it."""
+        points: list[tuple[float, float]] = []
+        level = base
+        for time, live in dict(steps).items():  # of several changes at one time, the last
+            if base - live * height != level:
+                x = self.left + time * self.scale
+                points += (x, level), (x, base - live * height)
+                level = base - live * height
+        return tuple(points)
+
+
+_NAMES: dict[Kind, str] = {
+    FORWARD: "F forward",
+    BACKWARD: "B backward",
+    INPUT_GRAD: "I input gradient",
+    WEIGHT_GRAD: "W weight gradient",
+    STEP: "optimizer",
+}
+
+
+def _round_step(length: float, parts: float) -> float:
+    """A step of 1, 2 or 5 times a power of ten that cuts the length into about so many parts."""
+    if length <= 0:
+        return 0.0
+    raw = length / max(parts, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))

@@ -1,0 +1,96 @@
+"""A schedule in the terminal: one line per rank in colour, and under them what each rank holds.
+
+A column is a slice of time, and shows the action that fills most of it. Without colours, the letters of the kinds stand
+in for them.
+"""
+
+from bisect import bisect_right
+
+from rich.style import Style
+from rich.text import Text
+
+from fivefold.schedule.actions import Action
+from fivefold.schedule.draw.palette import hexed, mix, shade, text_on
+from fivefold.schedule.engine import Span
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.simulate import Simulation
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def to_terminal(simulation: Simulation, columns: int = 100, colour: bool = True) -> Text:
+    """The picture as styled text, at most `columns` wide."""
+    label = len(f"rank {simulation.schedule.p - 1} ")
+    width = max(10, columns - label - 6)
+    slice_ = simulation.makespan / width if simulation.makespan else 1.0
+    # Whole columns per action look best: take the largest such width when the schedule is short enough.
+    shortest = min(
+        (end - start for spans in simulation.timeline for _, start, end in spans if end > start), default=1.0
+    )
+    per_action = int(shortest / slice_)
+    if per_action >= 1:
+        slice_ = shortest / per_action
+        width = round(simulation.makespan / slice_)
+
+    text = Text()
+    for rank in range(simulation.schedule.p):
+        text.append(f"rank {rank} ".rjust(label), "dim")
+        text.append_text(_row(simulation, rank, width, slice_, colour))
+        text.append("\n")
+    text.append("memory\n".rjust(label), "dim")
+    most = max(simulation.peak_activations) or 1.0
+    for rank, peak in enumerate(simulation.peak_activations):
+        text.append(f"rank {rank} ".rjust(label), "dim")
+        text.append(_bars(simulation.memory[rank], width, slice_, most), Style(color="#5b7fae"))
+        text.append(f" {peak:.3g}\n")
+    return text
+
+
+def _row(simulation: Simulation, rank: int, width: int, slice_: float, colour: bool) -> Text:
+    spans = simulation.timeline[rank]
+    starts = [span.start for span in spans]
+    row = Text()
+    column = 0
+    while column < width:
+        span = _at(spans, starts, (column + 0.5) * slice_)
+        end = column + 1
+        while end < width and _at(spans, starts, (end + 0.5) * slice_) is span:
+            end += 1
+        row.append_text(_cell(simulation.schedule, span, end - column, colour))
+        column = end
+    return row
+
+
+def _at(spans: list[Span], starts: list[float], time: float) -> Span | None:
+    place = bisect_right(starts, time) - 1
+    return spans[place] if place >= 0 and time < spans[place].end else None
+
+
+def _cell(schedule: Schedule, span: Span | None, width: int, colour: bool) -> Text:
+    if span is None:
+        return Text("·" * width, "dim")
+    action = span.action
+    number = str(action.microbatch) if action.microbatch >= 0 else ""
+    if not colour:
+        full = f"{action.kind[0]}{number}"
+        return Text((full if len(full) < width else action.kind[0]).ljust(width, "-"))
+    background = _background(schedule, action)
+    style = Style(color=text_on(background), bgcolor=hexed(background))
+    return Text((number if len(number) <= width else "").center(width), style)
+
+
+def _background(schedule: Schedule, action: Action) -> tuple[int, int, int]:
+    placement = schedule.placement
+    base = shade(action.kind, placement.chunk[action.stage], placement.chunks)
+    # Neighbours of the same kind touch here, so every other microbatch is a touch darker.
+    return mix(base, (0, 0, 0), 0.16) if action.microbatch % 2 else base
+
+
+def _bars(steps: list[tuple[float, float]], width: int, slice_: float, most: float) -> str:
+    times = [time for time, _ in steps]
+    levels = []
+    for column in range(width):
+        place = bisect_right(times, (column + 0.5) * slice_) - 1
+        level = steps[place][1] / most if place >= 0 else 0.0
+        levels.append(BARS[round(level * (len(BARS) - 1))])
+    return "".join(levels)
