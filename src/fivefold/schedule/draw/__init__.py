@@ -7,10 +7,10 @@ from fivefold.errors import UserError
 from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.png import to_png
 from fivefold.schedule.draw.svg import to_svg
-from fivefold.schedule.draw.terminal import to_terminal
+from fivefold.schedule.draw.terminal import legend, to_terminal
 from fivefold.schedule.simulate import Simulation
 
-__all__ = ["PICTURES", "picture", "save_picture", "to_png", "to_svg", "to_terminal"]
+__all__ = ["PICTURES", "legend", "picture", "save_picture", "to_png", "to_svg", "to_terminal"]
 
 PICTURES = (".svg", ".png")
 

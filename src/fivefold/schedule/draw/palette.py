@@ -9,6 +9,13 @@ HUES: dict[Kind, tuple[int, int, int]] = {
     WEIGHT_GRAD: (130, 84, 168),  # violet
     STEP: (70, 76, 86),
 }
+NAMES: dict[Kind, str] = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRAD: "input gradient",
+    WEIGHT_GRAD: "weight gradient",
+    STEP: "optimizer",
+}
 LIGHTEST = 0.68  # how far the last chunk's shade goes towards white
 
 

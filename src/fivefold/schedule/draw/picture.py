@@ -6,8 +6,8 @@ Several simulations are stacked on one time scale, so that a longer schedule loo
 import math
 from collections.abc import Sequence
 
-from fivefold.schedule.actions import ALL, BACKWARD, FORWARD, INPUT_GRAD, STEP, WEIGHT_GRAD, Action, Kind
-from fivefold.schedule.draw.palette import HUES, hexed, shade, text_on
+from fivefold.schedule.actions import ALL, STEP, Action, Kind
+from fivefold.schedule.draw.palette import HUES, NAMES, hexed, shade, text_on
 from fivefold.schedule.draw.scene import GREY, INK, Area, Hatch, Line, Rect, Scene, Text, text_width
 from fivefold.schedule.engine import Span
 from fivefold.schedule.simulate import Simulation
@@ -115,7 +115,7 @@ class _Panel:
 
     def legend(self) -> list[tuple[str, Kind | None]]:
         present = {span.action.kind for spans in self.simulation.timeline for span in spans}
-        return [("idle", None), *((_NAMES[kind], kind) for kind in reversed(HUES) if kind in present)]
+        return [("idle", None), *((f"{kind} {NAMES[kind]}", kind) for kind in reversed(HUES) if kind in present)]
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -202,15 +202,6 @@ class _Panel:
                 points += (x, level), (x, base - live * height)
                 level = base - live * height
         return tuple(points)
-
-
-_NAMES: dict[Kind, str] = {
-    FORWARD: "F forward",
-    BACKWARD: "B backward",
-    INPUT_GRAD: "I input gradient",
-    WEIGHT_GRAD: "W weight gradient",
-    STEP: "optimizer",
-}
 
 
 def _round_step(length: float, parts: float) -> float:

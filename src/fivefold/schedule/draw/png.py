@@ -30,7 +30,7 @@ def to_png(scene: Scene) -> bytes:
             case Text():
                 painter.text(shape)
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True)
+    image.save(buffer, "PNG")
     return buffer.getvalue()
 
 

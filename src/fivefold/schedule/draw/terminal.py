@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.text import Text
 
 from fivefold.schedule.actions import Action
-from fivefold.schedule.draw.palette import hexed, mix, shade, text_on
+from fivefold.schedule.draw.palette import HUES, NAMES, hexed, mix, shade, text_on
 from fivefold.schedule.engine import Span
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation
@@ -94,3 +94,16 @@ def _bars(steps: list[tuple[float, float]], width: int, slice_: float, most: flo
         level = steps[place][1] / most if place >= 0 else 0.0
         levels.append(BARS[round(level * (len(BARS) - 1))])
     return "".join(levels)
+
+
+def legend(simulations: list[Simulation], colour: bool = True) -> Text:
+    """Which colour is which kind of action."""
+    present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
+    text = Text()
+    for kind in HUES:
+        if kind in present:
+            background = shade(kind, 0, 1)
+            style = Style(color=text_on(background), bgcolor=hexed(background)) if colour else Style()
+            text.append(f" {kind} ", style)
+            text.append(f" {NAMES[kind]}   ", "dim")
+    return text

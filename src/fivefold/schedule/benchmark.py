@@ -1,0 +1,59 @@
+"""How long it takes to build, check and simulate schedules; the cost per action must not grow with their size."""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.check import check
+from fivefold.schedule.simulate import simulate
+
+
+class Case(NamedTuple):
+    name: str
+    p: int
+    m: int
+    chunks: int | None = None
+
+
+CASES = (
+    Case("interleaved", 16, 32, 4),
+    Case("interleaved", 16, 64, 4),
+    Case("interleaved", 16, 128, 4),
+    Case("interleaved", 16, 256, 4),
+    Case("interleaved", 16, 512, 4),
+    Case("zb-h1", 64, 512),
+    Case("interleaved", 64, 512, 2),
+)
+
+
+class Timing(NamedTuple):
+    """Seconds of each part, and how many actions they were spent on."""
+
+    case: Case
+    compute_actions: int
+    actions: int
+    build: float
+    check: float
+    simulate: float
+
+    @property
+    def total(self) -> float:
+        return self.build + self.check + self.simulate
+
+
+def measure(case: Case, clock: Callable[[], float] = perf_counter) -> Timing:
+    """Build, check and simulate one schedule."""
+    begin = clock()
+    schedule = build(case.name, case.p, case.m, chunks=case.chunks)
+    built = clock()
+    problems = check(schedule)
+    checked = clock()
+    simulation = simulate(schedule)
+    figures = simulation.makespan, simulation.bubble_makespan, simulation.bubble_span, simulation.peak_activations
+    end = clock()
+    if problems or not all(figures):
+        raise ValueError(f"{case} is not a schedule worth timing: {problems}")
+    compute = sum(len(schedule.compute(rank)) for rank in range(schedule.p))
+    actions = sum(map(len, schedule.ranks))
+    return Timing(case, compute, actions, built - begin, checked - built, end - checked)
