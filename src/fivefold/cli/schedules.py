@@ -32,7 +32,7 @@ SCHEDULE_FILES = (".txt", ".json")
 
 Ranks = Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p).")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")]
-Chunks = Annotated[int | None, typer.Option("--chunks", "-v", help="Stages per rank (v), for interleaved and bfs.")]
+Chunks = Annotated[int | None, typer.Option("--chunks", help="Stages per rank (v), for interleaved and bfs.")]
 Group = Annotated[int | None, typer.Option("--group", help="Interleaved's group size (N); by default the smallest.")]
 Memory = Annotated[int | None, typer.Option("--memory", help="Most live activations per rank, for auto; default p.")]
 TimesText = Annotated[str, typer.Option("--times", help="Durations of a whole rank: f=1,i=1,w=1,comm=0.1.")]
@@ -138,7 +138,8 @@ def _show(simulations: list[Simulation]) -> None:
     colour = console.color_system is not None
     for simulation in simulations:
         schedule = simulation.schedule
-        console.print(Text(f"{schedule.name}  ", "bold"), f"p={schedule.p} m={schedule.m}  {_summary(simulation)}")
+        head = Text.assemble((schedule.name, "bold"), f"  p={schedule.p} m={schedule.m}  {_summary(simulation)}")
+        console.print(head)
         console.print(to_terminal(simulation, console.width, colour), no_wrap=True, crop=True)
     console.print(legend(simulations, colour))
 
@@ -213,19 +214,17 @@ def _row(name: str, result: Simulation | str) -> dict[str, Any]:
 
 
 def _show_table(pp: int, microbatches: int, rows: dict[str, Simulation | str]) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("schedule", "makespan", "bubble", "of the span", "formula", "peak A", "messages", "needs"):
-        right = heading in ("makespan", "bubble", "of the span", "peak A", "messages")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+    table = _table("schedule", "makespan", "bubble", "of span", "peak A", "messages", "bubble by formula")
+    notes = []
     for name, result in rows.items():
-        entry = CATALOGUE[name]
         if isinstance(result, str):
-            table.add_row(name, "-", "-", "-", entry.bubble, "-", "-", f"refused: {result}", style="dim")
+            notes.append(f"{name} is refused: {result}")
         else:
-            table.add_row(name, *_cells(result, entry))
+            table.add_row(name, *_cells(result, CATALOGUE[name]))
+            notes += [f"{name} needs {CATALOGUE[name].needs}"] if CATALOGUE[name].needs else []
     console = Console()
-    console.print(f"p={pp}, m={microbatches}; bubble is a share of the makespan; peak in A, messages per microbatch\n")
-    console.print(table)
+    console.print(f"p={pp}, m={microbatches}; bubble of the makespan, peak in A, messages per microbatch\n", table)
+    console.print("", *notes, sep="\n", highlight=False)
 
 
 def _cells(simulation: Simulation, entry: Entry) -> Iterable[str]:
@@ -233,10 +232,9 @@ def _cells(simulation: Simulation, entry: Entry) -> Iterable[str]:
     yield f"{simulation.makespan:.6g}"
     yield f"{simulation.bubble_makespan:.2%}"
     yield f"{simulation.bubble_span:.2%}"
-    yield entry.bubble
     yield f"{max(simulation.peak_activations):.4g}"
     yield f"{schedule.count(*SENDS) / schedule.m:g}"
-    yield entry.needs
+    yield entry.bubble
 
 
 def _show_published(as_json: bool) -> None:
@@ -244,9 +242,7 @@ def _show_published(as_json: bool) -> None:
     if as_json:
         print(json.dumps([{"model": row.model, "published": row.rates, "ours": ours} for row, ours in results]))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("model", "p", "m", "schedule", "published", "ours"):
-        table.add_column(heading, justify="right" if heading in ("p", "m", "published", "ours") else "left")
+    table = _table("model", "p", "m", "schedule", "published", "ours")
     for row, ours in results:
         for name, rate in row.rates.items():
             table.add_row(row.model, str(row.p), str(row.m), name, f"{rate:.4f}", f"{ours[name]:.4f}")
@@ -263,25 +259,21 @@ def bench_schedules(as_json: Json = False) -> None:
         keys = ("compute_actions", "actions", "build", "check", "simulate", "total")
         print(json.dumps([t.case._asdict() | {key: getattr(t, key) for key in keys} for t in timings]))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in (
-        "schedule",
-        "p",
-        "m",
-        "v",
-        "compute",
-        "actions",
-        "build",
-        "check",
-        "simulate",
-        "total",
-        "per action",
-    ):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    table = _table("schedule", "p", "m", "v", "compute", "actions", "build", "check", "run", "total", "us")
     for timing in timings:
         name, p, m, v = timing.case
-        seconds = [f"{value:.3f} s" for value in (timing.build, timing.check, timing.simulate, timing.total)]
-        counts = [str(timing.compute_actions), str(timing.actions)]
-        per_action = f"{1e6 * timing.total / timing.actions:.1f} us"
-        table.add_row(name, str(p), str(m), str(v or 1), *counts, *seconds, per_action)
-    Console().print(table)
+        counts = (p, m, v or 1, timing.compute_actions, timing.actions)
+        seconds = (timing.build, timing.check, timing.simulate, timing.total)
+        per_action = f"{1e6 * timing.total / timing.actions:.1f}"
+        table.add_row(name, *map(str, counts), *(f"{value:.3f}" for value in seconds), per_action)
+    Console().print("seconds to build, check and simulate; microseconds per action\n", table)
+
+
+LEFT_ALIGNED = ("schedule", "model", "bubble by formula")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in LEFT_ALIGNED else "right", no_wrap=True)
+    return table

@@ -1,0 +1,24 @@
+"""Random schedules for hypothesis: any of the catalogue, for any numbers it accepts."""
+
+from hypothesis import strategies as st
+
+from fivefold.schedule import CATALOGUE, Schedule, build
+from fivefold.schedule.interleaved import legal_groups
+
+NAMES = list(CATALOGUE)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, names: list[str] = NAMES, most_ranks: int = 6, most_rounds: int = 3) -> Schedule:
+    name = draw(st.sampled_from(names))
+    p = draw(st.integers(1, most_ranks))
+    least = {"interleaved": p, "dualpipe-v": 2 * p}.get(name, 1)
+    m = draw(st.integers(least, max(least, most_rounds * p)))
+    options: dict[str, int] = {}
+    if CATALOGUE[name].any_chunks:
+        options["chunks"] = draw(st.integers(1, 3))
+    if name == "interleaved":
+        options["group"] = draw(st.sampled_from(legal_groups(p, m)))
+    if name == "auto":
+        options["memory"] = draw(st.integers(1, 2 * p))
+    return build(name, p, m, **options)
