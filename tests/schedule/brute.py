@@ -47,7 +47,9 @@ class _Machine:
             return False
         action = order[self.at[rank]]
         # A joined pair begins only when both halves can.
-        ahead = [action, order[self.at[rank] + 1]] if action.joined else [action]
+        ahead = [action, *order[self.at[rank] + 1 : self.at[rank] + 2]] if action.joined else [action]
+        if action.joined and (sorted(one.kind for one in ahead) != ["B", "F"] or ahead[0][1:3] == ahead[1][1:3]):
+            raise Wrong(f"rank {rank} cannot overlap {' with '.join(map(str, ahead))}")
         if not all(self.can(rank, one) for one in ahead):
             return False
         for one in ahead:
@@ -65,8 +67,8 @@ class _Machine:
         kind, stage, k = action.kind.value, action.stage, action.microbatch
         if kind.startswith("SEND"):
             wire = self.wire(action)
-            delivered = min(len(self.sent[wire]), len(self.receives[wire]))
-            return delivered > len(self.sent[wire]) - self.schedule.buffers - 1
+            delivered, number = min(len(self.sent[wire]), len(self.receives[wire])), len(self.sent[wire])
+            return number < self.schedule.buffers or number - self.schedule.buffers < delivered
         if kind == "F" and stage > 0 and self.owner[stage - 1] != rank:
             return self.arrived(("A", stage - 1), k)
         if kind in "BI" and stage + 1 < len(self.owner) and self.owner[stage + 1] != rank:
