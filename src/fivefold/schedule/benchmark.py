@@ -50,10 +50,10 @@ def measure(case: Case, clock: Callable[[], float] = perf_counter) -> Timing:
     problems = check(schedule)
     checked = clock()
     simulation = simulate(schedule)
-    figures = simulation.makespan, simulation.bubble_makespan, simulation.bubble_span, simulation.peak_activations
+    _ = simulation.bubble_makespan, simulation.bubble_span, simulation.peak_activations  # these are made when asked for
     end = clock()
-    if problems or not all(figures):
-        raise ValueError(f"{case} is not a schedule worth timing: {problems}")
+    if problems:
+        raise ValueError(f"{case} does not hold: {problems}")
     compute = sum(len(schedule.compute(rank)) for rank in range(schedule.p))
     actions = sum(map(len, schedule.ranks))
     return Timing(case, compute, actions, built - begin, checked - built, end - checked)

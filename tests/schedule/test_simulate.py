@@ -1,0 +1,166 @@
+"""The clock: against a second implementation, against rules of thumb, and with links that matter."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import UserError
+from fivefold.schedule import CATALOGUE, Costs, Link, Placement, Schedule, build, simulate, wire, with_zero
+from tests.schedule.slow_clock import ends
+from tests.schedule.strategies import schedules
+
+times = st.floats(0.05, 3.0)
+
+
+@given(schedules(most_ranks=5), st.data())
+@settings(max_examples=80, deadline=None)
+def test_every_action_ends_when_the_slow_clock_says(schedule: Schedule, data: st.DataObject) -> None:
+    stages = schedule.placement.stages
+    f, i, w = ([data.draw(times) for _ in range(stages)] for _ in range(3))
+    hop = data.draw(st.sampled_from([0.0, 0.3]))
+    costs = Costs.even(schedule.placement, f, i, w, link=Link(latency=hop))
+    roomy = wire(
+        schedule.name, schedule.placement, schedule.m, map(schedule.compute, range(schedule.p)), buffers=schedule.m
+    )
+    expected = ends(roomy, costs, hop)
+    for spans in simulate(roomy, costs).timeline:
+        for action, _, end in spans:
+            assert end == pytest.approx(expected[action.kind.value, action.stage, action.microbatch])
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("comm", [0.0, 0.1, 0.4])
+def test_the_buffers_of_a_schedule_do_not_slow_it_down(name: str, comm: float) -> None:
+    for p, m in ((2, 8), (4, 16), (8, 32)):
+        schedule = build(name, p, m)
+        costs = Costs.even(schedule.placement, link=Link(latency=comm))
+        orders = [schedule.compute(rank) for rank in range(p)]
+        roomy = wire(name, schedule.placement, m, orders, buffers=m)
+        assert simulate(schedule, costs).makespan == pytest.approx(simulate(roomy, costs).makespan)
+
+
+def test_busy_wait_and_idle_add_up_to_the_makespan() -> None:
+    simulation = simulate(build("1f1b", 4, 8))
+    for rank, time in enumerate(simulation.ranks):
+        assert time.busy == 24
+        assert time.idle == 2 * rank + rank  # late start, early end
+        assert time.busy + time.wait + time.idle == simulation.makespan == 33
+
+
+def test_the_two_bubbles_measure_different_things() -> None:
+    simulation = simulate(build("zb-h2", 4, 8))
+    assert simulation.bubble_span == 0
+    assert simulation.bubble_makespan == pytest.approx(3 / 27)
+
+
+def test_a_joined_pair_counts_its_time_once() -> None:
+    schedule = build("dualpipe-v", 4, 8)
+    simulation = simulate(schedule, Costs.even(schedule.placement, fb=2.0))
+    assert all(rank.busy <= simulation.makespan for rank in simulation.ranks)
+    assert simulation.ranks[0].busy == pytest.approx(24 - 5 * 0.5)  # five pairs, each half a unit shorter than F + B
+
+
+def test_memory_is_a_curve_that_returns_to_nothing() -> None:
+    for name in CATALOGUE:
+        simulation = simulate(build(name, 4, 8))
+        for steps, peak in zip(simulation.memory, simulation.peak_activations, strict=True):
+            assert steps[-1][1] == pytest.approx(0)
+            assert max(live for _, live in steps) == peak
+            assert [time for time, _ in steps] == sorted(time for time, _ in steps)
+
+
+def test_a_slow_rank_sets_the_pace() -> None:
+    placement = Placement.single(4)
+    costs = Costs.even(placement).slowed(placement, {2: 1.5})
+    simulation = simulate(build("1f1b", 4, 32), costs)
+    assert simulation.ranks[2].busy == 1.5 * simulation.ranks[0].busy
+    assert simulation.makespan > 32 * 3 * 1.5
+
+
+def test_a_stage_without_layers_takes_no_time() -> None:
+    schedule = build("interleaved", 4, 8, chunks=2)
+    empty_ends = [0.0] + [0.5] * 6 + [0.0]
+    simulation = simulate(schedule, Costs.even(schedule.placement, empty_ends, empty_ends, empty_ends))
+    assert simulation.ranks[0].busy == simulation.ranks[3].busy == 12
+    assert simulation.makespan < simulate(schedule).makespan
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------
+
+
+def linked(name: str, link: Link, m: int = 8) -> float:
+    schedule = build(name, 4, m)
+    return simulate(schedule, Costs.even(schedule.placement, link=link)).makespan
+
+
+def test_latency_is_paid_once_per_hop_when_nothing_hides_it() -> None:
+    assert linked("naive", Link(latency=0.25), m=1) == pytest.approx(12 + 6 * 0.25)
+
+
+def test_bandwidth_and_latency_add_up_for_a_single_message() -> None:
+    assert linked("naive", Link(latency=0.1, bandwidth=40, message=6), m=1) == pytest.approx(12 + 6 * 0.25)
+
+
+def test_a_narrow_link_sets_the_pace() -> None:
+    # Messages of gpipe's forwards leave one after the other: each keeps the channel for 4 while a forward takes 1.
+    narrow = linked("gpipe", Link(bandwidth=1, message=4), m=8)
+    assert narrow > 2 * 8 * 4
+    assert linked("gpipe", Link(latency=4), m=8) < narrow
+
+
+def test_blocking_sends_cost_more_than_eager_ones_and_no_overlap_more_still() -> None:
+    eager = linked("1f1b", Link(latency=0.2))
+    blocking = linked("1f1b", Link(latency=0.2, sends="blocking"))
+    exposed = linked("1f1b", Link(latency=0.2, overlap=False))
+    assert eager < blocking
+    assert eager <= exposed
+    assert linked("gpipe", Link(latency=0.2)) < linked("gpipe", Link(latency=0.2, overlap=False))
+
+
+def test_blocking_sends_without_early_receives_deadlock_as_they_do_in_life() -> None:
+    # Rank 0 sends an activation down, rank 1 a gradient up, and each waits for the other to listen.
+    with pytest.raises(UserError, match=r"1f1b deadlocks: .* a circle of"):
+        linked("1f1b", Link(latency=0.2, sends="blocking", overlap=False))
+
+
+def test_a_send_waits_when_all_its_buffers_are_in_flight() -> None:
+    schedule = build("gpipe", 2, 6)
+    costs = Costs.even(schedule.placement, link=Link(latency=10))
+    tight = wire("tight", schedule.placement, 6, [schedule.compute(0), schedule.compute(1)], buffers=1)
+    assert simulate(tight, costs).makespan > simulate(schedule, costs).makespan
+
+
+# ---- the optimizer -------------------------------------------------------------------------------------------------
+
+
+def test_gathers_delay_the_first_forward_and_reductions_the_step() -> None:
+    schedule = with_zero(build("1f1b", 1, 4), 1)
+    costs = replace(Costs.even(schedule.placement), gather=2.0, reduce=3.0, step=5.0)
+    simulation = simulate(schedule, costs)
+    assert simulation.timeline[0][0].start == 2
+    assert simulation.makespan == 2 + 12 + 3 + 5
+
+
+def test_reductions_of_stage_two_run_beside_compute() -> None:
+    schedule = with_zero(build("1f1b", 1, 4), 2)
+    simulation = simulate(schedule, replace(Costs.even(schedule.placement), reduce=1.0))
+    assert simulation.makespan == 12 + 1
+
+
+def test_stage_three_is_not_written_into_schedules() -> None:
+    with pytest.raises(UserError, match="zero=3"):
+        with_zero(build("1f1b", 2, 2), 3)
+
+
+# ---- bad costs -----------------------------------------------------------------------------------------------------
+
+
+def test_times_must_fit_the_stages() -> None:
+    with pytest.raises(UserError, match="f has 3 times, and there are 4 stages"):
+        Costs.even(Placement.single(4), [1, 1, 1])
+    with pytest.raises(UserError, match="w=-1 is not a duration"):
+        Costs.even(Placement.single(4), w=-1)
+    with pytest.raises(UserError, match="rank 7 cannot be slowed"):
+        Costs.even(Placement.single(4)).slowed(Placement.single(4), {7: 2})
