@@ -22,11 +22,14 @@ def test_whatever_is_built_passes_every_proof_and_runs(schedule: Schedule) -> No
     assert trouble(schedule, seeds=1) is None
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-@pytest.mark.parametrize(("p", "m"), SIZES)
+LEAST = {"interleaved": lambda p: p, "dualpipe-v": lambda p: 2 * p}  # microbatches, where not any number will do
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m"),
+    [(name, p, m) for name in CATALOGUE for p, m in SIZES if m >= LEAST.get(name, lambda p: 1)(p)],
+)
 def test_every_schedule_keeps_its_promise(name: str, p: int, m: int) -> None:
-    if (name == "dualpipe-v" and m < 2 * p) or (name == "interleaved" and m < p):
-        pytest.skip("refused, as another test shows")
     schedule = build(name, p, m)
     peaks = [peak_live(order) for order in schedule.ranks]
     assert schedule.promise.peak is not None

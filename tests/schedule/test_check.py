@@ -262,6 +262,11 @@ def test_a_second_optimizer_step_is_named() -> None:
     assert "a second time" in verdict(mutant)
 
 
+def test_a_rank_without_a_stage_is_named() -> None:
+    schedule = Schedule("gap", Placement((0, 2)), 1, ((), (), ()))
+    assert verdict(schedule) == "complete: rank 1 owns no stage"
+
+
 def test_prove_returns_what_holds_and_raises_what_does_not() -> None:
     assert prove(ONE_F_ONE_B) is ONE_F_ONE_B
     with pytest.raises(UserError, match=r"schedule 1f1b: complete: rank 1 never runs F1\.3"):

@@ -243,13 +243,12 @@ _span = tuple.__new__  # a NamedTuple's own constructor takes three times as lon
 def _queues(placement: Placement, link: Link, ready: list[int]) -> dict[Kind, list[_Queue | None]]:
     """By kind and stage, the FIFO that an action sends on, receives from, or computes out of."""
     queues: dict[Kind, list[_Queue | None]] = {kind: [None] * placement.stages for kind in Kind}
-    for boundary in filter(placement.crosses, range(placement.stages - 1)):
-        for gradients, (send, users) in _ENDS.items():
-            channel = Channel(boundary, gradients)
-            queue = _Queue(channel, placement, link, ready)
-            queues[send][channel.source] = queue
-            for kind in users:
-                queues[kind][channel.target] = queue
+    for channel in placement.channels:
+        queue = _Queue(channel, placement, link, ready)
+        send, users = _ENDS[channel.gradients]
+        queues[send][channel.source] = queue
+        for kind in users:
+            queues[kind][channel.target] = queue
     return queues
 
 

@@ -1,18 +1,17 @@
 """Schedules on disk: `.json` for programs, anything else is the text form."""
 
-import json
 from pathlib import Path
 
 from fivefold.errors import UserError
 from fivefold.schedule.check import MOST, check
 from fivefold.schedule.reader import Reading
 from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.text import from_json, from_text, to_json, to_text
+from fivefold.schedule.text import read_json, read_text, to_json, to_text
 
 
 def save(schedule: Schedule, path: Path) -> None:
     """Write a schedule; the suffix decides about the form."""
-    path.write_text(json.dumps(to_json(schedule), indent=1) if path.suffix == ".json" else to_text(schedule))
+    path.write_text(to_json(schedule) if path.suffix == ".json" else to_text(schedule))
 
 
 def load(path: Path) -> Schedule:
@@ -37,4 +36,4 @@ def _read(path: Path) -> Reading:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a text file") from None
-    return from_json(text, str(path)) if text.lstrip().startswith("{") else from_text(text, str(path))
+    return read_json(text, str(path)) if text.lstrip().startswith("{") else read_text(text, str(path))

@@ -1,11 +1,11 @@
 """`Schedule`: the object that is checked, timed, drawn and executed; and `Placement`, where its stages live."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, Action, Kind
+from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, Action, Channel, Kind
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,12 @@ class Placement:
         """Whether stages `boundary` and `boundary + 1` live on different ranks, so that data must be sent."""
         return self.owner[boundary] != self.owner[boundary + 1]
 
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """Every FIFO between two ranks; the sender is `owner[channel.source]`, the receiver `owner[channel.target]`."""
+        boundaries = filter(self.crosses, range(self.stages - 1))
+        return tuple(Channel(boundary, gradients) for boundary in boundaries for gradients in (False, True))
+
 
 @dataclass(frozen=True)
 class Promise:
@@ -106,9 +112,6 @@ class Schedule:
     def count(self, *kinds: Kind) -> int:
         """How many actions of these kinds there are, over all ranks."""
         return sum(action.kind in kinds for order in self.ranks for action in order)
-
-    def renamed(self, name: str) -> "Schedule":
-        return replace(self, name=name)
 
 
 def live_counts(order: Iterable[Action]) -> list[int]:

@@ -93,7 +93,10 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Run a schedule on the clock. Without costs, each F, I and W of a whole rank takes 1 and messages take nothing."""
+    """Run a schedule that `check` accepts on the clock.
+
+    Without costs, each F, I and W of a whole rank takes 1 and messages take nothing.
+    """
     costs = costs or Costs.even(schedule.placement)
     result = run(schedule, costs)
     if result.blocks:

@@ -65,21 +65,33 @@ def rewired(schedule: Schedule) -> Schedule:
     return wire(name, placement, m, orders, buffers=schedule.buffers, promise=schedule.promise)
 
 
-def to_json(schedule: Schedule) -> dict[str, Any]:
-    """The same as plain data: numbers, and actions as their tokens."""
-    return _header(schedule) | {"ranks": [tokens(actions) for actions in schedule.ranks]}
+def to_json(schedule: Schedule) -> str:
+    """The same as JSON, one rank a line."""
+    head = json.dumps(_header(schedule))
+    ranks = ",\n  ".join(json.dumps(tokens(actions)) for actions in schedule.ranks)
+    return f'{head[:-1]}, "ranks": [\n  {ranks}\n]}}\n'
 
 
-def from_text(text: str, source: str = "schedule") -> Reading:
-    """Read the text form. Every line that cannot be read is named, with the reason."""
+def from_text(text: str, source: str = "schedule") -> Schedule:
+    """Read the text form."""
+    return read_text(text, source).schedule
+
+
+def from_json(text: str, source: str = "schedule") -> Schedule:
+    """Read the JSON form."""
+    return read_json(text, source).schedule
+
+
+def read_text(text: str, source: str) -> Reading:
+    """Read the text form, and where everything stands. Every line that cannot be read is named, with the reason."""
     reader = Reader(source)
     for number, line in enumerate(text.splitlines(), start=1):
         reader.line(f"line {number}", line.partition("#")[0].split())
     return reader.finish()
 
 
-def from_json(text: str, source: str = "schedule") -> Reading:
-    """Read the JSON form."""
+def read_json(text: str, source: str) -> Reading:
+    """Read the JSON form, and where everything stands."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

@@ -15,10 +15,8 @@ from fivefold.schedule.check.problem import Problem
 
 
 def channels(index: Index) -> Iterator[Problem]:
-    placement = index.schedule.placement
-    for boundary in filter(placement.crosses, range(placement.stages - 1)):
-        yield from _same_order(index, Channel(boundary, gradients=False))
-        yield from _same_order(index, Channel(boundary, gradients=True))
+    for channel in index.schedule.placement.channels:
+        yield from _same_order(index, channel)
 
 
 def _same_order(index: Index, channel: Channel) -> Iterator[Problem]:

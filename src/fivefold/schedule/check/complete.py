@@ -34,9 +34,10 @@ def complete(index: Index) -> Iterator[Problem]:
 def _shape(index: Index) -> Iterator[Problem]:
     schedule = index.schedule
     if schedule.p != schedule.placement.ranks:
-        yield Problem(
-            f"there are action lists for {schedule.p} ranks, and the stages live on {schedule.placement.ranks}"
-        )
+        yield Problem(f"there are action lists for {schedule.p} ranks, and stages on {schedule.placement.ranks}")
+    for rank, stages in enumerate(schedule.placement.of_rank):
+        if not stages:
+            yield Problem(f"rank {rank} owns no stage", rank)
 
 
 def _strays(index: Index) -> Iterator[Problem]:

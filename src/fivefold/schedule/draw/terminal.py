@@ -5,6 +5,7 @@ in for them.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 
 from rich.style import Style
 from rich.text import Text
@@ -47,7 +48,7 @@ def to_terminal(simulation: Simulation, columns: int = 100, colour: bool = True)
 
 
 def _row(simulation: Simulation, rank: int, width: int, slice_: float, colour: bool) -> Text:
-    spans = simulation.timeline[rank]
+    spans = [*_side_by_side(simulation.timeline[rank])]
     starts = [span.start for span in spans]
     row = Text()
     column = 0
@@ -59,6 +60,18 @@ def _row(simulation: Simulation, rank: int, width: int, slice_: float, colour: b
         row.append_text(_cell(simulation.schedule, span, end - column, colour))
         column = end
     return row
+
+
+def _side_by_side(spans: list[Span]) -> Iterator[Span]:
+    """A joined pair has one line only, so its halves share the time: the first half of it, and the second."""
+    second = False
+    for action, start, end in spans:
+        middle = (start + end) / 2
+        if action.joined:
+            yield Span(action, start, middle)
+        else:
+            yield Span(action, middle if second else start, end)
+        second = action.joined
 
 
 def _at(spans: list[Span], starts: list[float], time: float) -> Span | None:
