@@ -1,6 +1,7 @@
 """The checker earns trust by mutation: what is broken must be refused, with a sentence that says why."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -143,6 +144,8 @@ def test_the_wrong_rank_is_named_with_the_right_one() -> None:
     [
         (Action(F, 9, 0), "and there are 4 stages, 0 to 3"),
         (Action(F, 1, 8), "and there are 8 microbatches, 0 to 7"),
+        (Action(F, 1, -2), "and there are 8 microbatches, 0 to 7"),
+        (Action(F, -1, 0), "and there are 4 stages, 0 to 3"),
         (Action(F, 1), "without a microbatch"),
     ],
 )
@@ -265,6 +268,18 @@ def test_a_second_optimizer_step_is_named() -> None:
 def test_a_rank_without_a_stage_is_named() -> None:
     schedule = Schedule("gap", Placement((0, 2)), 1, ((), (), ()))
     assert verdict(schedule) == "complete: rank 1 owns no stage"
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"buffers": 0}, "8 microbatches and 0 buffers: both must be at least 1"),
+        ({"promise": Promise((4, 4))}, "a peak is promised for 2 ranks, and there are 4"),
+        ({"ranks": ONE_F_ONE_B.ranks[:3]}, "there are action lists for 3 ranks, and stages on 4"),
+    ],
+)
+def test_a_schedule_that_contradicts_itself_is_refused(change: dict[str, Any], cause: str) -> None:
+    assert verdict(replace(ONE_F_ONE_B, **change)) == f"complete: {cause}"
 
 
 def test_prove_returns_what_holds_and_raises_what_does_not() -> None:

@@ -25,6 +25,8 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
     limit = p if memory is None else memory
     if limit < 1:
         raise UserError(f"auto cannot work with room for {limit} activations; give at least 1 (1f1b holds up to {p})")
+    if len(costs.f) != p:
+        raise UserError(f"auto has one stage per rank, {p} in all, and the costs are those of {len(costs.f)} stages")
     problem = Problem(p, m, costs, limit)
     attempts = (play(problem, policy) for policy in _policies(problem))
     best = _best([*_handcrafted(problem)], attempts, problem.shortest())

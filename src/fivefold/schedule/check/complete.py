@@ -33,8 +33,13 @@ def complete(index: Index) -> Iterator[Problem]:
 
 def _shape(index: Index) -> Iterator[Problem]:
     schedule = index.schedule
+    peak = schedule.promise.peak
     if schedule.p != schedule.placement.ranks:
         yield Problem(f"there are action lists for {schedule.p} ranks, and stages on {schedule.placement.ranks}")
+    if schedule.m < 1 or schedule.buffers < 1:
+        yield Problem(f"{schedule.m} microbatches and {schedule.buffers} buffers: both must be at least 1")
+    if peak is not None and len(peak) != schedule.p:
+        yield Problem(f"a peak is promised for {len(peak)} ranks, and there are {schedule.p}")
     for rank, stages in enumerate(schedule.placement.of_rank):
         if not stages:
             yield Problem(f"rank {rank} owns no stage", rank)
@@ -46,13 +51,13 @@ def _strays(index: Index) -> Iterator[Problem]:
     owner = schedule.placement.owner
     for rank, place, action in index.strays:
         name = f"rank {rank} has {action} (action {place})"
-        if action.stage >= len(owner):
+        if not 0 <= action.stage < len(owner):
             yield Problem(f"{name}, and there are {len(owner)} stages, 0 to {len(owner) - 1}", rank, place)
         elif owner[action.stage] != rank:
             yield Problem(f"{name}, and stage {action.stage} lives on rank {owner[action.stage]}", rank, place)
         elif action.microbatch == ALL:
             yield Problem(f"{name} without a microbatch, and {action.kind} needs one: {action}.0", rank, place)
-        elif action.microbatch >= schedule.m:
+        elif not 0 <= action.microbatch < schedule.m:
             yield Problem(f"{name}, and there are {schedule.m} microbatches, 0 to {schedule.m - 1}", rank, place)
         else:
             first = index.places(action.kind, action.stage)[action.microbatch]

@@ -40,7 +40,7 @@ class Index:
             row = places.get((kind, stage))
             if row is None:
                 row = places[kind, stage] = [ABSENT] * m
-            if stage not in own or microbatch >= m or row[microbatch] != ABSENT:
+            if stage not in own or not 0 <= microbatch < m or row[microbatch] != ABSENT:
                 self.strays.append((rank, place, action))
                 continue
             row[microbatch] = place
