@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from fivefold.errors import UserError
+from fivefold.layout import CHUNKED, SCHEDULES
 from fivefold.schedule import CATALOGUE, Costs, Link, Schedule, build, check, peak_live, simulate
 from tests.schedule.brute import trouble
 from tests.schedule.strategies import schedules
@@ -169,3 +170,8 @@ def test_fewer_microbatches_than_ranks_work(name: str, m: int) -> None:
 def test_what_cannot_be_built_is_refused_with_the_reason(name: str, arguments: dict[str, int], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         build(name, **arguments)
+
+
+def test_layouts_and_the_catalogue_know_the_same_schedules() -> None:
+    assert {name: entry.chunks for name, entry in CATALOGUE.items()} == SCHEDULES
+    assert tuple(name for name, entry in CATALOGUE.items() if entry.any_chunks) == CHUNKED

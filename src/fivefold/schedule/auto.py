@@ -52,11 +52,10 @@ def _merit(attempt: Attempt) -> tuple[float, float, int]:
 def _handcrafted(problem: Problem) -> Iterator[Attempt]:
     for build in (zb_h1, zb_h2):
         schedule = build(problem.p, problem.m)
-        spans, blocks = run(schedule, problem.costs)
-        if not blocks and max(schedule.promise.peak or ()) <= problem.limit:
-            makespan = max(rank[-1].end for rank in spans)
-            bubble = max(rank[-1].end - rank[0].start - sum(s.end - s.start for s in rank) for rank in spans)
-            yield Attempt(makespan, bubble, [list(schedule.compute(rank)) for rank in range(problem.p)])
+        result = run(schedule, problem.costs)
+        if not result.blocks and max(schedule.promise.peak or ()) <= problem.limit:
+            bubble = max(lane.last - lane.first - lane.busy for lane in result.lanes)
+            yield Attempt(result.makespan, bubble, [list(schedule.compute(rank)) for rank in range(problem.p)])
 
 
 def _policies(problem: Problem) -> Iterator[Policy]:
@@ -74,7 +73,6 @@ def _wired(problem: Problem, best: Attempt) -> Schedule:
         placement = Placement.single(problem.p)
         schedule = wire("auto", placement, problem.m, best.orders, buffers=buffers, promise=promise)
         result = run(schedule, problem.costs)
-        makespan = max((rank[-1].end for rank in result.spans), default=0.0)
-        if (not result.blocks and makespan <= best.makespan * (1 + 1e-9)) or buffers > problem.m:
+        if (not result.blocks and result.makespan <= best.makespan * (1 + 1e-9)) or buffers > problem.m:
             return schedule
         buffers *= 2

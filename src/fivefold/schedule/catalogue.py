@@ -82,7 +82,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry("zb-h1", lambda r: zb_h1(r.p, r.m), _single, 1, "(p-1)(F+I-W)", "p"),
         Entry("zb-h2", lambda r: zb_h2(r.p, r.m), _single, 1, "span (p-1)(F+I-2W)", "2p-1"),
         Entry("zb-v", lambda r: zb_v(r.p, r.m), _vee, 2, "span 0 if F=I=W", "p"),
-        Entry("v-half", lambda r: v_half(r.p, r.m), _vee, 2, "", "about p/2"),
+        Entry("v-half", lambda r: v_half(r.p, r.m), _vee, 2, "", "p//2+1"),
         Entry("v-min", lambda r: v_min(r.p, r.m), _vee, 2, "", "about p/3"),
         Entry("dualpipe-v", lambda r: dualpipe_v(r.p, r.m), _vee, 2, "(p-1)(F&B+B-3W)/2", "p+1/2", "m >= 2p"),
         Entry("auto", lambda r: auto(r.p, r.m, r.costs, r.memory), _single, 1, "", "the limit"),

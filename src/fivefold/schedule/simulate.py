@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.schedule.actions import FORWARD, LAST_READERS
 from fivefold.schedule.check.deadlock import deadlock_sentence
 from fivefold.schedule.costs import Costs
-from fivefold.schedule.engine import Span, run
+from fivefold.schedule.engine import Lane, Run, Span, run
 from fivefold.schedule.schedule import Schedule
 
 
@@ -37,19 +37,24 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule that ran on a clock."""
+    """A schedule that ran on a clock. What it says is worked out when it is asked for."""
 
     schedule: Schedule
     costs: Costs
-    timeline: list[list[Span]]  # per rank, in order
+    run: Run
+
+    @property
+    def makespan(self) -> float:
+        return self.run.makespan
 
     @cached_property
-    def makespan(self) -> float:
-        return max((spans[-1].end for spans in self.timeline if spans), default=0.0)
+    def timeline(self) -> list[list[Span]]:
+        """Per rank, every compute action with its start and end."""
+        return [lane.spans() for lane in self.run.lanes]
 
     @cached_property
     def ranks(self) -> list[RankTime]:
-        return [self._rank_time(spans) for spans in self.timeline]
+        return [self._rank_time(lane) for lane in self.run.lanes]
 
     @property
     def bubble_makespan(self) -> float:
@@ -64,26 +69,20 @@ class Simulation:
     @cached_property
     def memory(self) -> list[list[tuple[float, float]]]:
         """Per rank the steps of its live activations, as (time, activations from then on), in units of A."""
-        return [list(self._steps(spans)) for spans in self.timeline]
+        return [list(self._steps(lane)) for lane in self.run.lanes]
 
     @property
     def peak_activations(self) -> list[float]:
         """Per rank, in units of A: what one microbatch keeps on a whole rank."""
         return [max((live for _, live in steps), default=0.0) for steps in self.memory]
 
-    def _rank_time(self, spans: list[Span]) -> RankTime:
-        if not spans:
-            return RankTime(0.0, 0.0, self.makespan)
-        busy, until = 0.0, spans[0].start
-        for _, start, end in spans:  # the two halves of a joined pair cover the same time, and count once
-            busy += end - max(start, until) if end > until else 0.0
-            until = max(until, end)
-        span = spans[-1].end - spans[0].start
-        return RankTime(busy, span - busy, self.makespan - span)
+    def _rank_time(self, lane: Lane) -> RankTime:
+        busy, span = lane.busy, lane.last - lane.first
+        return RankTime(busy, max(0.0, span - busy), self.makespan - span)  # not below zero by a rounding error
 
-    def _steps(self, spans: list[Span]) -> Iterator[tuple[float, float]]:
+    def _steps(self, lane: Lane) -> Iterator[tuple[float, float]]:
         live, weights = 0.0, self.costs.activation
-        for action, start, end in spans:
+        for action, start, end in zip(lane.actions, lane.starts, lane.ends, strict=True):
             if action.kind is FORWARD:
                 live += weights[action.stage]
                 yield start, live
@@ -101,4 +100,4 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     result = run(schedule, costs)
     if result.blocks:
         raise UserError(f"schedule {schedule.name} deadlocks: {deadlock_sentence(result.blocks)}")
-    return Simulation(schedule, costs, result.spans)
+    return Simulation(schedule, costs, result)

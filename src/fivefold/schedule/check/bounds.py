@@ -61,9 +61,10 @@ def _slots(index: Index) -> Iterator[Problem]:
     promised = index.schedule.promise.slots
     if promised is None or index.run.blocks:
         return
-    last = max(range(index.schedule.p), key=lambda rank: index.run.spans[rank][-1].end)
-    action, _, slots = index.run.spans[last][-1]
+    slots = index.run.makespan
     if slots > promised:
+        last = max(range(index.schedule.p), key=lambda rank: index.run.lanes[rank].last)
+        action = index.run.lanes[last].actions[-1]
         yield Problem(
             f"rank {last} ends with {action} after {slots:g} slots, and {promised} are promised: the bubble is "
             f"{slots - promised:g} slots larger than it should be",
