@@ -39,7 +39,7 @@ def _refusal(p: int, m: int, group: int, legal: list[int]) -> str:
     closest = sorted(sorted(legal, key=lambda n: abs(n - group))[:3])
     instead = f"use N={either(closest)}"
     if group < p:
-        reason = f"is below p={p}: a chunk would wait for microbatches that wait for it (deadlock)"
+        reason = f"is below p={p}: a chunk would wait for microbatches that wait for it; that deadlocks or stalls"
     elif group > m:
         reason = f"is above the number of microbatches, {m}"
     else:
