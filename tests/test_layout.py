@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from fivefold.errors import UserError
 from fivefold.layout import CHUNKED, SCHEDULES, Layout, tp_fits
 from fivefold.presets import preset
+from fivefold.schedule.catalogue import CATALOGUE, build
 
 degrees = st.integers(1, 64)
 layouts = st.builds(
@@ -81,7 +82,7 @@ def test_bad_text_names_every_piece(text: str, sentences: list[str]) -> None:
         ("pp=2,split=4", "tiny", "names 1 stages, and pp=2 x chunks=1 makes 2"),
         ("schedule=1f2b", "tiny", "unknown schedule '1f2b'; did you mean '1f1b'"),
         ("schedule=zb-v,chunks=3", "tiny", "schedule=zb-v has 2 per rank"),
-        ("schedule=naive,microbatches=2", "tiny", "schedule=naive runs one"),
+        ("pp=4,schedule=interleaved,chunks=1,microbatches=3", "tiny", "nearest: microbatches=4, or schedule=1f1b"),
         ("pp=2,schedule=dualpipe-v,microbatches=3", "tiny", "nearest: microbatches=4"),
         ("zero=4", "tiny", "nearest: zero=3"),
         ("dp=4,replicate=2", "tiny", "replicate=2 copies the shards of zero=3"),
@@ -125,5 +126,17 @@ def test_suggested_tensor_degrees_are_legal(model: str, tp: int) -> None:
         assert all(tp_fits(spec, n) for n in suggested)
 
 
-def test_chunked_schedules_are_schedules() -> None:
+def test_layouts_and_builders_agree_on_schedules() -> None:
+    """The same names, and a layout is refused for its microbatches exactly where the builder refuses them."""
+    assert list(CATALOGUE) == list(SCHEDULES)
     assert set(CHUNKED) <= set(SCHEDULES)
+    spec = preset("llama3-70b")
+    for schedule in SCHEDULES:
+        for p in range(1, 6):
+            for m in range(1, 12):
+                legal = not Layout(pp=p, schedule=schedule, microbatches=m).problems(spec)
+                try:
+                    build(schedule, p, m)
+                    assert legal, (schedule, p, m)
+                except UserError:
+                    assert not legal, (schedule, p, m)

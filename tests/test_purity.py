@@ -8,8 +8,9 @@ import pytest
 
 PURE = [
     "fivefold.spec", "fivefold.presets", "fivefold.hf_config", "fivefold.layout", "fivefold.cluster",
-    "fivefold.accelerators", "fivefold.reading", "fivefold.cli", "fivefold.train.config", "fivefold.train.rate",
-    "fivefold.data.prepare", "fivefold.data.batch", "fivefold.train.preflight", "fivefold.train.world",
+    "fivefold.accelerators", "fivefold.reading", "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli",
+    "fivefold.train.config", "fivefold.train.rate", "fivefold.train.preflight", "fivefold.train.world",
+    "fivefold.data.prepare", "fivefold.data.batch",
 ]  # fmt: skip
 
 
@@ -34,9 +35,9 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 from typer.testing import CliRunner
 from fivefold.cli import app
-for words in (['--help'], ['models'], ['train', '--help'], ['data', '--help'], ['data', 'prepare', '--help']):
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, (words, result.output)
+for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', 'train --help', 'data prepare --help'):
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 0, (line, result.output)
 print('fine')
 """
     assert run(code).strip() == "fine"

@@ -35,6 +35,7 @@ SCHEDULES = {
     "auto": 1,
 }
 CHUNKED = ("interleaved", "bfs")
+LEAST = {"interleaved": 1, "dualpipe-v": 2}  # microbatches that a schedule cannot do without, times pp
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,15 +194,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"layout.chunks={self.chunks}, and schedule={self.schedule} has {SCHEDULES[self.schedule]} per rank; "
                 f"nearest: chunks={SCHEDULES[self.schedule]}, or schedule={either(CHUNKED)}"
             )
-        if self.schedule == "naive" and self.microbatches > 1:
+        least = LEAST.get(self.schedule, 0) * self.pp
+        if self.microbatches < least:
             found.append(
-                f"layout.microbatches={self.microbatches}, and schedule=naive runs one; nearest: microbatches=1, "
-                "or schedule=gpipe"
-            )
-        if self.schedule == "dualpipe-v" and self.microbatches < 2 * self.pp:
-            found.append(
-                f"layout.microbatches={self.microbatches}, and schedule=dualpipe-v needs twice pp={self.pp}; nearest: "
-                f"microbatches={2 * self.pp}, or schedule=zb-v"
+                f"layout.microbatches={self.microbatches}, and schedule={self.schedule} and pp={self.pp} need at least "
+                f"{least}; nearest: microbatches={least}, or schedule={'zb-v' if self.chunks == 2 else '1f1b'}"
             )
         if self.split:
             if len(self.split) != self.stages:

@@ -7,7 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fivefold.cli.schedules import bench_schedules, draw, schedules
+from fivefold.cli.bench import app as bench
+from fivefold.cli.schedules import draw, schedules
 from fivefold.errors import UserError
 from fivefold.schedule import CATALOGUE, build, save
 from fivefold.schedule import benchmark as benchmark_module
@@ -16,7 +17,7 @@ from fivefold.schedule.benchmark import Case
 app = typer.Typer()
 app.command()(draw)
 app.command()(schedules)
-app.command()(bench_schedules)
+app.add_typer(bench, name="bench")
 
 
 def run(command: str) -> str:
@@ -116,8 +117,8 @@ def test_the_published_rates_are_a_table() -> None:
 def test_the_benchmark_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Case("interleaved", 16, 128, 4) in benchmark_module.CASES
     monkeypatch.setattr(benchmark_module, "CASES", (Case("interleaved", 2, 4, 2), Case("zb-h1", 4, 8)))
-    assert "interleaved  2  4  2" in run("bench-schedules")
-    rows = json.loads(run("bench-schedules --json"))
+    assert "interleaved  2  4  2" in run("bench schedules")
+    rows = json.loads(run("bench schedules --json"))
     assert [row["compute_actions"] for row in rows] == [32, 96]
 
 

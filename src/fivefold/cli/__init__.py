@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold import __version__
-from fivefold.cli import data, models, train
+from fivefold.cli import bench, data, models, schedules, train
 from fivefold.errors import TrainingError, UserError
 
 app = typer.Typer(
@@ -25,7 +25,10 @@ app = typer.Typer(
 )
 app.command("train", short_help=train.SHORT)(train.train)
 app.command("models", short_help=models.SHORT)(models.models)
+app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
+app.command("draw", short_help=schedules.DRAW)(schedules.draw)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
+app.add_typer(bench.app, name="bench", short_help=bench.SHORT)
 
 
 def _version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""`fivefold draw` and `fivefold schedules`: pipeline schedules, drawn and compared; and how fast all that is."""
+"""`fivefold draw` and `fivefold schedules`: pipeline schedules, drawn and compared."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 DRAW = "Draw a pipeline schedule.  [dim]fivefold draw zb-v --pp 4 --microbatches 8[/]"
 SCHEDULES = "Compare all schedules: bubble, memory, messages.  [dim]fivefold schedules --pp 8 --microbatches 32[/]"
-BENCH = "Time building, checking and simulating schedules."
 
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")]
 Ranks = Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p).")]
@@ -167,19 +166,3 @@ def schedules(
     table, notes = tables.comparison_table(results)
     console.print(f"p={pp}, m={microbatches}; bubble of the makespan, peak in A, messages per microbatch\n", table)
     console.print("", *notes, sep="\n")
-
-
-def bench_schedules(as_json: Json = False) -> None:
-    """Time building, checking and simulating schedules; the cost per action should not depend on their number.
-
-    [dim]Example:[/] fivefold bench-schedules
-    """
-    from fivefold.schedule.benchmark import CASES, measure
-    from fivefold.schedule.tables import benchmark_rows, benchmark_table
-
-    timings = [measure(case) for case in CASES]
-    if as_json:
-        typer.echo(json.dumps(benchmark_rows(timings)))
-    else:
-        head = "seconds to build, check and simulate; microseconds per action\n"
-        Console(highlight=False).print(head, benchmark_table(timings))

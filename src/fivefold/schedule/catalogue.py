@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fivefold.errors import UserError
+from fivefold.layout import CHUNKED, SCHEDULES
 from fivefold.schedule.auto import auto
 from fivefold.schedule.breadth_first import breadth_first
 from fivefold.schedule.costs import Costs
@@ -34,16 +35,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Entry:
-    """A schedule of the catalogue. `chunks` is the number it has, or with `any_chunks` the number it starts from."""
+    """A schedule of the catalogue; its name and its chunks are the layout's."""
 
     name: str
     build: Callable[[Request], Schedule]
     place: Callable[[int, int], Placement]  # of p and chunks
-    chunks: int
     bubble: str  # in times of a whole rank
     peak: str  # in A, one microbatch's activations of a whole rank
     needs: str = ""
-    any_chunks: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Stages per rank: the number it has, or with `any_chunks` the number it starts from."""
+        return SCHEDULES[self.name]
+
+    @property
+    def any_chunks(self) -> bool:
+        return self.name in CHUNKED
 
 
 def _single(p: int, chunks: int) -> Placement:
@@ -57,35 +65,31 @@ def _vee(p: int, chunks: int) -> Placement:
 CATALOGUE: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("naive", lambda r: naive(r.p, r.m), _single, 1, "(p-1)/p of the time", "1"),
-        Entry("gpipe", lambda r: gpipe(r.p, r.m), _single, 1, "(p-1)(F+B)", "m"),
-        Entry("1f1b", lambda r: one_f_one_b(r.p, r.m), _single, 1, "(p-1)(F+B)", "p-r"),
+        Entry("naive", lambda r: naive(r.p, r.m), _single, "(p-1)/p of the time", "1"),
+        Entry("gpipe", lambda r: gpipe(r.p, r.m), _single, "(p-1)(F+B)", "m"),
+        Entry("1f1b", lambda r: one_f_one_b(r.p, r.m), _single, "(p-1)(F+B)", "p-r"),
         Entry(
             "interleaved",
             lambda r: interleaved(r.p, r.m, r.chunks, r.group),
             Placement.looped,
-            2,
             "(p-1)(F+B)/v",
             "((v-1)N+2(p-1-r)+1)/v",
             "m >= p; p <= N <= m, and m % N is 0 or >= p",
-            any_chunks=True,
         ),
         Entry(
             "bfs",
             lambda r: breadth_first(r.p, r.m, r.chunks),
             Placement.looped,
-            2,
             "(p-1)(F+B)/v",
             "m",
-            any_chunks=True,
         ),
-        Entry("zb-h1", lambda r: zb_h1(r.p, r.m), _single, 1, "(p-1)(F+I-W)", "p"),
-        Entry("zb-h2", lambda r: zb_h2(r.p, r.m), _single, 1, "span (p-1)(F+I-2W)", "2p-1"),
-        Entry("zb-v", lambda r: zb_v(r.p, r.m), _vee, 2, "span 0 if F=I=W", "p"),
-        Entry("v-half", lambda r: v_half(r.p, r.m), _vee, 2, "", "p//2+1"),
-        Entry("v-min", lambda r: v_min(r.p, r.m), _vee, 2, "", "about p/3"),
-        Entry("dualpipe-v", lambda r: dualpipe_v(r.p, r.m), _vee, 2, "(p-1)(F&B+B-3W)/2", "p+1/2", "m >= 2p"),
-        Entry("auto", lambda r: auto(r.p, r.m, r.costs, r.memory), _single, 1, "", "the limit"),
+        Entry("zb-h1", lambda r: zb_h1(r.p, r.m), _single, "(p-1)(F+I-W)", "p"),
+        Entry("zb-h2", lambda r: zb_h2(r.p, r.m), _single, "span (p-1)(F+I-2W)", "2p-1"),
+        Entry("zb-v", lambda r: zb_v(r.p, r.m), _vee, "span 0 if F=I=W", "p"),
+        Entry("v-half", lambda r: v_half(r.p, r.m), _vee, "", "p//2+1"),
+        Entry("v-min", lambda r: v_min(r.p, r.m), _vee, "", "about p/3"),
+        Entry("dualpipe-v", lambda r: dualpipe_v(r.p, r.m), _vee, "(p-1)(F&B+B-3W)/2", "p+1/2", "m >= 2p"),
+        Entry("auto", lambda r: auto(r.p, r.m, r.costs, r.memory), _single, "", "the limit"),
     )
 }
 
