@@ -58,6 +58,7 @@ def prepare(
         f"{done.out}: {si(done.tokens)} tokens of {done.documents} documents ({done.valid_documents} held out) from "
         f"{bytes_text(done.bytes_read)} in {done.seconds:.1f} s, {done.megabytes_per_second:.0f} MB/s",
         soft_wrap=True,
+        markup=False,
     )
 
 
@@ -76,6 +77,5 @@ def check(path: Annotated[Path, typer.Argument(help="A directory made by 'fivefo
     with bar("hashing") as progress:
         store.verify(progress)
     files = store.index.files()
-    Console(highlight=False).print(
-        f"{path}: {len(files)} files, {bytes_text(sum(f.bytes for f in files))}, all as written"
-    )
+    size = bytes_text(sum(file.bytes for file in files))
+    Console(highlight=False).print(f"{path}: {len(files)} files, {size}, all as written", markup=False)

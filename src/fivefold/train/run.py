@@ -82,7 +82,9 @@ def environment(device: torch.device, sources: Sources) -> dict[str, object]:
 def show_job(console: Console, job: Job, directory: Path) -> None:
     """The resolved job, a paragraph a section."""
     model = f"{job.model.name}, {si(job.model.parameter_count)} parameters"
-    console.print(f"[bold]fivefold {fivefold.__version__}[/]  {model}  [dim]-> {directory}[/]")
+    console.print(
+        Text.assemble((f"fivefold {fivefold.__version__}", "bold"), f"  {model}  ", (f"-> {directory}", "dim"))
+    )
     grid = Table.grid(padding=(0, 2))
     for section, table in msgspec.to_builtins(job).items():
         settings = " ".join(f"{key}={_plain(value)}" for key, value in table.items() if value is not None)
@@ -98,9 +100,8 @@ def show_corpus(console: Console, sources: Sources) -> dict[str, float]:
     """The data, and the losses of guessing by frequency: what a model has to beat."""
     train, valid = sources.train, sources.valid
     held_out = f"{si(valid.tokens) if valid else 'none'} held out"
-    console.print(
-        f"[bold]corpus[/]  {si(train.tokens)} tokens in {train.documents} documents, {held_out}  [dim]{sources.path}[/]"
-    )
+    size = f"  {si(train.tokens)} tokens in {train.documents} documents, {held_out}  "
+    console.print(Text.assemble(("corpus", "bold"), size, (str(sources.path), "dim")))
     if train.tokens > _COUNTED:
         return {}
     known = entropy(train)
@@ -117,7 +118,9 @@ def show_end(
 ) -> None:
     for row in display.curve():
         console.print(row, soft_wrap=True)
-    console.print(f"{len(display.losses)} steps in {seconds:.1f} s; job, metrics and environment in {directory}")
+    console.print(
+        f"{len(display.losses)} steps in {seconds:.1f} s; job, metrics and environment in {directory}", markup=False
+    )
     if evaluation is None:
         return
     console.print(
