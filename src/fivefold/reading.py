@@ -64,7 +64,8 @@ def _misfit(kind: Any, value: Any, path: str) -> str:
         return f"{path}={value!r} is not a choice; {did_you_mean(str(value), [str(a) for a in get_args(kind)])}"
     wanted = _SPOKEN.get(get_origin(kind) or kind, "a table")
     inside = [_SPOKEN[item] for item in get_args(kind) if item in _SPOKEN]
-    return f"{path}={value!r} is not {wanted}" + (f" of {inside[0].removeprefix('a ')}s" if inside else "")
+    count = "" if Ellipsis in get_args(kind) or get_origin(kind) is not tuple else f"{len(get_args(kind))} "
+    return f"{path}={value!r} is not {wanted}" + (f" of {count}{inside[0].removeprefix('a ')}s" if inside else "")
 
 
 def _without_none(kind: Any) -> Any:

@@ -74,6 +74,7 @@ def test_wrong_types_are_all_named() -> None:
     found = problems_of("train.steps=ten", "optimizer.lr=fast", "train.dtype=fp8", "optimizer.betas=0.9", "run=3", "x")
     assert len(found) == 6
     assert "train.steps='ten' is not a whole number" in found
+    assert "optimizer.betas=0.9 is not a list of 2 numbers" in found
 
 
 def test_wrong_values_are_all_named() -> None:
@@ -81,7 +82,7 @@ def test_wrong_values_are_all_named() -> None:
         "optimizer.lr=nan", "optimizer.betas=[0.9,1.0]", "optimizer.eps=0", "optimizer.weight_decay=-1",
         "optimizer.clip=-1", "optimizer.warmup=-1", "optimizer.decay=2", "optimizer.final=-0.1", "train.steps=0",
         "train.batch=0", "train.eval_every=-1", "train.eval_samples=-1", "train.log_every=0", "data.seq=0",
-        "run.name=a/b",
+        "run.name=..",
     ]  # fmt: skip
     job = read_job(None, changes)
     assert len(job.problems()) == len(changes)

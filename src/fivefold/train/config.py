@@ -98,7 +98,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
             f"nearest: seq={self.model.context}": self.model.positions == "learned" and d.seq > self.model.context,
             f"run.name={self.run.name!r} must be a plain name, without slashes": Path(self.run.name).name
-            != self.run.name,
+            != self.run.name
+            or self.run.name == "..",
         }
         return [sentence for sentence, is_wrong in wrong.items() if is_wrong]
 

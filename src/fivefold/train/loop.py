@@ -117,9 +117,9 @@ class Trainer:
     def evaluate(self, step: int) -> Evaluation | None:
         """The held-out loss over the first `eval_samples` sequences of the held-out order: always the same ones."""
         data, train, valid = self.job.data, self.job.train, self.sources.valid
-        samples = min(train.eval_samples, windows(valid.tokens, data.seq)) if valid else 0
-        if valid is None or samples < 1:
+        if valid is None:
             return None
+        samples = min(train.eval_samples, windows(valid.tokens, data.seq))
         self.model.eval()
         size = max(1, train.batch // self.job.layout.microbatches)
         total, count = 0.0, 0

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.data.corpus import stdlib_corpus
-from fivefold.data.order import windows
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.errors import UserError
 from fivefold.train.config import Job
@@ -58,8 +57,6 @@ def _open(job: Job, problems: list[str]) -> Sources | None:
     try:
         path = Path(job.data.path) if job.data.path else stdlib_corpus()
         store = TokenStore.open(path)
-        valid = store.split("valid") if "valid" in store.index.splits else None
-        sources = Sources(store.split("train"), valid, path)
         if store.vocab > job.model.vocab:
             problems.append(
                 f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}; nearest: "
@@ -67,12 +64,16 @@ def _open(job: Job, problems: list[str]) -> Sources | None:
             )
         elif sum(file.bytes for file in store.index.files()) <= _SCAN:
             store.check_ids(job.model.vocab)
+        valid = store.split("valid") if "valid" in store.index.splits and job.train.eval_samples else None
+        sources = Sources(store.split("train"), valid, path)
     except UserError as error:
         problems += error.problems
         return None
-    if job.data.seq >= 1 and windows(sources.train.tokens, job.data.seq) < 1:
-        problems.append(
-            f"data {path} has {sources.train.tokens} training tokens, fewer than one sample of data.seq={job.data.seq} "
-            f"and its last target; nearest: data.seq={max(1, sources.train.tokens - 1)}"
-        )
+    for split in filter(None, (sources.train, sources.valid)):
+        if split.tokens <= job.data.seq:
+            way_out = ", or train.eval_samples=0" if split is valid else ""
+            problems.append(
+                f"the {split.name} split of {path} has {split.tokens} tokens, fewer than a sample of data.seq="
+                f"{job.data.seq} and its last target; nearest: data.seq={max(1, split.tokens - 1)}{way_out}"
+            )
     return sources

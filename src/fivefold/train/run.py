@@ -13,6 +13,7 @@ from rich.text import Text
 
 import fivefold
 from fivefold.data.entropy import entropy
+from fivefold.errors import UserError
 from fivefold.train import world as worlds
 from fivefold.train.config import Job, to_toml
 from fivefold.train.device import choose_device, hush, make_repeatable
@@ -65,6 +66,8 @@ def make_directory(parent: Path, name: str) -> Path:
             return directory
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
 
 
 def environment(device: torch.device, sources: Sources) -> dict[str, object]:

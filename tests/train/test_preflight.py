@@ -1,0 +1,45 @@
+"""What is known to be wrong before a run."""
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.errors import UserError
+from fivefold.train.config import read_job
+from fivefold.train.preflight import preflight
+from fivefold.train.run import make_directory
+
+
+def problems_of(*changes: str) -> list[str]:
+    with pytest.raises(UserError) as error:
+        preflight(read_job(None, list(changes)), world=1)
+    return error.value.problems
+
+
+def test_problems_of_job_data_and_directory_come_together(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = problems_of("train.steps=0", "layout.tp=3", "data.path=nowhere", f"run.dir={tmp_path}/file/runs")
+    assert len(found) == 6  # steps, heads, world, parallelism, directory, data
+    assert "nowhere" in found[-1]
+    assert "not a directory that can be written to" in found[-2]
+
+
+def test_splits_shorter_than_a_sample_are_named(tokens: Path) -> None:
+    found = problems_of(f"data.path={tokens}", "data.seq=100000")
+    assert len(found) == 2
+    assert "the train split" in found[0]
+    assert "or train.eval_samples=0" in found[1]
+
+
+def test_held_out_text_too_short_for_a_look_stops_no_run_that_does_not_look(tokens: Path) -> None:
+    changes = [f"data.path={tokens}", "data.seq=1000"]
+    [problem] = problems_of(*changes)
+    assert "the valid split" in problem
+    assert preflight(read_job(None, [*changes, "train.eval_samples=0"]), world=1).valid is None
+
+
+def test_run_directories_are_never_shared(tmp_path: Path) -> None:
+    names = [make_directory(tmp_path / "runs", "a").name for _ in range(3)]
+    assert names == ["a", "a-2", "a-3"]
+    with pytest.raises(UserError, match="cannot make the run's directory"):
+        make_directory(Path("/proc/nothing"), "a")
