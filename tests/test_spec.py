@@ -6,7 +6,7 @@ import warnings
 import pytest
 import transformers
 
-from fivefold.errors import UserError
+from fivefold.errors import Note, UserError
 from fivefold.hf_config import read_hf_config, spec_from_hf
 from fivefold.presets import PRESETS, preset
 from fivefold.spec import ModelSpec, RopeScaling
@@ -53,6 +53,26 @@ def test_flops_per_token_name_their_convention() -> None:
     assert tied.matmul_parameters == sum(p.size for p in tied.parameters() if p.kind != "norm")
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (
+            "llama3.2-1b",
+            {"rope_scaling": RopeScaling(factor=32.0), "rope_theta": 5e5, "norm_eps": 1e-5, "head_dim": 64},
+        ),
+        ("llama3-405b", {"rope_scaling": RopeScaling(factor=8.0), "kv_heads": 8, "context": 131_072}),
+        ("llama2-70b", {"rope_theta": 1e4, "rope_scaling": None, "kv_heads": 8, "context": 4096}),
+        ("qwen3-8b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "head_dim": 128, "context": 40_960}),
+        ("megatron-1t", {"heads": 160, "layers": 128, "context": 2048, "norm": "layernorm", "activation": "gelu"}),
+        ("megatron-529.6b", {"heads": 128, "layers": 105}),
+        ("gpt3-175b", {"heads": 96, "head_dim": 128, "bias": True, "tied": True}),
+    ],
+)
+def test_presets_have_the_published_settings(name: str, fields: dict[str, object]) -> None:
+    spec = preset(name)
+    assert {field: getattr(spec, field) for field in fields} == fields
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sound(name: str) -> None:
     assert preset(name).problems() == []
@@ -69,7 +89,14 @@ def test_unknown_models_are_answered_with_the_nearest() -> None:
         preset("lama3-8b")
 
 
+def test_heads_that_do_not_divide_the_hidden_width_are_not_rounded() -> None:
+    [problem] = preset("tiny", heads=3, kv_heads=1).problems()
+    assert "does not divide into model.heads=3 equal heads; nearest: heads=2 or heads=4" in problem
+    assert preset("tiny", heads=3, kv_heads=1, head_dim=32).problems() == []
+
+
 def test_every_problem_of_a_model_is_reported() -> None:
+    assert len(preset("tiny", layers=0, heads=6, kv_heads=4, dropout=2, norm_eps=float("nan")).problems()) == 5
     problems = preset("tiny", heads=6, kv_heads=4, head_dim=15, dropout=1.5).problems()
     assert len(problems) == 3
     assert "kv_heads=4 does not divide model.heads=6" in problems[0]
@@ -135,6 +162,11 @@ def test_old_and_new_spellings_of_rope_agree() -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3' has no low_freq_factor"),
         ({"rms_norm_eps": "small"}, "model.norm_eps='small' is not a number"),
+        ({"model_type": ["llama"]}, "is not of the family"),
+        ({"rope_scaling": "yarn"}, "rope scaling is 'yarn', not a table"),
+        ({"hidden_size": True}, "hidden_size is missing or not a whole number"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ({"model_type": "qwen3"}, "head_dim is missing"),
         ({"num_key_value_heads": 5}, "kv_heads=5 does not divide"),
     ],
 )
@@ -145,8 +177,10 @@ def test_what_would_change_the_arithmetic_is_refused(change, sentence) -> None:
 
 def test_gpt2_configs_keep_one_dropout_and_warn_of_the_other() -> None:
     config = transformers.GPT2Config().to_dict()
-    with pytest.warns(UserWarning, match="attn_pdrop"):
+    with pytest.warns(Note, match="attn_pdrop"):
         spec = spec_from_hf(config)
+    with pytest.warns(Note, match="attention_dropout"):
+        spec_from_hf(LLAMA31 | {"attention_dropout": 0.5})
     assert spec.dropout == 0.1
     assert spec.parameter_count == PUBLISHED["gpt2-124m"]
     with warnings.catch_warnings():

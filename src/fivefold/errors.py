@@ -17,3 +17,7 @@ class UserError(Exception):
 
 class TrainingError(Exception):
     """A run that cannot go on: a sentence with the step and the values. Ends the command with exit code 1."""
+
+
+class Note(UserWarning):
+    """Something that is done otherwise than asked; the command says so in one line and goes on."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.errors import Note, UserError
 from fivefold.reading import read
 from fivefold.spec import Activation, ModelSpec, RopeScaling
 from fivefold.words import did_you_mean
@@ -34,17 +34,20 @@ def read_hf_config(path: str | Path) -> ModelSpec:
 
 
 def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
-    kind = config.get("model_type", "")
+    kind = str(config.get("model_type", ""))
     if kind not in _READERS:
         raise UserError(f"model_type {kind!r} is not of the family; {did_you_mean(kind, list(_READERS))}")
     reader, required = _READERS[kind]
-    missing = [key for key in required if not isinstance(config.get(key), int)]
+    missing = [key for key in required if type(config.get(key)) is not int]  # True is an int to isinstance
     if missing:
         raise UserError(f"{key} is missing or not a whole number" for key in missing)
     problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
                 for key, only in _ONLY[kind].items() if config.get(key) not in (None, only)]  # fmt: skip
     if problems:
         raise UserError(problems)
+    for key, default in (("attn_pdrop", 0.1 if kind == "gpt2" else 0.0), ("attention_dropout", 0.0)):
+        if config.get(key, default):
+            warnings.warn(Note(f"{key} is read as 0: attention probabilities are never dropped"), stacklevel=2)
     spec = read(ModelSpec, {"name": name} | reader(config), "model", problems)
     if spec is None or (problems := spec.problems()):
         raise UserError(problems)
@@ -61,7 +64,7 @@ def _llama(config: Config) -> Numbers:
         "head_dim": config.get("head_dim") or 0,
         "ffn": config["intermediate_size"],
         "vocab": config["vocab_size"],
-        "context": config.get("max_position_embeddings", 2048),
+        "context": config["max_position_embeddings"],
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -77,13 +80,11 @@ def _gpt2(config: Config) -> Numbers:
         raise UserError(
             f"resid_pdrop={rates['resid_pdrop']} and embd_pdrop={rates['embd_pdrop']} differ; one rate is kept"
         )
-    activation = config.get("activation_function", "gelu_new")
+    activation = str(config.get("activation_function", "gelu_new"))
     if activation not in _GELUS:
         raise UserError(
             f"activation_function={activation!r} is not supported; {did_you_mean(activation, list(_GELUS))}"
         )
-    if config.get("attn_pdrop", 0.1):
-        warnings.warn("attn_pdrop is read as 0: attention probabilities are never dropped here", stacklevel=2)
     return {
         "layers": config["n_layer"],
         "hidden": config["n_embd"],
@@ -104,7 +105,9 @@ def _gpt2(config: Config) -> Numbers:
 
 def _rope(config: Config) -> tuple[Any, Numbers | None]:
     """Theta and scaling, from either spelling: `rope_theta` + `rope_scaling`, or the newer `rope_parameters`."""
-    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"rope scaling is {rope!r}, not a table")
     theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -119,10 +122,18 @@ def _rope(config: Config) -> tuple[Any, Numbers | None]:
 
 
 _GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_LLAMA_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_LLAMA_KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 _READERS: dict[str, tuple[Callable[[Config], Numbers], tuple[str, ...]]] = {
     "llama": (_llama, _LLAMA_KEYS),
-    "qwen3": (_llama, _LLAMA_KEYS),
+    # What Hugging Face would fill in for an absent head_dim or number of kv heads is not what Llama's rule gives.
+    "qwen3": (_llama, (*_LLAMA_KEYS, "head_dim", "num_key_value_heads")),
     "gpt2": (_gpt2, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")),
 }
 # Settings that would change the arithmetic: anything but these values is refused, never ignored.

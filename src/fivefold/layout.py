@@ -125,25 +125,19 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         `world` is the number of ranks there are, `seq` the sequence length, `batch` the global batch in sequences;
         what is not given is not checked.
         """
-        if counts := self._counts():
-            return counts  # the rest divides by these
+        counts = ("dp", "tp", "pp", "cp", "replicate", "chunks", "microbatches")
+        absurd = {field: value for field in counts if (value := getattr(self, field)) < 1}
+        found = [f"layout.{field}={value} must be at least 1; nearest: {field}=1" for field, value in absurd.items()]
+        # The other rules divide by these: they are held against the nearest values that make sense.
+        sane = msgspec.structs.replace(self, **dict.fromkeys(absurd, 1))
         return [
-            *self._tensor(spec),
-            *self._context(spec, seq),
-            *self._pipeline(spec),
-            *self._data(batch),
-            *self._world(world),
+            *found,
+            *sane._tensor(spec),
+            *sane._context(spec, seq),
+            *sane._pipeline(spec),
+            *sane._data(batch),
+            *sane._world(world),
         ]
-
-    def _counts(self) -> list[str]:
-        found = [
-            f"layout.{field}={getattr(self, field)} must be at least 1"
-            for field in ("dp", "tp", "pp", "cp", "replicate", "chunks", "microbatches")
-            if getattr(self, field) < 1
-        ]
-        if any(layers < 0 for layers in self.split):
-            found.append(f"layout.split={_commas(self.split)} has a negative number of layers")
-        return found
 
     def _tensor(self, spec: ModelSpec) -> list[str]:
         tp, found = self.tp, []
@@ -170,13 +164,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 legal = [n for n in range(1, spec.heads + 1) if spec.heads % (n * self.tp) == 0]
                 found.append(
                     f"cp_kind=ulysses deals the heads out over cp x tp = {ranks} ranks, which does not divide the "
-                    f"{spec.heads} heads of {spec.name}; nearest: {_around('cp', self.cp, legal)}, or cp_kind=ring"
+                    f"{spec.heads} heads of {spec.name}; nearest: "
+                    + (f"{_around('cp', self.cp, legal)}, or cp_kind=ring" if legal else "cp_kind=ring")
                 )
         if seq is not None:
-            # Zigzag gives each cp rank one early and one late piece; sp cuts a cp rank's share over tp.
-            pieces = (2 * self.cp if self.cp > 1 and self.cp_kind != "ulysses" else self.cp) * (
-                self.tp if self.sp else 1
-            )
+            zigzag = self.cp > 1 and self.cp_kind != "ulysses"  # each cp rank holds one early and one late piece
+            pieces = self.cp * (2 if zigzag else 1) * (self.tp if self.sp else 1)  # sp cuts a cp rank's share over tp
             if seq % pieces:
                 near = [n for n in (seq // pieces * pieces, -(-seq // pieces) * pieces) if n]
                 found.append(
@@ -200,6 +193,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"layout.microbatches={self.microbatches}, and schedule={self.schedule} and pp={self.pp} need at least "
                 f"{least}; nearest: microbatches={least}, or schedule={'zb-v' if self.chunks == 2 else '1f1b'}"
             )
+        if any(layers < 0 for layers in self.split):
+            found.append(f"layout.split={_commas(self.split)} has a negative number of layers; the least is 0")
         if self.split:
             if len(self.split) != self.stages:
                 found.append(
@@ -214,9 +209,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         elif self.stages > spec.layers + 2:
             # The embedding and the head may each be a stage without layers, as in Llama 3's 405B run.
             most = (spec.layers + 2) // self.chunks
+            nearest = f"pp={most}" if most else f"chunks={(spec.layers + 2) // self.pp}"
             found.append(
                 f"pp={self.pp} x chunks={self.chunks} makes {self.stages} stages, and {spec.name} has {spec.layers} "
-                f"layers, an embedding and a head to fill them; nearest: pp={max(1, most)}"
+                f"layers, an embedding and a head to fill them; nearest: {nearest}"
             )
         return found
 

@@ -40,11 +40,14 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
     before = len(problems)
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     problems += [unknown_key(path, key, list(known)) for key in table if key not in known]
-    values = {}
+    values: dict[str, Any] = {}
     for name, field in known.items():
         if name in table:
-            inner = _without_none(field.type)
-            values[name] = None if table[name] is None else read(inner, table[name], join(path, name), problems)
+            optional, inner = _without_none(field.type)
+            if table[name] is None and optional:
+                values[name] = None
+            else:
+                values[name] = read(inner, table[name], join(path, name), problems)
         elif field.required:
             problems.append(f"{join(path, name)} is missing: it has no default")
     return kind(**values) if len(problems) == before else None
@@ -68,7 +71,8 @@ def _misfit(kind: Any, value: Any, path: str) -> str:
     return f"{path}={value!r} is not {wanted}" + (f" of {count}{inside[0].removeprefix('a ')}s" if inside else "")
 
 
-def _without_none(kind: Any) -> Any:
+def _without_none(kind: Any) -> tuple[bool, Any]:
+    """Whether a type allows None, and the rest of it."""
     if get_origin(kind) in (types.UnionType, Union):
-        return next(option for option in get_args(kind) if option is not type(None))
-    return kind
+        return True, next(option for option in get_args(kind) if option is not type(None))
+    return False, kind

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from fivefold.words import either
+
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
@@ -67,7 +69,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         derived = {
             "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or self.hidden // max(1, self.heads),
+            "head_dim": self.head_dim or _share(self.hidden, self.heads),
             "ffn": self.ffn or 4 * self.hidden,
         }
         for field, value in derived.items():
@@ -139,12 +141,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Everything that is wrong with these numbers, each with its value and what would be right."""
         found = [
             f"model.{field}={getattr(self, field)} must be at least 1"
-            for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+            for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context")
             if getattr(self, field) < 1
         ]
-        if found:
-            return found
-        if self.heads % self.kv_heads:
+        if self.head_dim < 1 and self.heads > 0:
+            fewer = [n for n in range(1, self.heads) if self.hidden % n == 0]
+            more = [n for n in range(self.heads + 1, self.hidden + 1) if self.hidden % n == 0]
+            nearest = either([f"heads={n}" for n in (*fewer[-1:], *more[:1])] or ["heads=1"])
+            found.append(
+                f"model.hidden={self.hidden} does not divide into model.heads={self.heads} equal heads; nearest: "
+                f"{nearest}, or give model.head_dim"
+            )
+        if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             near = min(divisors, key=lambda n: abs(n - self.kv_heads))
             found.append(
@@ -170,3 +178,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"{scaling.factor}, {scaling.high_freq_factor} and {scaling.low_freq_factor}"
             )
         return found
+
+
+def _share(hidden: int, heads: int) -> int:
+    """The width of a head; 0, which is refused as a problem, where the heads do not divide the hidden width."""
+    return hidden // heads if heads > 0 and hidden % heads == 0 else 0

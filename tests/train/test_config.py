@@ -51,6 +51,11 @@ def test_a_model_comes_from_a_preset_a_config_or_its_numbers(tmp_path) -> None:
     assert read_job(None, ["model.hidden=256"]).model == preset("tiny", hidden=256)
     numbers = job_file(tmp_path, "[model]\nlayers=1\nhidden=32\nheads=4\nvocab=257\n")
     assert read_job(numbers).model.head_dim == 8
+    every_number = ["model.layers=2", "model.hidden=128", "model.heads=4", "model.vocab=257"]
+    assert read_job(None, every_number).model == preset("tiny", layers=2)  # changes of tiny, however many
+    assert "model.heads is missing" in problems_of(path=job_file(tmp_path, "[model]\nlayers=1"))[1]
+    assert "exclude each other" in problems_of("model.preset=tiny", "model.config=x")[0]
+    assert "did you mean 'preset'" in problems_of("model.prset=small")[0]
 
 
 @pytest.mark.parametrize("model", PRESETS)

@@ -115,12 +115,13 @@ SECTIONS: dict[str, type[Any]] = {
 
 def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...] = ()) -> Job:
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
-    table = _read_toml(Path(path)) if path is not None else {}
+    table = _read_toml(Path(path).expanduser()) if path is not None else {}
+    of_its_own = "model" in table
     problems: list[str] = []
     for change in changes:
         _apply(table, change, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
-    model = _model(table.get("model", "tiny"), problems)
+    model = _model(table.get("model", {}), of_its_own, problems)
     sections: dict[str, Any] = {
         name: _section(kind, table.get(name, {}), name, problems) for name, kind in SECTIONS.items()
     }
@@ -196,33 +197,38 @@ def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | L
     return read(kind, value, name, problems)
 
 
-_WHOLE = {field.name for field in msgspec.structs.fields(ModelSpec) if field.required}
+def _model(value: Any, of_its_own: bool, problems: list[str]) -> ModelSpec | None:
+    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
 
-
-def _model(value: Any, problems: list[str]) -> ModelSpec | None:
-    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and fields that change it.
-
-    A table with neither changes tiny, unless it has all the numbers that make a model of its own.
+    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny.
     """
     table = {"preset": value} if isinstance(value, str) else value
     if not isinstance(table, dict):
         problems.append(f"model={value!r} is neither a preset's name nor a table")
         return None
-    base: Table = {}
+    bases = [key for key in ("preset", "config") if key in table]
+    if len(bases) > 1:
+        problems.append(f"model.preset={table['preset']!r} and model.config={table['config']!r} exclude each other")
+        return None
+    if not bases and not of_its_own:
+        bases, table = ["preset"], {"preset": "tiny"} | table
+    known = ["preset", "config", *ModelSpec.__struct_fields__]
+    problems += [unknown_key("model", key, known) for key in table if key not in known]
+    fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
     try:
-        if "preset" in table:
-            name = str(table["preset"])
-            preset(name)  # names the nearest where there is none
-            base = {"name": name} | PRESETS[name]
-        elif "config" in table:
-            base = msgspec.structs.asdict(read_hf_config(str(table["config"])))
-        elif not table.keys() >= _WHOLE:
-            base = {"name": "tiny"} | PRESETS["tiny"]
+        base = _base(bases[0], str(table[bases[0]])) if bases else {}
     except UserError as error:
         problems += error.problems
         return None
-    fields = {key: value for key, value in table.items() if key not in ("preset", "config")}
     return read(ModelSpec, base | fields, "model", problems)
+
+
+def _base(kind: str, name: str) -> Table:
+    """The fields to start from; a preset leaves out what is derived from others, so that it follows them."""
+    if kind == "config":
+        return msgspec.structs.asdict(read_hf_config(Path(name).expanduser()))
+    preset(name)  # names the nearest where there is none
+    return {"name": name} | PRESETS[name]
 
 
 def to_toml(job: Job) -> str:

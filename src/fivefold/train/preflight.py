@@ -8,9 +8,14 @@ from pathlib import Path
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.errors import UserError
+from fivefold.layout import Layout
 from fivefold.train.config import Job
+from fivefold.words import either
 
 _SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
+
+
+_RUN = ("microbatches", "recompute")  # the settings of a layout that one rank can follow
 
 
 @dataclass(frozen=True)
@@ -24,17 +29,24 @@ class Sources:
 
 def preflight(job: Job, world: int) -> Sources:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
-    problems = job.problems(world)
-    if job.layout.world > 1 or world > 1:
+    problems = job.problems()
+    if world > 1:
+        problems.append(f"there are {world} processes, and training runs on one in this version; nearest: --nproc 1")
+    if described := [field for field in Layout.__struct_fields__ if field not in _RUN and _changed(job.layout, field)]:
+        settings = ", ".join(f"{field}={getattr(job.layout, field)}" for field in described)
         problems.append(
-            f"layout {job.layout} is a description so far: training runs on one rank in this version, so dp, tp, pp, "
-            "cp must be 1; 'fivefold train' without a layout works"
+            f"layout {settings} can be described but not run yet: training runs on one rank in this version, and takes "
+            f"{' and '.join(_RUN)} from the layout; nearest: leave {either(described)} out"
         )
-    problems += [*_packages(job), *_run_directory(Path(job.run.dir))]
+    problems += [*_packages(job), *_run_directory(Path(job.run.dir).expanduser())]
     sources = _open(job, problems)
     if problems or sources is None:
         raise UserError(problems)
     return sources
+
+
+def _changed(layout: Layout, field: str) -> bool:
+    return bool(getattr(layout, field) != getattr(Layout(), field))
 
 
 def _packages(job: Job) -> list[str]:
@@ -55,7 +67,7 @@ def _run_directory(parent: Path) -> list[str]:
 
 def _open(job: Job, problems: list[str]) -> Sources | None:
     try:
-        path = Path(job.data.path) if job.data.path else stdlib_corpus()
+        path = Path(job.data.path).expanduser() if job.data.path else stdlib_corpus()
         store = TokenStore.open(path)
         if store.vocab > job.model.vocab:
             problems.append(
