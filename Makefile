@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-
 .PHONY: demo test install lint types pytest clean
 
 demo: install
@@ -20,7 +19,7 @@ types: install
 pytest: install
 	$(BIN)/python -m pytest
 
-# The stamp makes this a no-op until pyproject.toml changes. pip, not uv: pip honours the machine's local wheels.
+# The stamp makes this a no-op until pyproject.toml changes.
 install: .venv/installed
 
 .venv/installed: pyproject.toml

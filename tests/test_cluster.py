@@ -310,3 +310,10 @@ def test_a_missing_precision_is_refused():
 def test_torch_stays_out():
     code = "import sys, fivefold.cluster; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_links_have_the_published_bandwidths() -> None:
+    """One direction: half of what datasheets print for NVLink, an eighth of a port's bits."""
+    gigabytes = {name: link.bandwidth / 1e9 for name, link in LINKS.items()}
+    published = {"NVLink3": 300, "NVLink4": 450, "NVLink5": 900, "InfiniBand-HDR": 25, "InfiniBand-NDR": 50}
+    assert {name: gigabytes[name] for name in published} == published

@@ -128,3 +128,11 @@ def test_no_module_of_data_imports_torch_or_the_optional_libraries() -> None:
         "print([name for name in ('torch', 'tokenizers', 'pyarrow', 'rich') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("damage", ["index.json", "train-00000.tokens"])
+def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
+    file = stdlib_corpus(tmp_path) / damage
+    good = file.read_bytes()
+    file.write_bytes(b"\xff" * 7 + good[7:])
+    assert (stdlib_corpus(tmp_path) / damage).read_bytes() == good

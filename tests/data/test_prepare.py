@@ -230,3 +230,10 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert peak < 64 << 20  # of 96 MiB of text and 192 MiB of tokens
     assert split_of(tmp_path / "out").documents == 1  # although many batches made it
+
+
+def test_prepared_tokens_beside_the_text_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    first = prepare([tmp_path], tmp_path / "tokens")
+    again = prepare([tmp_path], tmp_path / "other")
+    assert (first.documents, again.documents) == (1, 1)

@@ -1,5 +1,6 @@
 """The loop: what a step computes, in every precision; the same bits twice; the same data whatever the microbatches."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fivefold.data.batch import Batch, read_batch
+from fivefold.data.prepare import prepare
 from fivefold.errors import TrainingError
 from fivefold.train.config import Job, read_job
 from fivefold.train.loop import Trainer
@@ -71,6 +73,7 @@ def test_a_step_is_plain_adamw_on_the_mean_over_unmasked_targets(tokens: Path) -
     )
     masked = 0
     for step, record in enumerate(recorder.steps):
+        assert record.step == step + 1
         batch = batch_of(made, step)
         mask = torch.from_numpy(batch.loss_mask)
         masked += int((~mask).sum())
@@ -161,11 +164,40 @@ def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
         assert error < 16 * 2**-24, name  # sixteen roundings of float32
 
 
-def test_a_batch_without_targets_moves_no_gradient(tokens: Path) -> None:
+def test_a_batch_without_targets_changes_nothing(tokens: Path) -> None:
+    """Not even by weight decay or by the momentum of the step before."""
     made = trainer(small_job(tokens))
-    batch = batch_of(made, 0)
-    record = made.step(0, replace(batch, loss_mask=np.zeros_like(batch.loss_mask)))
+    made.step(1, batch_of(made, 0))
+    before = {name: p.clone() for name, p in made.model.named_parameters()}
+    batch = batch_of(made, 1)
+    record = made.step(2, replace(batch, loss_mask=np.zeros_like(batch.loss_mask)))
     assert (record.loss, record.grad_norm, record.loss_tokens) == (0.0, 0.0, 0)
+    assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
+
+
+def test_a_run_in_which_no_target_carries_loss_is_no_success(tmp_path: Path) -> None:
+    record = {"segments": [{"text": "all of this is context " * 20, "loss": False}]}
+    (tmp_path / "masked.jsonl").write_text("\n".join([json.dumps(record)] * 9))
+    prepare([tmp_path / "masked.jsonl"], tmp_path / "tokens")
+    with pytest.raises(TrainingError, match="no target carried loss"):
+        run(small_job(tmp_path / "tokens"))
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_success(tokens: Path) -> None:
+    with pytest.raises(TrainingError, match="held-out loss after step 1 is nan"):
+        run(small_job(tokens, "train.steps=1", "optimizer.lr=1e30", "optimizer.warmup=0"))
+
+
+def test_speed_and_utilisation_are_what_they_are_called(tokens: Path) -> None:
+    made = trainer(small_job(tokens))
+    made.peak = 1e12
+    record = made.step(1, batch_of(made, 0))
+    assert record.tokens == 4 * 24
+    assert record.tokens_per_second == pytest.approx(record.tokens / record.seconds)
+    flops = record.tokens * made.job.model.flops_per_token(24, "full")
+    assert record.mfu == pytest.approx(flops / record.seconds / 1e12)
+    made.peak = None
+    assert made.step(2, batch_of(made, 1)).mfu is None
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_spares_the_weights(tokens: Path) -> None:
@@ -173,8 +205,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_spares_the_weights(toke
     with torch.no_grad():
         made.model.norm.weight[0] = float("inf")  # type: ignore[index, operator]
     before = {name: p.clone() for name, p in made.model.named_parameters()}
-    with pytest.raises(TrainingError, match=r"step 3: loss nan .* samples 12 to 15"):
-        made.step(3, batch_of(made, 3))
+    with pytest.raises(TrainingError, match=r"step 4: loss nan .* samples 12 to 15"):
+        made.step(4, batch_of(made, 3))
     assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
 
 
@@ -187,7 +219,8 @@ def test_document_masks_reach_attention(tokens: Path) -> None:
 def test_evaluation_is_the_mean_over_held_out_targets(tokens: Path) -> None:
     job = small_job(tokens, "train.eval_every=3", "train.eval_samples=5", "model.dropout=0.2")
     made, recorder = run(job)
-    assert [record.step for record in recorder.evaluations] == [2, 5]
+    assert [record.step for record in recorder.evaluations] == [3, 6]
+    assert made.model.training  # the look is over: dropout is on again
     assert made.sources.valid is not None
     batch = read_batch(made.sources.valid, 24, 0, range(5))
     mask = torch.from_numpy(batch.loss_mask)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.errors import UserError
 from fivefold.train.world import World, current_world, first_host, launch
 
 
@@ -14,8 +15,21 @@ def test_a_plain_process_is_a_world_of_one() -> None:
 
 
 def test_torchrun_says_who_we_are() -> None:
-    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
     assert current_world(env) == World(5, 8, 1, joined=True)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "abc", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x"},
+    ],
+)
+def test_a_broken_environment_is_named(env: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="RANK"):
+        current_world(env)
 
 
 def test_slurm_says_who_we_are_inside_a_step_only() -> None:
@@ -40,6 +54,7 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
 PROBE = """
 import json, pathlib, sys
 import torch.distributed as dist, torch
+from fivefold.errors import UserError
 from fivefold.train.world import current_world, join, leave
 world = current_world()
 join(world, "gloo")

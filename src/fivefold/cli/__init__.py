@@ -5,6 +5,8 @@ without torch.
 """
 
 import sys
+import warnings
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -12,7 +14,7 @@ from rich.text import Text
 
 from fivefold import __version__
 from fivefold.cli import bench, data, models, schedules, train
-from fivefold.errors import TrainingError, UserError
+from fivefold.errors import Note, TrainingError, UserError
 
 app = typer.Typer(
     name="fivefold",
@@ -47,6 +49,7 @@ def _root(
 def main() -> None:
     """Run; bad input ends in one sentence per problem and exit code 2, a run that broke in exit code 1."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    _speak_notes(console)
     try:
         app()
     except UserError as error:
@@ -60,3 +63,16 @@ def main() -> None:
 
 def _error(sentence: str) -> Text:
     return Text.assemble(("error: ", "bold red"), sentence)
+
+
+def _speak_notes(console: Console) -> None:
+    """Our own notes are a line; other warnings stay as Python shows them."""
+    plain: Any = warnings.showwarning
+
+    def show(message: Any, *place: Any, **more: Any) -> None:
+        if isinstance(message, Note):
+            console.print(Text.assemble(("note: ", "bold yellow"), str(message)))
+        else:
+            plain(message, *place, **more)
+
+    warnings.showwarning = show

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from fivefold.words import bytes_text, si
 
-SHORT = "Prepare and check token files.  [dim]fivefold data prepare essays/ -o tokens/[/]"
+SHORT = "Token files.  [dim]fivefold data prepare essays/ -o tokens/; fivefold data check tokens/[/]"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Token files for training.")
 
@@ -46,7 +46,7 @@ def prepare(
             inputs,
             out,
             tokenizer=tokenizer,
-            eos=int(eos) if eos and eos.isdigit() else eos,
+            eos=int(eos) if eos and eos.isascii() and eos.isdigit() else eos,
             text_field=text_field,
             prompt_field=prompt_field,
             valid=valid,
@@ -56,7 +56,8 @@ def prepare(
         )
     Console(highlight=False).print(
         f"{done.out}: {si(done.tokens)} tokens of {done.documents} documents ({done.valid_documents} held out) from "
-        f"{bytes_text(done.bytes_read)} in {done.seconds:.1f} s, {done.megabytes_per_second:.0f} MB/s",
+        f"{bytes_text(done.bytes_read)} in {done.seconds:.1f} s, {done.megabytes_per_second:.0f} MB/s"
+        + (f"; {done.empty_documents} empty documents left out" if done.empty_documents else ""),
         soft_wrap=True,
         markup=False,
     )

@@ -40,16 +40,17 @@ def models(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
+    console = Console()
+    wide = not console.is_terminal or console.width >= 120
     table = Table(title="Models", caption="FLOPs per training token, forward + backward, at the sequence length shown")
-    for name in ("model", "parameters", "layers", "hidden", "heads", "kv", "ffn", "vocab", "seq"):
+    shape = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab") if wide else ()
+    for name in ("model", "parameters", *shape, "seq", "FLOPs/token\nfull", "FLOPs/token\ncausal"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
-    table.add_column("FLOPs/token\nfull", justify="right")
-    table.add_column("FLOPs/token\ncausal", justify="right")
     for spec, row in zip(specs, rows, strict=True):
-        numbers = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab, row["seq"])
         flops = (si(row["flops_per_token_full"]), si(row["flops_per_token_causal"]))
+        numbers = (*(getattr(spec, field) for field in shape), row["seq"])
         table.add_row(spec.name, f"{spec.parameter_count:,}", *map(str, numbers), *flops)
-    Console(width=None if Console().is_terminal else 140).print(table)
+    (console if console.is_terminal else Console(width=140)).print(table)
 
 
 def _row(spec: ModelSpec, seq: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def train(
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
-    dry: Annotated[
+    check: Annotated[
         bool, typer.Option("--check", help="Check the job and print it resolved, without training.")
     ] = False,
 ) -> None:
@@ -54,7 +54,7 @@ def train(
         )
     resolved = read_job(path, changes)
     sources = preflight(resolved, nproc if nproc > 1 else world.size)
-    if dry:
+    if check:
         typer.echo(to_toml(resolved))
         return
     if nproc > 1:

@@ -52,8 +52,14 @@ class TokenStore:
             elif size != file.bytes:
                 word = "short" if size < file.bytes else "too long"
                 problems.append(f"{place} is {word}: {size} bytes, but the index promises {file.bytes}")
+        for shard in (shard for shards in store.index.splits.values() for shard in shards):
+            if shard.token_file.bytes != shard.tokens * store.dtype.itemsize:
+                problems.append(
+                    f"{store.path / shard.token_file.name} has {shard.token_file.bytes} bytes by the index, not "
+                    f"{shard.tokens} tokens of {store.dtype.itemsize} bytes"
+                )
         if problems:
-            raise UserError([*problems, f"prepare {path} again, or copy the damaged files again"])
+            raise UserError(f"{problem}; prepare {path} again, or copy it again" for problem in problems)
         return store
 
     def split(self, name: str) -> "Split":
@@ -92,7 +98,7 @@ class TokenStore:
                     f"but the index promises {file.sha256[:16]}..."
                 )
         if problems:
-            raise UserError([*problems, f"prepare {self.path} again, or copy the damaged files again"])
+            raise UserError(f"{problem}; prepare {self.path} again, or copy it again" for problem in problems)
         self.check_ids(self.vocab)
 
 

@@ -9,7 +9,7 @@ from fivefold.spec import ModelSpec, RopeScaling
 
 
 def frequencies(spec: ModelSpec) -> Tensor:
-    """Radians per position of each pair of dims, float64 [D/2]: at position 100,000 float32 angles are off by 0.4%."""
+    """Radians per position of each pair of dims, float64 [D/2]; float32 is off by 0.004 at position 100,000."""
     pairs = torch.arange(0, spec.head_dim, 2, dtype=torch.float64)
     inverse = spec.rope_theta ** (-pairs / spec.head_dim)
     return inverse if spec.rope_scaling is None else _stretch(inverse, spec.rope_scaling)
@@ -31,5 +31,5 @@ def tables(spec: ModelSpec, positions: int) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, S, D] turned by cos, sin [.., 1, S, D/2]; dims i and i + D/2 make a pair, as in Hugging Face."""
-    first, second = x.float().chunk(2, dim=-1) if x.dtype == torch.bfloat16 else x.chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)  # bfloat16 meets float32 tables, so the products are float32
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

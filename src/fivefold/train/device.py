@@ -3,13 +3,15 @@
 import os
 import resource
 import sys
+import time
 import warnings
 
 import torch
 
 from fivefold.accelerators import find_accelerator
 from fivefold.errors import UserError
-from fivefold.train.config import TrainConfig
+from fivefold.train.config import Job, TrainConfig
+from fivefold.words import bytes_text, si
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -25,9 +27,40 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def hush() -> None:
-    """A CPU without bfloat16 instructions says so at length, once per process; it computes all the same."""
+def check_memory(job: Job, device: torch.device) -> None:
+    """Refuse a model whose weights, gradients and optimizer alone are more than the device has."""
+    per_parameter = {"float32": 16, "bfloat16": 20, "float64": 32}[job.train.dtype]  # bf16: 2 + 2, and 16 for masters
+    needed = job.model.parameter_count * per_parameter
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    else:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > have:
+        raise UserError(
+            f"{job.model.name} has {si(job.model.parameter_count)} parameters: weights, gradients and optimizer take "
+            f"{bytes_text(needed)} in {job.train.dtype}, and {device} has {bytes_text(have)}; take a smaller model, or "
+            f"fewer layers: model.layers={max(1, job.model.layers * have // needed)} may fit"
+        )
+
+
+def check_bfloat16(device: torch.device, dtype: str) -> str | None:
+    """A sentence where a CPU has no bfloat16 instructions and takes many times as long; torch's own is a page."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    if device.type != "cpu" or dtype != "bfloat16":
+        return None
+    seconds = {}
+    for probe in (torch.float32, torch.bfloat16):
+        x = torch.ones(128, 128, dtype=probe)
+        x @ x  # the first product also chooses a kernel
+        start = time.perf_counter()
+        x @ x
+        seconds[probe] = time.perf_counter() - start
+    slower = seconds[torch.bfloat16] / seconds[torch.float32]
+    if slower < 3:
+        return None
+    return (
+        f"bfloat16 products take about {slower:.0f} times as long as float32 on this CPU; train.dtype=float32 is faster"
+    )
 
 
 def make_repeatable(config: TrainConfig) -> None:

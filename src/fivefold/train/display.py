@@ -30,29 +30,29 @@ class Display:
         self.losses.append(record.loss)
         if self.live:
             self.live.update(Group(self._progress(record), _numbers(record, self.held_out), *self.curve()))
-        elif record.step % self.log_every == 0 or record.step + 1 == self.steps:
+        elif record.step == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.console.print(
-                f"step {record.step + 1:>{len(str(self.steps))}}/{self.steps}  {_line(record)}", soft_wrap=True
+                f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {_line(record)}", soft_wrap=True
             )
 
     def on_evaluation(self, record: Evaluation) -> None:
         self.held_out = record
         if not self.live:
-            self.console.print(f"held-out loss {record.held_out_loss:.4f} after step {record.step + 1}")
+            self.console.print(f"held-out loss {record.held_out_loss:.4f} after step {record.step}")
 
     def close(self) -> None:
         if self.live:
             self.live.stop()
 
     def curve(self) -> Iterable[Text]:
-        """The loss so far."""
-        if len(self.losses) < 2:
+        """The loss so far; nothing where the terminal has no braille."""
+        if len(self.losses) < 2 or not self.console.encoding.lower().startswith("utf"):
             return []
         width = max(20, min(72, self.console.width - 20))
         return [Text(row, style="cyan") for row in chart(self.losses, self.marks, width)]
 
     def _progress(self, record: Step) -> RenderableType:
-        done = record.step + 1
+        done = record.step
         left = (time.monotonic() - self.start) / done * (self.steps - done)
         grid = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self.steps, completed=done, width=48)

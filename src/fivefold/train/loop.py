@@ -4,6 +4,7 @@ batch -> microbatches -> loss sums, each divided once by the step's count of tar
       -> gradient norm -> AdamW step -> a record for the listeners
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -49,15 +50,21 @@ class Trainer:
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self._reads())))
             evaluation = None
-            for step, batch in enumerate(batches):
+            targets = 0
+            for step, batch in enumerate(batches, start=1):
                 record = self.step(step, batch)
+                targets += record.loss_tokens
                 for listener in listeners:
                     listener.on_step(record)
-                if step + 1 == steps or (every and (step + 1) % every == 0):
+                if step == steps or (every and step % every == 0):
                     evaluation = self.evaluate(step)
                     if evaluation is not None:
                         for listener in listeners:
                             listener.on_evaluation(evaluation)
+        if not targets:
+            raise TrainingError(
+                f"in all {steps} steps no target carried loss: every token of {self.sources.path} is masked"
+            )
         return evaluation
 
     def _reads(self) -> Iterator[partial[Batch]]:
@@ -68,8 +75,9 @@ class Trainer:
             yield partial(read_batch, self.sources.train, data.seq, data.seed, wanted, self.job.model.vocab)
 
     def step(self, step: int, batch: Batch) -> Step:
+        """Step number `step`, counted from 1. A batch in which no target carries loss changes nothing."""
         start = time.perf_counter()
-        count = max(1, batch.loss_tokens)  # a batch whose mask is empty moves nothing
+        count = max(1, batch.loss_tokens)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for microbatch in batch.split(self.job.layout.microbatches):
             loss = self.loss(microbatch)
@@ -77,13 +85,13 @@ class Trainer:
             total += loss.detach()
         norm = self.optimizer.gradient_norm()
         mean, norm_value = (total / count).item(), norm.item()
-        if not torch.isfinite(torch.tensor([mean, norm_value])).all():
+        if not (math.isfinite(mean) and math.isfinite(norm_value)):
             raise TrainingError(
                 f"step {step}: loss {mean} and gradient norm {norm_value} are not both finite; samples "
                 f"{batch.samples[0]} to {batch.samples[-1]}; the weights were not touched"
             )
-        rate = learning_rate(self.job.optimizer, step, self.job.train.steps)
-        self.optimizer.step(rate, norm)
+        rate = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
+        self.optimizer.step(rate if batch.loss_tokens else None, norm)
         seconds = time.perf_counter() - start
         tokens = batch.tokens.size
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
@@ -129,4 +137,6 @@ class Trainer:
             total += self.loss(batch).item()
             count += batch.loss_tokens
         self.model.train()
-        return Evaluation(step=step, held_out_loss=total / max(1, count), samples=samples, loss_tokens=count)
+        if not math.isfinite(total):
+            raise TrainingError(f"the held-out loss after step {step} is {total}: the weights are no longer of use")
+        return Evaluation(step=step, held_out_loss=total / count, samples=samples, loss_tokens=count) if count else None

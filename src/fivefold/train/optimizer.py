@@ -38,13 +38,17 @@ class Optimizer:
         """The norm over all parameters, before clipping."""
         return get_total_norm(p.grad for p in self.masters.values() if p.grad is not None)
 
-    def step(self, rate: float, norm: Tensor) -> None:
-        """One update, with gradients scaled down to `clip` where their norm is above it; gradients are then gone."""
-        if self.clip:
-            clip_grads_with_norm_(self.masters.values(), self.clip, norm)
-        for group in self.adam.param_groups:
-            group["lr"] = rate
-        self.adam.step()
+    def step(self, rate: float | None, norm: Tensor) -> None:
+        """One update at `rate` (None: no update), with gradients scaled down to `clip` where their `norm` is above it.
+
+        The gradients are gone afterwards.
+        """
+        if rate is not None:
+            if self.clip:
+                clip_grads_with_norm_(self.masters.values(), self.clip, norm)
+            for group in self.adam.param_groups:
+                group["lr"] = rate
+            self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         if self.masters is not self.weights:
             with torch.no_grad():

@@ -4,7 +4,7 @@ import msgspec
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
-    step: int
+    step: int  # counted from 1
     loss: float  # mean over the step's target tokens, nats
     grad_norm: float  # before clipping
     lr: float
@@ -21,6 +21,3 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", ta
     held_out_loss: float
     samples: int
     loss_tokens: int
-
-
-Record = Step | Evaluation

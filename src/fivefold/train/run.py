@@ -16,7 +16,7 @@ from fivefold.data.entropy import entropy
 from fivefold.errors import UserError
 from fivefold.train import world as worlds
 from fivefold.train.config import Job, to_toml
-from fivefold.train.device import choose_device, hush, make_repeatable
+from fivefold.train.device import check_bfloat16, check_memory, choose_device, make_repeatable
 from fivefold.train.display import Display
 from fivefold.train.listeners import Listener, MetricsFile, TensorBoard
 from fivefold.train.loop import Trainer
@@ -30,15 +30,18 @@ _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: abo
 def run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -> Path:
     """Train; the path of the run's directory."""
     device = choose_device(job.train.device, world.local_rank)
+    check_memory(job, device)
     make_repeatable(job.train)
-    hush()
+    slow = check_bfloat16(device, job.train.dtype)
     worlds.join(world, "nccl" if device.type == "cuda" else "gloo")
     try:
-        directory = make_directory(Path(job.run.dir), job.run.name)
+        directory = make_directory(Path(job.run.dir).expanduser(), job.run.name)
         (directory / "job.toml").write_text(to_toml(job))
         (directory / "environment.json").write_text(json.dumps(environment(device, sources), indent=2) + "\n")
         show_job(console, job, directory)
         marks = show_corpus(console, sources)
+        if slow:
+            console.print(f"[bold yellow]note[/]  {slow}", soft_wrap=True)
         trainer = Trainer(job, sources, device)
         display = Display(console, job.train.steps, marks, job.train.log_every)
         listeners: list[Listener] = [MetricsFile(directory / "metrics.jsonl"), display]
@@ -78,6 +81,7 @@ def environment(device: torch.device, sources: Sources) -> dict[str, object]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "data": str(sources.path),
     }
 
@@ -127,11 +131,11 @@ def show_end(
     if evaluation is None:
         return
     console.print(
-        f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/] nats per token, {_verdict(evaluation, display.marks)}"
+        f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/] nats per token, {verdict(evaluation, display.marks)}"
     )
 
 
-def _verdict(evaluation: Evaluation, marks: dict[str, float]) -> str:
+def verdict(evaluation: Evaluation, marks: dict[str, float]) -> str:
     beaten = [f"{name} entropy {value:.4f}" for name, value in marks.items() if evaluation.held_out_loss < value]
     missed = [f"{name} entropy {value:.4f}" for name, value in marks.items() if evaluation.held_out_loss >= value]
     parts = ([f"below the {beaten[-1]}"] if beaten else []) + ([f"not yet below the {missed[0]}"] if missed else [])

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fivefold.errors import UserError
+
 
 @dataclass(frozen=True)
 class World:
@@ -19,6 +21,16 @@ class World:
 
 def current_world(env: Mapping[str, str] = os.environ) -> World:
     """This process's place, from what its launcher put into the environment."""
+    try:
+        world = _from_environment(env)
+    except ValueError as error:
+        raise UserError(f"the launcher's environment is broken: {error} in RANK, WORLD_SIZE or SLURM_*") from None
+    if world.joined and not world.address and "MASTER_ADDR" not in env:
+        raise UserError("RANK and WORLD_SIZE are set but MASTER_ADDR is not: start with torchrun, or unset RANK")
+    return world
+
+
+def _from_environment(env: Mapping[str, str]) -> World:
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
         return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), joined=True)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # srun; the batch script itself is no rank and has no step

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Literal
 
+from fivefold.data.index import is_prepared
 from fivefold.errors import UserError
 from fivefold.words import either, nearest
 
@@ -33,7 +34,8 @@ class Source:
 def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[Source]:
     """The files behind the inputs: a file is itself, a directory is all its files in the order of their paths.
 
-    Hidden files and directories inside a directory are passed over, and so is `leave_out` (the tokens of the last run).
+    Inside a directory, hidden files and directories are passed over, and so are directories of prepared tokens and
+    `leave_out`, where the tokens will go.
     """
     if not inputs:
         raise UserError("no input was given; name at least one file or directory of text")
@@ -62,7 +64,10 @@ def _walk(root: Path, leave_out: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(root):
         here = Path(place)
         # Sorted in place: os.walk goes on in this order, so that the same tree gives the same documents everywhere.
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and (here / f).absolute() != leave_out)
+        passed = {
+            f for f in folders if f.startswith(".") or (here / f).absolute() == leave_out or is_prepared(here / f)
+        }
+        folders[:] = sorted(set(folders) - passed)
         yield from (here / name for name in sorted(names) if not name.startswith("."))
 
 

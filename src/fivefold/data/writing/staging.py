@@ -26,7 +26,7 @@ def check_free(out: Path, overwrite: bool) -> None:
     if not is_prepared(out):
         raise UserError(f"{out} exists and holds other files; name a new or an empty directory for the tokens")
     if not overwrite:
-        raise UserError(f"{out} already holds prepared tokens; name another directory, or ask to overwrite it")
+        raise UserError(f"{out} already holds prepared tokens; name another directory, or give --overwrite")
 
 
 @contextmanager
