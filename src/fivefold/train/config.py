@@ -79,29 +79,31 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return [*model, *self._settings(), *layout]
 
     def _settings(self) -> list[str]:
-        o, t, d = self.optimizer, self.train, self.data
-        wrong = {
-            f"optimizer.lr={o.lr} must be a positive number": not (0 < o.lr < math.inf),
-            f"optimizer.betas={list(o.betas)} must lie in [0, 1)": not all(0 <= beta < 1 for beta in o.betas),
-            f"optimizer.eps={o.eps} must be positive": not (0 < o.eps < math.inf),
-            f"optimizer.weight_decay={o.weight_decay} must not be negative": not (0 <= o.weight_decay < math.inf),
-            f"optimizer.clip={o.clip} must not be negative; 0 turns it off": not (0 <= o.clip < math.inf),
-            f"optimizer.warmup={o.warmup} must not be negative": o.warmup < 0,
-            f"optimizer.decay={o.decay} is a share of the steps, between 0 and 1": not (0 <= o.decay <= 1),
-            f"optimizer.final={o.final} is a share of the peak rate, between 0 and 1": not (0 <= o.final <= 1),
-            f"train.steps={t.steps} must be at least 1": t.steps < 1,
-            f"train.batch={t.batch} must be at least 1": t.batch < 1,
-            f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end": t.eval_every < 0,
-            f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all": t.eval_samples < 0,
-            f"train.log_every={t.log_every} must be at least 1": t.log_every < 1,
-            f"data.seq={d.seq} must be at least 1": d.seq < 1,
-            f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
-            f"nearest: seq={self.model.context}": self.model.positions == "learned" and d.seq > self.model.context,
-            f"run.name={self.run.name!r} must be a plain name, without slashes": Path(self.run.name).name
-            != self.run.name
-            or self.run.name == "..",
-        }
-        return [sentence for sentence, is_wrong in wrong.items() if is_wrong]
+        o, t, d, name = self.optimizer, self.train, self.data, self.run.name
+        learned = self.model.positions == "learned"
+        rules = [
+            (0 < o.lr < math.inf, f"optimizer.lr={o.lr} must be a positive number"),
+            (all(0 <= beta < 1 for beta in o.betas), f"optimizer.betas={list(o.betas)} must lie in [0, 1)"),
+            (0 < o.eps < math.inf, f"optimizer.eps={o.eps} must be positive"),
+            (0 <= o.weight_decay < math.inf, f"optimizer.weight_decay={o.weight_decay} must not be negative"),
+            (0 <= o.clip < math.inf, f"optimizer.clip={o.clip} must not be negative; 0 turns it off"),
+            (o.warmup >= 0, f"optimizer.warmup={o.warmup} must not be negative; 0 means none"),
+            (0 <= o.decay <= 1, f"optimizer.decay={o.decay} is a share of the steps, between 0 and 1"),
+            (0 <= o.final <= 1, f"optimizer.final={o.final} is a share of the peak rate, between 0 and 1"),
+            (t.steps >= 1, f"train.steps={t.steps} must be at least 1"),
+            (t.batch >= 1, f"train.batch={t.batch} must be at least 1"),
+            (t.eval_every >= 0, f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end"),
+            (t.eval_samples >= 0, f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all"),
+            (t.log_every >= 1, f"train.log_every={t.log_every} must be at least 1"),
+            (d.seq >= 1, f"data.seq={d.seq} must be at least 1"),
+            (
+                not learned or d.seq <= self.model.context,
+                f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
+                f"nearest: data.seq={self.model.context}",
+            ),
+            (Path(name).name == name != "..", f"run.name={name!r} must be a plain name, without slashes"),
+        ]
+        return [sentence for holds, sentence in rules if not holds]
 
 
 SECTIONS: dict[str, type[Any]] = {
