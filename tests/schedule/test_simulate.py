@@ -1,6 +1,7 @@
 """The clock: against a second implementation, against rules of thumb, and with links that matter."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.schedule import CATALOGUE, Costs, Link, Placement, Schedule, build, simulate, wire, with_zero
+from fivefold.schedule.interleaved import interleaved_unchecked
 from tests.schedule.slow_clock import ends
 from tests.schedule.strategies import schedules
 
@@ -125,6 +127,27 @@ def test_blocking_sends_without_early_receives_deadlock_as_they_do_in_life() -> 
         linked("1f1b", Link(latency=0.2, sends="blocking", overlap=False))
 
 
+@pytest.mark.parametrize(
+    ("group", "link", "causes"),
+    [
+        (8, Link(sends="blocking"), r"blocking sends \(--sends blocking\):"),
+        (8, Link(overlap=False), r"receives that are posted late \(--no-overlap\):"),
+        (2, Link(sends="blocking", overlap=False), r"\(--sends blocking\) and receives .* \(--no-overlap\):"),
+    ],
+)
+def test_a_proven_schedule_that_deadlocks_on_another_link_names_the_link(group: int, link: Link, causes: str) -> None:
+    with pytest.raises(UserError, match=rf"The cause is .*{causes} schedules are proven for eager sends"):
+        schedule = build("interleaved", 2, 8, chunks=2, group=group)
+        simulate(schedule, Costs.even(schedule.placement, link=link))
+
+
+def test_a_schedule_that_deadlocks_on_any_link_does_not_blame_the_link() -> None:
+    schedule = interleaved_unchecked(4, 8, 2, group=3)
+    with pytest.raises(UserError) as caught:
+        simulate(schedule, Costs.even(schedule.placement, link=Link(sends="blocking")))
+    assert "The cause" not in str(caught.value)
+
+
 def test_a_send_waits_when_all_its_buffers_are_in_flight() -> None:
     schedule = build("gpipe", 2, 6)
     costs = Costs.even(schedule.placement, link=Link(latency=10))
@@ -162,5 +185,34 @@ def test_times_must_fit_the_stages() -> None:
         Costs.even(Placement.single(4), [1, 1, 1])
     with pytest.raises(UserError, match="w=-1 is not a duration"):
         Costs.even(Placement.single(4), w=-1)
+    with pytest.raises(UserError, match=r"f=1e\+308 is not a duration"):
+        Costs.even(Placement.single(4), f=1e308)
+    with pytest.raises(UserError, match="f has times for 2 stages, and w for 1"):
+        Costs(f=(1, 1), i=(1, 1), w=(1,), b=(2, 2), activation=(1, 1))
+    with pytest.raises(UserError, match="schedule 1f1b has 4 stages, and the costs are those of 2"):
+        simulate(build("1f1b", 4, 8), Costs.even(Placement.single(2)))
     with pytest.raises(UserError, match="rank 7 cannot be slowed"):
         Costs.even(Placement.single(4)).slowed(Placement.single(4), {7: 2})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"latency": -1.0}, "a latency of -1"),
+        ({"latency": float("nan")}, "a latency of nan"),
+        ({"bandwidth": 0.0}, "the bandwidth must be above zero"),
+        ({"bandwidth": float("nan")}, "the bandwidth must be above zero"),
+        ({"message": -1.0}, "the message zero or more"),
+        ({"bandwidth": 1e-300, "message": 1e10}, "= inf on the link"),
+        ({"sends": "lazy"}, "'eager' or 'blocking', not 'lazy'"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Link(**wrong)
+
+
+@pytest.mark.parametrize("owner", [(), (0, -1)])
+def test_a_placement_that_cannot_be_is_refused(owner: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="there must be a stage, and ranks count from 0"):
+        Placement(owner)

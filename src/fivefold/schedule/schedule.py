@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
+from fivefold.errors import UserError
 from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, Action, Channel, Kind
 
 
@@ -13,6 +14,10 @@ class Placement:
     """Which rank owns each stage: `owner[stage]` is a rank. Stages are numbered in the order data flows forward."""
 
     owner: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.owner or min(self.owner) < 0:
+            raise UserError(f"stages on ranks {self.owner} cannot be: there must be a stage, and ranks count from 0")
 
     @classmethod
     def single(cls, ranks: int) -> Self:

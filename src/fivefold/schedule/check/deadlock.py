@@ -1,5 +1,7 @@
 """Deadlock: run the lists, receives posted where they stand, sends held back by the buffers, and see who is left.
 
+The proof is for receives posted where they stand and sends that do not block until they run out of buffers, because
+that is how the runtime executes; with blocking sends or receives posted late, `simulate` may find a deadlock here too.
 Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through, every
 run does, at any speed of ranks and links.
 """
