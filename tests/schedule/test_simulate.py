@@ -136,8 +136,8 @@ def test_blocking_sends_without_early_receives_deadlock_as_they_do_in_life() -> 
     ],
 )
 def test_a_proven_schedule_that_deadlocks_on_another_link_names_the_link(group: int, link: Link, causes: str) -> None:
+    schedule = build("interleaved", 2, 8, chunks=2, group=group)
     with pytest.raises(UserError, match=rf"The cause is .*{causes} schedules are proven for eager sends"):
-        schedule = build("interleaved", 2, 8, chunks=2, group=group)
         simulate(schedule, Costs.even(schedule.placement, link=link))
 
 

@@ -102,6 +102,11 @@ class Schedule:
     buffers: int = 2
     promise: Promise = NOTHING
 
+    def __post_init__(self) -> None:
+        problem = name_problem(self.name)
+        if problem is not None:
+            raise UserError(problem)
+
     @property
     def p(self) -> int:
         return len(self.ranks)
@@ -119,8 +124,18 @@ class Schedule:
         return sum(action.kind in kinds for order in self.ranks for action in order)
 
 
+def name_problem(name: str) -> str | None:
+    """Why a name cannot be written in a line of text and read back; None when it can."""
+    if name and name.isprintable() and name == " ".join(name.split()) and "#" not in name:
+        return None
+    return f"{name!r} cannot name a schedule: a name is words with one space between them, and has no '#'"
+
+
 def live_counts(order: Iterable[Action]) -> list[int]:
-    """How many stage activations a rank holds after each of its actions: F takes one, B or W gives it back."""
+    """How many stage activations a rank holds after each of its actions: F takes one, B or W gives it back.
+
+    In a joined pair the F stands first, so the pair holds both activations, as it does when it runs.
+    """
     live, counts = 0, []
     for action in order:
         if action.kind is FORWARD:

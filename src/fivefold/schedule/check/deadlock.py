@@ -16,7 +16,8 @@ from fivefold.schedule.engine import Block
 
 def deadlock(index: Index) -> Iterator[Problem]:
     if index.run.blocks:
-        yield Problem(deadlock_sentence(index.run.blocks), index.run.blocks[0].rank)
+        first = _circle(index.run.blocks)[0]
+        yield Problem(deadlock_sentence(index.run.blocks), first.rank, first.place)
 
 
 def deadlock_sentence(blocks: list[Block]) -> str:
