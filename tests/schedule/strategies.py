@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from fivefold.layout import LEAST
 from fivefold.schedule import CATALOGUE, Schedule, build, with_zero
 from fivefold.schedule.interleaved import legal_groups
 
@@ -15,7 +16,7 @@ def schedules(
     """With `zeros`, also those that gather, reduce and step."""
     name = draw(st.sampled_from(names))
     p = draw(st.integers(1, most_ranks))
-    least = {"interleaved": p, "dualpipe-v": 2 * p}.get(name, 1)
+    least = max(1, LEAST.get(name, 0) * p)
     m = draw(st.integers(least, max(least, most_rounds * p)))
     options: dict[str, int] = {}
     if CATALOGUE[name].any_chunks:

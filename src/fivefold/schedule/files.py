@@ -6,8 +6,8 @@ from fivefold.errors import UserError
 from fivefold.schedule.check import check
 from fivefold.schedule.reader import Reading
 from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.shortened import shortened
 from fivefold.schedule.text import read_json, read_text, to_json, to_text
+from fivefold.schedule.wording import shortened
 
 
 def save(schedule: Schedule, path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from fivefold.errors import UserError
 from fivefold.schedule.actions import ALL, MESSAGES, Action, parse_token
 from fivefold.schedule.schedule import Placement, Promise, Schedule, name_problem
-from fivefold.schedule.shortened import shortened
 from fivefold.schedule.wiring import wire
+from fivefold.schedule.wording import shortened, whole_number
 from fivefold.words import did_you_mean
 
 KEYS = ("schedule", "stages", "microbatches", "buffers", "peak", "slots", "messages")
@@ -29,11 +29,6 @@ class Reading(NamedTuple):
         if action is not None and 0 <= action < len(self.action_places[rank]):
             return self.action_places[rank][action]
         return self.rank_places[rank]
-
-
-def whole_number(word: str) -> int | None:
-    """A number as people write one; '²' is a digit to Python too, and thousands of digits are a slip."""
-    return int(word) if word.isascii() and word.isdigit() and len(word) <= 18 else None
 
 
 class Reader:

@@ -22,7 +22,7 @@ from fivefold.schedule.check.index import Index
 from fivefold.schedule.check.order import order
 from fivefold.schedule.check.problem import Problem
 from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.shortened import shortened
+from fivefold.schedule.wording import shortened
 
 __all__ = ["Problem", "check", "prove"]
 
