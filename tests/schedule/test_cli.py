@@ -211,9 +211,8 @@ def test_times_per_stage_that_fit_some_schedules_are_explained_once() -> None:
 def test_the_table_says_what_it_was_made_for() -> None:
     output = run("schedules --pp 4 -m 9 --chunks 3 --times comm=0.1,bytes=1048576,bandwidth=1e9 --slow 1=1.5")
     assert "p=4, m=9, N=5, f=1,i=1,w=1,comm=0.1,bytes=1048576,bandwidth=1000000000" in output
-    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip()}
-    assert rows["interleaved"][0] == "3"  # chunks
-    assert rows["1f1b"][0] == "1"
+    chunks = {line.split()[0]: line.split()[1] for line in reversed(output.splitlines()) if line.strip()}
+    assert (chunks["1f1b"], chunks["interleaved"]) == ("1", "3")
     assert "13.50 MiB" in output  # 1f1b: 6 messages per microbatch over 4 ranks, 9 microbatches
 
 
