@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.schedule import CATALOGUE, Costs, Link, Placement, Schedule, build, simulate, wire, with_zero
+from fivefold.schedule.engine import run
 from fivefold.schedule.interleaved import interleaved_unchecked
 from tests.schedule.slow_clock import ends
 from tests.schedule.strategies import schedules
@@ -16,20 +17,29 @@ from tests.schedule.strategies import schedules
 times = st.floats(0.05, 3.0)
 
 
-@given(schedules(most_ranks=5), st.data())
-@settings(max_examples=80, deadline=None)
-def test_every_action_ends_when_the_slow_clock_says(schedule: Schedule, data: st.DataObject) -> None:
-    stages = schedule.placement.stages
-    f, i, w = ([data.draw(times) for _ in range(stages)] for _ in range(3))
-    hop = data.draw(st.sampled_from([0.0, 0.3]))
-    costs = Costs.even(schedule.placement, f, i, w, link=Link(latency=hop))
-    roomy = wire(
-        schedule.name, schedule.placement, schedule.m, map(schedule.compute, range(schedule.p)), buffers=schedule.m
-    )
-    expected = ends(roomy, costs, hop)
-    for spans in simulate(roomy, costs).timeline:
+LINKS = st.builds(
+    Link,
+    latency=st.sampled_from([0.0, 0.3]),
+    bandwidth=st.sampled_from([float("inf"), 10.0]),
+    message=st.sampled_from([0.0, 4.0]),
+    sends=st.sampled_from(["eager", "blocking"]),
+    overlap=st.booleans(),
+)
+
+
+@given(schedules(most_ranks=4, most_rounds=2), LINKS, st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_action_ends_when_the_slow_clock_says(schedule: Schedule, link: Link, data: st.DataObject) -> None:
+    f, i, w, fb = ([data.draw(times) for _ in range(schedule.placement.stages)] for _ in range(4))
+    costs = Costs.even(schedule.placement, f, i, w, fb=data.draw(st.sampled_from([None, fb])), link=link)
+    buffers = data.draw(st.sampled_from([1, 2, schedule.buffers, schedule.m]))
+    orders = [schedule.compute(rank) for rank in range(schedule.p)]
+    rewired = wire(schedule.name, schedule.placement, schedule.m, orders, buffers=buffers)
+    assume(not run(rewired, costs).blocks)
+    expected = ends(rewired, costs)
+    for spans in simulate(rewired, costs).timeline:
         for action, _, end in spans:
-            assert end == pytest.approx(expected[action.kind.value, action.stage, action.microbatch])
+            assert end == pytest.approx(expected[str(action)])
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -62,6 +72,22 @@ def test_a_joined_pair_counts_its_time_once() -> None:
     simulation = simulate(schedule, Costs.even(schedule.placement, fb=2.0))
     assert all(rank.busy <= simulation.makespan for rank in simulation.ranks)
     assert simulation.ranks[0].busy == pytest.approx(24 - 5 * 0.5)  # five pairs, each half a unit shorter than F + B
+
+
+def test_a_joined_pair_takes_the_time_of_its_forwards_stage() -> None:
+    schedule = build("dualpipe-v", 2, 6)
+    simulation = simulate(schedule, Costs.even(schedule.placement, fb=[1.25, 1.5, 1.75, 2.0]))
+    pairs = [span for spans in simulation.timeline for span in spans if span.action.joined]
+    assert {span.action.stage for span in pairs} == {0, 1, 2, 3}
+    assert all(span.end - span.start == 1.25 + 0.25 * span.action.stage for span in pairs)
+
+
+def test_the_span_bubble_is_that_of_the_rank_that_waits_longest_not_of_the_largest_share() -> None:
+    placement = Placement.single(3)
+    simulation = simulate(build("1f1b", 3, 2), Costs.even(placement, i=[2, 1, 4]))
+    waits, shares = [rank.wait for rank in simulation.ranks], [rank.wait / rank.span for rank in simulation.ranks]
+    assert waits.index(max(waits)) != shares.index(max(shares))
+    assert simulation.bubble_span == shares[waits.index(max(waits))]
 
 
 def test_memory_is_a_curve_that_returns_to_nothing() -> None:
@@ -170,6 +196,12 @@ def test_reductions_of_stage_two_run_beside_compute() -> None:
     schedule = with_zero(build("1f1b", 1, 4), 2)
     simulation = simulate(schedule, replace(Costs.even(schedule.placement), reduce=1.0))
     assert simulation.makespan == 12 + 1
+
+
+def test_reductions_of_a_rank_run_one_after_the_other() -> None:
+    schedule = with_zero(build("1f1b", 1, 4), 2)
+    simulation = simulate(schedule, replace(Costs.even(schedule.placement), reduce=5.0))
+    assert simulation.makespan == 3 + 4 * 5  # the first begins with the first gradient, the others queue behind it
 
 
 def test_stage_three_is_not_written_into_schedules() -> None:
