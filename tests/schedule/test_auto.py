@@ -28,6 +28,14 @@ def test_one_slow_rank_and_no_more_memory_than_1f1b(p: int, m: int, slow: int) -
     assert makespan(schedule, costs) < makespan(build("zb-h1", p, m), costs) < makespan(build("1f1b", p, m), costs)
 
 
+@pytest.mark.parametrize(("slow", "handcrafted", "ours"), [(0, 37.5, 37.5), (1, 38, 37.5), (2, 38.5, 38), (3, 39, 39)])
+def test_where_auto_is_ahead_of_zb_h1_and_where_they_tie(slow: int, handcrafted: float, ours: float) -> None:
+    placement = Placement.single(4)
+    costs = Costs.even(placement).slowed(placement, {slow: 1.5})
+    assert makespan(build("zb-h1", 4, 8), costs) == handcrafted
+    assert makespan(build("auto", 4, 8, costs=costs), costs) == ours
+
+
 @pytest.mark.parametrize("slow", range(8))
 def test_with_h2s_memory_a_slow_rank_never_waits_once_it_has_begun(slow: int) -> None:
     # Then nothing can be shorter: the slow rank starts as early as it can and works without a gap.
@@ -87,7 +95,8 @@ def test_the_largest_durations_are_still_numbers() -> None:
     ("only", "p", "m", "memory", "f", "i", "w", "best", "without"),
     [
         ({"fill": "any"}, 3, 6, 3, (2, 2, 3), (2, 3, 1), (3, 3, 1), 50, 51),
-        ({"fill": "longest"}, 3, 4, 4, (1, 2, 2), (2, 1, 2), (3, 3, 1), 28, 29),
+        # Here a W only where it fits, and never elsewhere, would take 82 too.
+        ({"fill": "longest"}, 4, 8, 4, (1, 2, 4, 4), (4, 2, 3, 2), (3, 2, 2, 2), 81, 82),
         ({"forward_first": True}, 3, 6, 3, (3, 2, 3), (3, 2, 3), (2, 3, 2), 54, 55),
         ({"forward_first": False}, 4, 8, 5, (1, 1, 2, 1), (2, 1, 3, 2), (2, 2, 1, 1), 52, 53),
     ],

@@ -94,6 +94,17 @@ def test_dualpipe_v_has_its_published_bubble(p: int, m: int, w: float, fb: float
     assert idle == pytest.approx((p - 1) * (fb + (1 + w) - 3 * w) / 2)
 
 
+def test_dualpipe_v_idles_less_than_published_when_f_is_not_i() -> None:
+    schedule = build("dualpipe-v", 8, 32)
+    simulation = simulate(schedule, Costs.even(schedule.placement, 1, 1.2, 0.8, fb=2.6))
+    assert max(rank.wait + rank.idle for rank in simulation.ranks) == pytest.approx(7.2)
+    assert pytest.approx(7.7) == 7 * (2.6 + 2.0 - 3 * 0.8) / 2  # the formula
+
+
+def test_zb_h2_is_slower_than_zb_h1_with_few_microbatches() -> None:
+    assert (makespan(build("zb-h1", 4, 4)), makespan(build("zb-h2", 4, 4))) == (15, 16)
+
+
 def test_the_makespan_example() -> None:
     spans = {name: makespan(build(name, 4, 8)) for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")}
     assert spans == {"1f1b": 33, "zb-h1": 27, "zb-h2": 27, "zb-v": 25.5}

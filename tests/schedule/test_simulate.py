@@ -19,9 +19,9 @@ times = st.floats(0.05, 3.0)
 
 LINKS = st.builds(
     Link,
-    latency=st.sampled_from([0.0, 0.3]),
+    latency=st.sampled_from([0.0, 0.3, 4.0]),
     bandwidth=st.sampled_from([float("inf"), 10.0]),
-    message=st.sampled_from([0.0, 4.0]),
+    message=st.sampled_from([0.0, 4.0, 40.0]),
     sends=st.sampled_from(["eager", "blocking"]),
     overlap=st.booleans(),
 )
@@ -65,6 +65,13 @@ def test_the_two_bubbles_measure_different_things() -> None:
     simulation = simulate(build("zb-h2", 4, 8))
     assert simulation.bubble_span == 0
     assert simulation.bubble_makespan == pytest.approx(3 / 27)
+
+
+def test_the_makespan_begins_with_the_step_not_with_the_first_action() -> None:
+    schedule = with_zero(build("1f1b", 1, 4), 1)
+    simulation = simulate(schedule, replace(Costs.even(schedule.placement), gather=4.0))
+    assert simulation.bubble_makespan == 4 / 16
+    assert simulation.bubble_span == 0
 
 
 def test_a_joined_pair_counts_its_time_once() -> None:
@@ -179,6 +186,8 @@ def test_a_send_waits_when_all_its_buffers_are_in_flight() -> None:
     costs = Costs.even(schedule.placement, link=Link(latency=10))
     tight = wire("tight", schedule.placement, 6, [schedule.compute(0), schedule.compute(1)], buffers=1)
     assert simulate(tight, costs).makespan > simulate(schedule, costs).makespan
+    # With one buffer the second message cannot be handed over before the first has arrived, at 11; then F0.2 runs.
+    assert [span.end for span in simulate(tight, costs).timeline[0][:3]] == [1, 2, 12]
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------------

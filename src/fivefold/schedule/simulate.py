@@ -2,7 +2,7 @@
 
 Two bubbles, because papers and people mean different ones:
 
-  bubble_makespan  the share of all ranks' time, from the first start to the last end, in which they do not compute:
+  bubble_makespan  the share of all ranks' time, from time 0 to the last end, in which they do not compute:
                    1 - sum of busy / (p x makespan). It is what a training step pays, since the optimizer waits for all.
   bubble_span      taken on the rank that waits longest between its own first start and last end: that wait, as a share
                    of that span. The zero-bubble papers quote it; it counts neither the late start of the last ranks nor
