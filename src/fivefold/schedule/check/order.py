@@ -73,7 +73,7 @@ def _collectives(index: Index, stage: int) -> Iterator[Problem]:
     """GATHER before the forwards it serves, REDUCE after the weight gradients it sums, STEP after all of them."""
     rank = index.schedule.placement.owner[stage]
     forward, weight = index.places(FORWARD, stage), index.weight_gradients(stage)
-    for place in index.whole.get((GATHER, stage), [])[:1]:
+    for place in index.whole.get((GATHER, stage), []):
         if place > min(forward):
             yield Problem(
                 f"rank {rank} has {index.named(rank, place)} after its first forward",
