@@ -2,17 +2,21 @@
 
 from hypothesis import strategies as st
 
-from fivefold.schedule import CATALOGUE, Schedule, build
+from fivefold.layout import LEAST
+from fivefold.schedule import CATALOGUE, Schedule, build, with_zero
 from fivefold.schedule.interleaved import legal_groups
 
 NAMES = list(CATALOGUE)
 
 
 @st.composite
-def schedules(draw: st.DrawFn, names: list[str] = NAMES, most_ranks: int = 6, most_rounds: int = 3) -> Schedule:
+def schedules(
+    draw: st.DrawFn, names: list[str] = NAMES, most_ranks: int = 6, most_rounds: int = 3, zeros: bool = False
+) -> Schedule:
+    """With `zeros`, also those that gather, reduce and step."""
     name = draw(st.sampled_from(names))
     p = draw(st.integers(1, most_ranks))
-    least = {"interleaved": p, "dualpipe-v": 2 * p}.get(name, 1)
+    least = max(1, LEAST.get(name, 0) * p)
     m = draw(st.integers(least, max(least, most_rounds * p)))
     options: dict[str, int] = {}
     if CATALOGUE[name].any_chunks:
@@ -21,4 +25,6 @@ def schedules(draw: st.DrawFn, names: list[str] = NAMES, most_ranks: int = 6, mo
         options["group"] = draw(st.sampled_from(legal_groups(p, m)))
     if name == "auto":
         options["memory"] = draw(st.integers(1, 2 * p))
-    return build(name, p, m, **options)
+    schedule = build(name, p, m, **options)
+    zero = draw(st.sampled_from([None, None, 0, 1, 2])) if zeros else None
+    return schedule if zero is None else with_zero(schedule, zero)

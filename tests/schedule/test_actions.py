@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.schedule import ALL, Action, Channel, Kind, Placement, channel_of, live_counts, peak_live
+from fivefold.schedule import ALL, Action, Channel, Kind, Placement, live_counts, peak_live
 from fivefold.schedule.actions import parse_token, tokens
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRAD
@@ -38,12 +38,24 @@ def test_a_token_that_is_no_action_is_refused_with_the_reason(token: str, reason
         parse_token(token)
 
 
-def test_both_ends_of_a_message_name_the_same_channel() -> None:
-    down, up = Channel(2, gradients=False), Channel(2, gradients=True)
-    assert channel_of(Action(Kind.SEND_ACTIVATION, 2, 0)) == channel_of(Action(Kind.RECV_ACTIVATION, 3, 0)) == down
-    assert channel_of(Action(Kind.SEND_GRADIENT, 3, 0)) == channel_of(Action(Kind.RECV_GRADIENT, 2, 0)) == up
-    assert (down.source, down.target) == (2, 3)
-    assert (up.source, up.target) == (3, 2)
+@pytest.mark.parametrize("token", ["B5.3&F0.7", "F0.7&B5.3"])
+def test_the_forward_of_a_pair_comes_first_however_it_is_written(token: str) -> None:
+    pair = parse_token(token)
+    assert pair == [Action(F, 0, 7, joined=True), Action(B, 5, 3)]
+    assert peak_live([Action(F, 5, 3), *pair]) == 2  # both activations are there while the pair runs
+
+
+@pytest.mark.parametrize("token", ["F\u0661.0", "F1.\u00b2", "F1.1" + "0" * 5000])
+def test_numbers_are_ascii_and_of_a_sane_length(token: str) -> None:
+    with pytest.raises(ValueError, match="is not an action"):
+        parse_token(token)
+
+
+def test_a_channel_names_both_its_ends() -> None:
+    down, up = Placement.single(2).channels
+    assert (down, up) == (Channel(0, gradients=False), Channel(0, gradients=True))
+    assert (down.source, down.target) == (0, 1)
+    assert (up.source, up.target) == (1, 0)
 
 
 def test_placements() -> None:

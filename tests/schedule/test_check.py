@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
-from fivefold.schedule import Action, Kind, Placement, Promise, Schedule, build, check, prove, wire, with_zero
+from fivefold.schedule import Action, Kind, Placement, Promise, Schedule, build, check, prove, wire
 from tests.schedule.brute import trouble
 from tests.schedule.mutations import before, drop, duplicate, edited, find, hand_over, move, swap
 from tests.schedule.strategies import schedules
@@ -35,15 +35,17 @@ def places(schedule: Schedule) -> st.SearchStrategy[tuple[int, int]]:
 @given(st.data())
 @settings(max_examples=120, deadline=None)
 def test_no_action_can_be_dropped(data: st.DataObject) -> None:
-    schedule = data.draw(schedules(most_ranks=4))
+    schedule = data.draw(schedules(most_ranks=4, zeros=True))
     rank, place = data.draw(places(schedule))
+    # Without its only GATHER, a schedule of one stage is that of an unsharded optimizer, and as good.
+    assume(schedule.placement.stages > 1 or schedule.ranks[rank][place].kind is not Kind.GATHER)
     assert check(drop(schedule, rank, place))
 
 
 @given(st.data())
 @settings(max_examples=120, deadline=None)
 def test_no_action_can_be_run_twice(data: st.DataObject) -> None:
-    schedule = data.draw(schedules(most_ranks=4))
+    schedule = data.draw(schedules(most_ranks=4, zeros=True))
     rank, place = data.draw(places(schedule))
     at = data.draw(st.integers(0, len(schedule.ranks[rank])))
     assert check(duplicate(schedule, rank, place, at))
@@ -52,7 +54,7 @@ def test_no_action_can_be_run_twice(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=120, deadline=None)
 def test_no_action_can_run_on_another_rank(data: st.DataObject) -> None:
-    schedule = data.draw(schedules(most_ranks=4))
+    schedule = data.draw(schedules(most_ranks=4, zeros=True))
     assume(schedule.p > 1)
     rank, place = data.draw(places(schedule))
     other = data.draw(st.integers(0, schedule.p - 1).filter(lambda r: r != rank))
@@ -181,7 +183,7 @@ def test_a_joined_pair_must_not_need_itself() -> None:
 
 def test_a_joined_action_needs_a_partner() -> None:
     mutant = edited(ONE_F_ONE_B, 3, lambda order: order.insert(0, order.pop(2)._replace(joined=True)))
-    assert any("only one F and one B can be joined" in str(problem) for problem in check(mutant))
+    assert any("only an F and the B after it can be joined" in str(problem) for problem in check(mutant))
 
 
 def test_swapped_receives_are_named_with_both_ends() -> None:
@@ -243,26 +245,22 @@ def test_a_broken_promise_about_time_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("token", "to", "cause"),
-    [
-        ("GATHER1", "last", "after its first forward"),
-        ("REDUCE1", "first", "before its last weight gradient"),
-        ("STEP1", "first", "before the gradients of the stage are final"),
-    ],
-)
-def test_collectives_have_their_place(token: str, to: str, cause: str) -> None:
-    schedule = with_zero(ONE_F_ONE_B, 1)
-    assert check(schedule) == []
-    rank, place = find(schedule, token)
-    mutant = move(schedule, rank, place, 0 if to == "first" else len(schedule.ranks[rank]) - 1)
-    assert cause in verdict(mutant)
+def test_in_a_pair_the_forward_comes_first() -> None:
+    order = [Action(F, 0, 0), Action(B, 0, 0, joined=True), Action(F, 0, 1), Action(B, 0, 1)]
+    assert "joins B0.0 (action 1) with F0.1; only an F and the B after it" in verdict(
+        wire("b", Placement.single(1), 2, [order])
+    )
 
 
-def test_a_second_optimizer_step_is_named() -> None:
-    schedule = with_zero(ONE_F_ONE_B, 0)
-    mutant = edited(schedule, 1, lambda order: order.append(Action(Kind.STEP, 1)))
-    assert "a second time" in verdict(mutant)
+def test_a_pair_is_not_a_chain() -> None:
+    chain = [
+        Action(F, 0, 0),
+        Action(F, 0, 1, joined=True),
+        Action(B, 0, 0, joined=True),
+        Action(F, 0, 2),
+        Action(B, 0, 1),
+    ]
+    assert "can be joined" in verdict(wire("chain", Placement.single(1), 3, [[*chain, Action(B, 0, 2)]]))
 
 
 def test_a_rank_without_a_stage_is_named() -> None:
@@ -293,4 +291,4 @@ def test_a_flood_of_problems_is_cut_short() -> None:
     with pytest.raises(UserError) as caught:
         prove(mutant)
     assert len(caught.value.problems) == 21
-    assert "more of the kind" in caught.value.problems[-1]
+    assert "and 236 more problems" in caught.value.problems[-1]

@@ -142,17 +142,83 @@ def test_the_benchmark_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         ("draw 1f1b --pp 4 -m 8 -o picture.gif", "picture.gif should end in .svg, .png"),
         ("draw 1f1b zb-h1 --pp 4 -m 8 -o both.txt", "can hold one schedule, and 2 are given"),
         ("draw missing.txt", "missing.txt cannot be read"),
+        ("draw 1f1b --pp 4 -m 8 -o /nonexistent/x.svg", "x.svg cannot be written: there is no directory /nonexistent"),
+        ("draw nothing -o /nonexistent/x.svg", "there is no directory"),  # it is said before anything is built
+        ("draw 1f1b --pp 4 -m 8 --times f=1,f=2", "times: f is given for the second time"),
+        ("draw 1f1b --pp 4 -m 8 --slow 1=2,1=3", "slow: rank 1 is given for the second time"),
+        ("draw 1f1b --pp 4 -m 8 --slow \u00b2=2", "should be a rank and a factor"),
+        ("draw 1f1b --pp 4 -m 8 --times bandwidth=1e-300,bytes=1e10", "= inf on the link"),
+        ("draw 1f1b --pp 4 -m 8 --times f=1e308", "f=1e+308 is not a duration"),
+        ("draw auto --pp 4 -m 8 --times f=1e308", "f=1e+308 is not a duration"),
+        ("draw 1f1b --pp 4 -m 8 --chunks 3", "1f1b has 1 chunk per rank, not 3"),
+        ("draw 1f1b --pp 4 -m 8 --group 4", "1f1b has no group size N"),
+        ("draw 1f1b --pp 4 -m 8 --memory 3", "1f1b takes no memory limit"),
+        ("draw 1f1b zb-h1 --pp 4 -m 8 --memory 3", "1f1b takes no memory limit"),
+        ("draw auto --pp 4 -m 8 --memory 0", "--memory is 0, and must be at least 1"),
+        ("schedules --pp 0", "--pp is 0, and must be at least 1"),
+        ("schedules -m 0", "--microbatches is 0, and must be at least 1"),
+        ("schedules --chunks 0", "--chunks is 0, and must be at least 1"),
+        ("schedules --slow 9=2", "rank 9 cannot be slowed: ranks are 0 to 3"),
+        ("schedules --published --pp 99", "--published prints the paper's own cases"),
+        ("schedules --published --no-overlap", "--published prints the paper's own cases"),
         ("draw 1f1b --pp 4 -m 8 --sends blocking --no-overlap", "deadlocks"),
     ],
 )
 def test_bad_input_gets_a_sentence(command: str, sentence: str) -> None:
-    assert sentence in refusal(command)
+    said = refusal(command)
+    assert sentence in said
+    assert "\n" not in said
 
 
 def test_options_that_contradict_a_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     save(build("1f1b", 4, 8), path)
     assert "--pp is 2, and" in refusal(f"draw {path} --pp 2")
+
+
+@pytest.mark.parametrize("option", ["chunks", "group", "memory"])
+def test_options_that_cannot_change_a_file_are_refused(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "mine.txt"
+    save(build("1f1b", 4, 8), path)
+    assert f"as it stands, and --{option} cannot change it" in refusal(f"draw {path} --{option} 2")
+
+
+def test_an_option_goes_to_those_that_take_it() -> None:
+    rows = json.loads(run("draw 1f1b interleaved --pp 4 -m 8 --chunks 3 --json"))["schedules"]
+    assert [row["chunks"] for row in rows] == [1, 3]
+
+
+@pytest.mark.parametrize("suffix", ["SVG", "TXT", "JSON"])
+def test_suffixes_may_be_in_capitals(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"MINE.{suffix}"
+    run(f"draw 1f1b --pp 2 -m 2 -o {path}")
+    assert path.stat().st_size > 100
+    if suffix != "SVG":
+        assert json.loads(run(f"draw {path} --json"))["makespan"] == 9
+
+
+def test_a_file_that_cannot_be_written_gets_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "taken.svg").mkdir()
+    assert "taken.svg cannot be written: Is a directory" in refusal(f"draw 1f1b --pp 2 -m 2 -o {tmp_path}/taken.svg")
+
+
+def test_times_per_stage_that_fit_some_schedules_are_explained_once() -> None:
+    output = " ".join(run("schedules --times f=1:1:1.5:1").split())
+    assert output.count("f has 4 times, and there are 8 stages") == 1
+    assert "interleaved, bfs, zb-v, v-half, v-min, dualpipe-v are refused: f has 4 times" in output
+
+
+def test_the_table_says_what_it_was_made_for() -> None:
+    output = run("schedules --pp 4 -m 9 --chunks 3 --times comm=0.1,bytes=1048576,bandwidth=1e9 --slow 1=1.5")
+    assert "p=4, m=9, N=5, f=1,i=1,w=1,comm=0.1,bytes=1048576,bandwidth=1000000000" in output
+    chunks = {line.split()[0]: line.split()[1] for line in reversed(output.splitlines()) if line.strip()}
+    assert (chunks["1f1b"], chunks["interleaved"]) == ("1", "3")
+    assert "13.50 MiB" in output  # 1f1b: 6 messages per microbatch over 4 ranks, 9 microbatches
+
+
+def test_sends_are_per_rank_and_microbatch() -> None:
+    row = next(line.split() for line in run("schedules --pp 4 -m 8").splitlines() if line.startswith("1f1b"))
+    assert row[6] == "1.5"
 
 
 def test_a_broken_schedule_file_is_named_by_line(tmp_path: Path) -> None:

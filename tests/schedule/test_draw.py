@@ -2,15 +2,17 @@
 
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.schedule import CATALOGUE, Costs, Placement, build, simulate, with_zero
+from fivefold.schedule import CATALOGUE, Action, Costs, Kind, Placement, Span, build, simulate, with_zero
 from fivefold.schedule.draw import legend, picture, save_picture, to_png, to_svg, to_terminal
-from fivefold.schedule.draw.scene import Area, Rect, Text
+from fivefold.schedule.draw.scene import Area, Rect, Scene, Text, text_width
+from fivefold.schedule.draw.terminal import _columns
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -33,14 +35,77 @@ def test_the_title_has_both_bubbles_and_the_peak() -> None:
     assert "peak 4 A" in text
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
+def numbers(scene: Scene) -> list[tuple[Text, Rect]]:
+    """Every digit or number of a microbatch, with the action it is printed on."""
+    rects = [shape for shape in scene.shapes if isinstance(shape, Rect) and shape.hint]
+    texts = [shape for shape in scene.shapes if isinstance(shape, Text) and shape.anchor == "middle"]
+    rows: dict[tuple[float, float], list[Rect]] = {}
+    for rect in rects:
+        rows.setdefault((rect.y, rect.height), []).append(rect)
+    return [
+        (text, rect)
+        for text in texts
+        for (y, height), row in rows.items()
+        if y < text.y < y + height
+        for rect in row
+        if rect.x < text.x < rect.x + rect.width
+    ]
+
+
+def assert_legible(scene: Scene) -> None:
+    """On a page 1520 wide no number is below 6.5, and none sticks out of its action."""
+    printed = numbers(scene)
+    assert printed
+    shown = min(1.0, 1520 / scene.width)
+    for text, rect in printed:
+        assert text.size * shown >= 6.5
+        assert text_width(text.text, text.size) <= rect.width
+        assert rect.y <= text.y - 0.36 * text.size
+        assert text.y + 0.36 * text.size <= rect.y + rect.height
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "dualpipe-v"])
 def test_eight_ranks_and_thirty_two_microbatches_are_legible(name: str) -> None:
     simulation = simulate(build(name, 8, 32))
     scene = picture([simulation])
     assert scene.width <= 3000
-    digits = [shape for shape in scene.shapes if isinstance(shape, Text) and shape.text.isdigit()]
-    assert min(digit.size for digit in digits) >= 7
-    assert len(digits) >= sum(len(spans) for spans in simulation.timeline)  # no number is left out
+    assert_legible(scene)
+    assert len({id(rect) for _, rect in numbers(scene)}) == sum(map(len, simulation.timeline))  # no number is left out
+    assert "numbers only where they can be read" not in to_svg(scene)
+
+
+def test_numbers_that_could_not_be_read_are_left_out_and_the_picture_says_so() -> None:
+    simulation = simulate(build("interleaved", 8, 32, chunks=4))
+    scene = picture([simulation])
+    assert_legible(scene)
+    labelled = {rect.hint[0] for _, rect in numbers(scene)}
+    assert labelled == {"B"}  # backwards are twice as wide as forwards
+    assert "numbers only where they can be read" in to_svg(scene)
+
+
+def test_a_picture_of_very_many_actions_has_no_numbers_and_says_so() -> None:
+    scene = picture([simulate(build("1f1b", 8, 32))], many=511)
+    assert not numbers(scene)
+    assert not any(isinstance(shape, Rect) and shape.hint for shape in scene.shapes)
+    assert "too many actions to number them" in to_svg(scene)
+
+
+def test_long_times_are_written_out() -> None:
+    schedule = build("1f1b", 2, 2)
+    text = to_svg(picture([simulate(schedule, Costs.even(schedule.placement, 3667.5, 3667.5, 3666.833333333))]))
+    assert "makespan 33005.5 " in text
+    assert "e+" not in text
+
+
+def test_a_long_name_stays_clear_of_the_legend() -> None:
+    schedule = replace(build("zb-v", 4, 8), name="a schedule whose name goes on " * 9 + "for ever")
+    scene = picture([simulate(schedule)])
+    head = [shape for shape in scene.shapes if isinstance(shape, Text)]
+    name = next(text for text in head if text.bold)
+    legend_begins = min(text.x for text in head if text.y == name.y and text.text != name.text and text.x > 300)
+    assert name.text.endswith("…")
+    assert name.x + 1.12 * text_width(name.text, name.size) < legend_begins
+    assert schedule.name in to_svg(scene)  # in full, as the title of the file
 
 
 def test_actions_do_not_overlap_and_stay_inside() -> None:
@@ -125,3 +190,19 @@ def test_the_terminal_view_fits_its_width(name: str, columns: int) -> None:
 def test_the_legend_names_what_is_there() -> None:
     simulation = simulate(build("zb-h1", 2, 2))
     assert legend([simulation]).plain.split() == ["F", "forward", "I", "input", "gradient", "W", "weight", "gradient"]
+
+
+def test_a_column_shows_what_fills_most_of_it() -> None:
+    # The middle of the second column is in the short action, which fills a fifth of it.
+    letters = ((Kind.FORWARD, 0.0, 1.4), (Kind.INPUT_GRAD, 1.4, 1.6), (Kind.WEIGHT_GRAD, 1.6, 3.0))
+    spans = [Span(Action(kind, 0, 0), start, end) for kind, start, end in letters]
+    assert _columns(spans, 3, 1.0) == [spans[0], spans[0], spans[2]]
+
+
+def test_a_column_that_is_mostly_idle_is_idle() -> None:
+    spans = [Span(Action(Kind.FORWARD, 0, 0), 0.0, 1.4), Span(Action(Kind.BACKWARD, 0, 0), 2.8, 4.0)]
+    assert _columns(spans, 4, 1.0) == [spans[0], None, None, spans[1]]
+
+
+def test_eighty_columns_without_colour_still_have_the_numbers() -> None:
+    assert "F0F1F2F3" in to_terminal(simulate(build("1f1b", 4, 8)), columns=80, colour=False).plain

@@ -1,33 +1,45 @@
 """The clock: against a second implementation, against rules of thumb, and with links that matter."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.schedule import CATALOGUE, Costs, Link, Placement, Schedule, build, simulate, wire, with_zero
+from fivefold.schedule.engine import run
+from fivefold.schedule.interleaved import interleaved_unchecked
 from tests.schedule.slow_clock import ends
 from tests.schedule.strategies import schedules
 
 times = st.floats(0.05, 3.0)
 
 
-@given(schedules(most_ranks=5), st.data())
-@settings(max_examples=80, deadline=None)
-def test_every_action_ends_when_the_slow_clock_says(schedule: Schedule, data: st.DataObject) -> None:
-    stages = schedule.placement.stages
-    f, i, w = ([data.draw(times) for _ in range(stages)] for _ in range(3))
-    hop = data.draw(st.sampled_from([0.0, 0.3]))
-    costs = Costs.even(schedule.placement, f, i, w, link=Link(latency=hop))
-    roomy = wire(
-        schedule.name, schedule.placement, schedule.m, map(schedule.compute, range(schedule.p)), buffers=schedule.m
-    )
-    expected = ends(roomy, costs, hop)
-    for spans in simulate(roomy, costs).timeline:
+LINKS = st.builds(
+    Link,
+    latency=st.sampled_from([0.0, 0.3, 4.0]),
+    bandwidth=st.sampled_from([float("inf"), 10.0]),
+    message=st.sampled_from([0.0, 4.0, 40.0]),
+    sends=st.sampled_from(["eager", "blocking"]),
+    overlap=st.booleans(),
+)
+
+
+@given(schedules(most_ranks=4, most_rounds=2), LINKS, st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_action_ends_when_the_slow_clock_says(schedule: Schedule, link: Link, data: st.DataObject) -> None:
+    f, i, w, fb = ([data.draw(times) for _ in range(schedule.placement.stages)] for _ in range(4))
+    costs = Costs.even(schedule.placement, f, i, w, fb=data.draw(st.sampled_from([None, fb])), link=link)
+    buffers = data.draw(st.sampled_from([1, 2, schedule.buffers, schedule.m]))
+    orders = [schedule.compute(rank) for rank in range(schedule.p)]
+    rewired = wire(schedule.name, schedule.placement, schedule.m, orders, buffers=buffers)
+    assume(not run(rewired, costs).blocks)
+    expected = ends(rewired, costs)
+    for spans in simulate(rewired, costs).timeline:
         for action, _, end in spans:
-            assert end == pytest.approx(expected[action.kind.value, action.stage, action.microbatch])
+            assert end == pytest.approx(expected[str(action)])
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -55,11 +67,34 @@ def test_the_two_bubbles_measure_different_things() -> None:
     assert simulation.bubble_makespan == pytest.approx(3 / 27)
 
 
+def test_the_makespan_begins_with_the_step_not_with_the_first_action() -> None:
+    schedule = with_zero(build("1f1b", 1, 4), 1)
+    simulation = simulate(schedule, replace(Costs.even(schedule.placement), gather=4.0))
+    assert simulation.bubble_makespan == 4 / 16
+    assert simulation.bubble_span == 0
+
+
 def test_a_joined_pair_counts_its_time_once() -> None:
     schedule = build("dualpipe-v", 4, 8)
     simulation = simulate(schedule, Costs.even(schedule.placement, fb=2.0))
     assert all(rank.busy <= simulation.makespan for rank in simulation.ranks)
     assert simulation.ranks[0].busy == pytest.approx(24 - 5 * 0.5)  # five pairs, each half a unit shorter than F + B
+
+
+def test_a_joined_pair_takes_the_time_of_its_forwards_stage() -> None:
+    schedule = build("dualpipe-v", 2, 6)
+    simulation = simulate(schedule, Costs.even(schedule.placement, fb=[1.25, 1.5, 1.75, 2.0]))
+    pairs = [span for spans in simulation.timeline for span in spans if span.action.joined]
+    assert {span.action.stage for span in pairs} == {0, 1, 2, 3}
+    assert all(span.end - span.start == 1.25 + 0.25 * span.action.stage for span in pairs)
+
+
+def test_the_span_bubble_is_that_of_the_rank_that_waits_longest_not_of_the_largest_share() -> None:
+    placement = Placement.single(3)
+    simulation = simulate(build("1f1b", 3, 2), Costs.even(placement, i=[2, 1, 4]))
+    waits, shares = [rank.wait for rank in simulation.ranks], [rank.wait / rank.span for rank in simulation.ranks]
+    assert waits.index(max(waits)) != shares.index(max(shares))
+    assert simulation.bubble_span == shares[waits.index(max(waits))]
 
 
 def test_memory_is_a_curve_that_returns_to_nothing() -> None:
@@ -125,11 +160,34 @@ def test_blocking_sends_without_early_receives_deadlock_as_they_do_in_life() -> 
         linked("1f1b", Link(latency=0.2, sends="blocking", overlap=False))
 
 
+@pytest.mark.parametrize(
+    ("group", "link", "causes"),
+    [
+        (8, Link(sends="blocking"), r"blocking sends \(--sends blocking\):"),
+        (8, Link(overlap=False), r"receives that are posted late \(--no-overlap\):"),
+        (2, Link(sends="blocking", overlap=False), r"\(--sends blocking\) and receives .* \(--no-overlap\):"),
+    ],
+)
+def test_a_proven_schedule_that_deadlocks_on_another_link_names_the_link(group: int, link: Link, causes: str) -> None:
+    schedule = build("interleaved", 2, 8, chunks=2, group=group)
+    with pytest.raises(UserError, match=rf"The cause is .*{causes} schedules are proven for eager sends"):
+        simulate(schedule, Costs.even(schedule.placement, link=link))
+
+
+def test_a_schedule_that_deadlocks_on_any_link_does_not_blame_the_link() -> None:
+    schedule = interleaved_unchecked(4, 8, 2, group=3)
+    with pytest.raises(UserError) as caught:
+        simulate(schedule, Costs.even(schedule.placement, link=Link(sends="blocking")))
+    assert "The cause" not in str(caught.value)
+
+
 def test_a_send_waits_when_all_its_buffers_are_in_flight() -> None:
     schedule = build("gpipe", 2, 6)
     costs = Costs.even(schedule.placement, link=Link(latency=10))
     tight = wire("tight", schedule.placement, 6, [schedule.compute(0), schedule.compute(1)], buffers=1)
     assert simulate(tight, costs).makespan > simulate(schedule, costs).makespan
+    # With one buffer the second message cannot be handed over before the first has arrived, at 11; then F0.2 runs.
+    assert [span.end for span in simulate(tight, costs).timeline[0][:3]] == [1, 2, 12]
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------------
@@ -149,6 +207,12 @@ def test_reductions_of_stage_two_run_beside_compute() -> None:
     assert simulation.makespan == 12 + 1
 
 
+def test_reductions_of_a_rank_run_one_after_the_other() -> None:
+    schedule = with_zero(build("1f1b", 1, 4), 2)
+    simulation = simulate(schedule, replace(Costs.even(schedule.placement), reduce=5.0))
+    assert simulation.makespan == 3 + 4 * 5  # the first begins with the first gradient, the others queue behind it
+
+
 def test_stage_three_is_not_written_into_schedules() -> None:
     with pytest.raises(UserError, match="zero=3"):
         with_zero(build("1f1b", 2, 2), 3)
@@ -162,5 +226,34 @@ def test_times_must_fit_the_stages() -> None:
         Costs.even(Placement.single(4), [1, 1, 1])
     with pytest.raises(UserError, match="w=-1 is not a duration"):
         Costs.even(Placement.single(4), w=-1)
+    with pytest.raises(UserError, match=r"f=1e\+308 is not a duration"):
+        Costs.even(Placement.single(4), f=1e308)
+    with pytest.raises(UserError, match="f has times for 2 stages, and w for 1"):
+        Costs(f=(1, 1), i=(1, 1), w=(1,), b=(2, 2), activation=(1, 1))
+    with pytest.raises(UserError, match="schedule 1f1b has 4 stages, and the costs are those of 2"):
+        simulate(build("1f1b", 4, 8), Costs.even(Placement.single(2)))
     with pytest.raises(UserError, match="rank 7 cannot be slowed"):
         Costs.even(Placement.single(4)).slowed(Placement.single(4), {7: 2})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"latency": -1.0}, "a latency of -1"),
+        ({"latency": float("nan")}, "a latency of nan"),
+        ({"bandwidth": 0.0}, "the bandwidth must be above zero"),
+        ({"bandwidth": float("nan")}, "the bandwidth must be above zero"),
+        ({"message": -1.0}, "the message zero or more"),
+        ({"bandwidth": 1e-300, "message": 1e10}, "= inf on the link"),
+        ({"sends": "lazy"}, "'eager' or 'blocking', not 'lazy'"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Link(**wrong)
+
+
+@pytest.mark.parametrize("owner", [(), (0, -1)])
+def test_a_placement_that_cannot_be_is_refused(owner: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="there must be a stage, and ranks count from 0"):
+        Placement(owner)

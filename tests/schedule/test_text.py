@@ -1,5 +1,7 @@
 """Schedules on paper: the text form, JSON, files, and what is said about broken ones."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ def test_text_and_json_round_trip(schedule: Schedule) -> None:
 def test_collectives_round_trip(zero: int) -> None:
     schedule = with_zero(build("dualpipe-v", 2, 4), zero)
     assert from_text(to_text(schedule)) == schedule
+    assert from_text(to_text(schedule, implied=True)) == schedule
+    assert from_json(to_json(schedule)) == schedule
 
 
 def test_the_example_in_the_documentation_is_the_text_form() -> None:
@@ -112,3 +116,85 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.txt cannot be read: No such file"):
         load(tmp_path / "none.txt")
+
+
+# ---- what a file may hold ------------------------------------------------------------------------------------------
+
+IMPLIED = to_text(with_zero(SMALL, 1), implied=True)
+
+
+def test_a_message_in_a_file_that_implies_them_is_named(tmp_path: Path) -> None:
+    (problem,) = broken(tmp_path, IMPLIED.replace("F0.1", "F0.1 SEND_A0.1"))
+    assert problem == "broken.txt, line 9: SEND_A0.1 is listed, and messages are implied; leave out one or the other"
+
+
+def test_actions_are_counted_as_in_the_file_when_messages_are_implied(tmp_path: Path) -> None:
+    problems = broken(tmp_path, to_text(SMALL, implied=True).replace("B0.0 B0.1", "\n  B0.1\n  B0.0"))
+    sentence = "broken.txt, line 10: accumulate: rank 0 has B0.1 (action 2) before B0.0 (action 3)"
+    assert any(problem.startswith(sentence) for problem in problems)
+
+
+def test_a_deadlock_is_named_with_the_line_of_who_waits(tmp_path: Path) -> None:
+    text = to_text(SMALL, implied=True).replace("F0.0 F0.1 B0.0 B0.1", "F0.0\n  B0.0\n  F0.1\n  B0.1")
+    text = text.replace("peak 2 1\nslots 9\n", "").replace("F1.0 B1.0 F1.1", "F1.0 F1.1 B1.0")
+    (problem,) = broken(tmp_path, text)
+    assert problem.startswith("broken.txt, line 8: deadlock: rank 0 waits at B0.0")
+
+
+@pytest.mark.parametrize("line", ["stages 0 1\n", "stages 0 1000000", "stages 0 1" + "0" * 30])
+def test_without_stages_that_can_be_nothing_else_is_said(tmp_path: Path, line: str) -> None:
+    new = line if "000" in line else ""
+    (problem,) = broken(tmp_path, to_text(SMALL).replace("stages 0 1\n", new + "\n" * bool(new)))
+    assert "stages" in problem
+
+
+def test_a_flood_of_problems_in_a_file_is_cut_short(tmp_path: Path) -> None:
+    problems = broken(tmp_path, to_text(SMALL) + "  F9.9" * 1000)
+    assert len(problems) == 21
+    assert problems[-1] == "broken.txt: and 1980 more problems"
+
+
+def test_numbers_that_python_alone_takes_for_digits_are_refused(tmp_path: Path) -> None:
+    (problem,) = broken(tmp_path, to_text(SMALL).replace("peak 2 1", "peak 2 \u00b2"))
+    assert problem == "broken.txt, line 5: peak: '\u00b2' is not a whole number of 0 or more"
+
+
+def test_promises_and_buffers_may_be_as_large_as_one_likes() -> None:
+    large = to_text(SMALL).replace("slots 9", "slots 99999999").replace("peak 2 1", "peak 99999999 99999999")
+    schedule = from_text(large.replace("buffers 2", "buffers 99999999"))
+    assert schedule.promise.slots == schedule.buffers == 99_999_999
+
+
+def test_more_microbatches_than_actions_are_refused_before_anything_is_made_for_them(tmp_path: Path) -> None:
+    (problem,) = broken(tmp_path, to_text(SMALL).replace("microbatches 2", "microbatches 999999999999"))
+    assert problem == "broken.txt, line 3: there cannot be 999999999999 microbatches, with 16 actions in all"
+
+
+@pytest.mark.parametrize("name", ["", "a#b", "a\tb", " a", "a  b", "a\nb", "a\u2028b"])
+def test_a_name_that_would_not_read_back_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="cannot name a schedule"):
+        replace(SMALL, name=name)
+    with pytest.raises(UserError, match=r"schedule, schedule: .* cannot name a schedule"):
+        from_json(to_json(SMALL).replace('"1f1b"', json.dumps(name)))
+
+
+def test_a_name_of_several_words_reads_back() -> None:
+    named = replace(SMALL, name="l'été, 2 ranks")
+    assert from_text(to_text(named)) == from_json(to_json(named)) == named
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "line 1: this is not JSON"),
+        ("[]", "a schedule is an object with the key 'ranks'"),
+        ("[" * 100_000, "JSON of another kind"),
+        (to_json(SMALL).replace("[2, 1]", "1" * 5000), "JSON of another kind"),
+        (to_json(SMALL).replace('"1f1b"', "null"), "schedule: null should be a string"),
+    ],
+)
+def test_json_that_is_no_schedule_is_named(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=reason):
+        load(path)

@@ -1,6 +1,7 @@
 """`fivefold draw` and `fivefold schedules`: pipeline schedules, drawn and compared."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -62,7 +63,9 @@ def draw(
     """
     from fivefold.schedule.tables import details, figures, summary
 
-    wish = _wish(pp, microbatches, chunks, group, memory, times, slow, sends, overlap)
+    if output is not None:
+        _check_output(output, len(schedule))
+    wish = _wish(schedule, pp, microbatches, chunks, group, memory, times, slow, sends, overlap)
     simulations = [wish.simulate(name) for name in schedule]
     if output is not None:
         _write(simulations, output)
@@ -78,6 +81,7 @@ def draw(
 
 
 def _wish(
+    names: Iterable[str],
     pp: int | None,
     microbatches: int | None,
     chunks: int | None,
@@ -92,22 +96,31 @@ def _wish(
     from fivefold.schedule.times import Times, parse_slow
 
     durations = Times(Times.parse(times).values, parse_slow(slow), sends, overlap)
-    return Wish(pp, microbatches, chunks, group, memory, durations)
+    return Wish(tuple(names), pp, microbatches, chunks, group, memory, durations)
 
 
-def _write(simulations: list["Simulation"], path: Path) -> None:
+def _check_output(path: Path, schedules: int) -> None:
+    """Before minutes are spent on what could not be written."""
     from fivefold.schedule.compare import SCHEDULE_FILES
-    from fivefold.schedule.draw import PICTURES, save_picture
-    from fivefold.schedule.files import save
+    from fivefold.schedule.draw import PICTURES
 
-    if path.suffix in PICTURES:
-        save_picture(simulations, path)
-    elif path.suffix not in SCHEDULE_FILES:
+    suffix = path.suffix.lower()
+    if suffix not in (*PICTURES, *SCHEDULE_FILES):
         raise UserError(
             f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SCHEDULE_FILES)} for data"
         )
-    elif len(simulations) > 1:
-        raise UserError(f"{path} can hold one schedule, and {len(simulations)} are given; write them one by one")
+    if suffix in SCHEDULE_FILES and schedules > 1:
+        raise UserError(f"{path} can hold one schedule, and {schedules} are given; write them one by one")
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
+
+
+def _write(simulations: list["Simulation"], path: Path) -> None:
+    from fivefold.schedule.draw import PICTURES, save_picture
+    from fivefold.schedule.files import save
+
+    if path.suffix.lower() in PICTURES:
+        save_picture(simulations, path)
     else:
         save(simulations[0].schedule, path)
 
@@ -127,8 +140,10 @@ def _show(simulations: list["Simulation"]) -> None:
 
 
 def schedules(
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks (p).")] = 4,
-    microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")] = 8,
+    pp: Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p); default: 4.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m); default: 8.")
+    ] = None,
     chunks: Chunks = None,
     group: Group = None,
     memory: Memory = None,
@@ -149,20 +164,35 @@ def schedules(
 
       fivefold schedules --published
     """
-    from fivefold.schedule import tables
+    from fivefold.schedule import CATALOGUE, tables
+    from fivefold.schedule.interleaved import legal_groups
 
     console = Console(highlight=False)
     if published:
+        if (pp, microbatches, chunks, group, memory, times, slow, sends, overlap) != (
+            *[None] * 5,
+            "",
+            "",
+            "eager",
+            True,
+        ):
+            raise UserError("--published prints the paper's own cases; leave out the options that describe another one")
         if as_json:
             typer.echo(json.dumps(tables.published_rows()))
         else:
             console.print(tables.published_table())
         return
-    results = _wish(pp, microbatches, chunks, group, memory, times, slow, sends, overlap).compare()
+    p, m = 4 if pp is None else pp, 8 if microbatches is None else microbatches
+    wish = _wish(CATALOGUE, p, m, chunks, group, memory, times, slow, sends, overlap)
+    results = wish.compare()
+    n = group or next(iter(legal_groups(p, m)), None)
     if as_json:
         rows = tables.comparison_rows(results)
-        typer.echo(json.dumps({"pp": pp, "microbatches": microbatches, "schedules": rows}))
+        asked = {"pp": p, "microbatches": m, "group": n, "times": str(wish.times)}
+        typer.echo(json.dumps(asked | {"schedules": rows}))
         return
     table, notes = tables.comparison_table(results)
-    console.print(f"p={pp}, m={microbatches}; bubble of the makespan, peak in A, messages per microbatch\n", table)
+    console.print(f"p={p}, m={m}{f', N={n}' if n else ''}, {wish.times}")
+    sent = "bytes that a rank sends per step" if "bytes" in wish.times.values else "messages per rank and microbatch"
+    console.print(f"bubble: of the makespan; peak: in A; sends: {sent}\n", table)
     console.print("", *notes, sep="\n")

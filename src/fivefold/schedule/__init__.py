@@ -8,7 +8,7 @@
 `simulate` the clock, `text` and `files` the written form, `draw` the pictures. Nothing here needs torch.
 """
 
-from fivefold.schedule.actions import ALL, Action, Channel, Kind, channel_of
+from fivefold.schedule.actions import ALL, Action, Channel, Kind
 from fivefold.schedule.catalogue import CATALOGUE, build, placement
 from fivefold.schedule.check import Problem, check, prove
 from fivefold.schedule.costs import Costs, Link
@@ -36,7 +36,6 @@ __all__ = [
     "Simulation",
     "Span",
     "build",
-    "channel_of",
     "check",
     "from_json",
     "from_text",

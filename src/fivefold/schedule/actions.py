@@ -46,13 +46,14 @@ GATHER, REDUCE, STEP = Kind.GATHER, Kind.REDUCE, Kind.STEP
 COMPUTE = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD})
 SENDS = frozenset({SEND_ACTIVATION, SEND_GRADIENT})
 RECEIVES = frozenset({RECV_ACTIVATION, RECV_GRADIENT})
+MESSAGES = SENDS | RECEIVES
 COLLECTIVES = frozenset({GATHER, REDUCE, STEP})  # what belongs to the parameters of a stage, not to its data
 LAST_READERS = frozenset({BACKWARD, WEIGHT_GRAD})  # after these a microbatch's activations are free
 GRADIENT_MAKERS = frozenset({BACKWARD, INPUT_GRAD})  # these make the gradient that the stage before needs
 
 
 class Action(NamedTuple):
-    """One thing a rank does. `joined`: it runs overlapped with the action after it, as one (DualPipe's F&B)."""
+    """One thing a rank does. `joined`: this F runs overlapped with the B after it, as one (DualPipe's F&B)."""
 
     kind: Kind
     stage: int
@@ -85,19 +86,11 @@ class Channel(NamedTuple):
         return f"{what} of stage {self.source} to stage {self.target}"
 
 
-def channel_of(action: Action) -> Channel:
-    """The FIFO that a SEND or RECV uses."""
-    kind, stage = action.kind, action.stage
-    gradients = kind in (SEND_GRADIENT, RECV_GRADIENT)
-    leaves_downwards = kind in (SEND_ACTIVATION, RECV_GRADIENT)
-    return Channel(stage if leaves_downwards else stage - 1, gradients)
-
-
-_TOKEN = re.compile(r"([A-Z_]+)(\d+)(?:\.(\d+))?")
+_TOKEN = re.compile(r"([A-Z_]+)([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 def parse_token(token: str) -> list[Action]:
-    """'F3.5' -> one action, 'F3.5&B4.2' -> the two of a joined pair. Raises ValueError with the reason."""
+    """'F3.5' -> one action, 'F3.5&B4.2' -> the two of a joined pair, the F first. Raises ValueError with the reason."""
     parts = token.split("&")
     if len(parts) > 2:
         raise ValueError(f"{token!r} joins {len(parts)} actions; two can be joined")
@@ -106,6 +99,7 @@ def parse_token(token: str) -> list[Action]:
         first, second = (action.kind for action in actions)
         if {first, second} != {FORWARD, BACKWARD}:
             raise ValueError(f"{token!r} joins {first} with {second}; only an F and a B can be joined")
+        actions.sort(key=lambda action: action.kind is BACKWARD)
         actions[0] = actions[0]._replace(joined=True)
     return actions
 

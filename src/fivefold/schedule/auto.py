@@ -1,8 +1,9 @@
 """auto: a greedy zero-bubble schedule for the durations at hand (after Qi et al. 2023, section 3).
 
 The handcrafted schedules assume that all stages take the same time. This one takes the durations of each stage, the
-time of a message and a memory limit, and plays the pipeline forward under many policies; the best result is kept. The
-handcrafted ones compete, so `auto` is never worse than those that fit into its memory.
+link and a memory limit, plays the pipeline forward under many policies, and keeps the order that is fastest on the
+clock of `simulate`. The handcrafted orders with one stage per rank compete on the same clock, so `auto` is never slower
+than those that fit into its memory; and since `naive` always fits and never deadlocks, there is always a winner.
 """
 
 from collections.abc import Iterator
@@ -11,12 +12,17 @@ from itertools import product
 from fivefold.errors import UserError
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.engine import run
-from fivefold.schedule.greedy import Attempt, Fill, Policy, Problem, play
+from fivefold.schedule.gpipe import gpipe
+from fivefold.schedule.greedy import Fill, Policy, Task, play
+from fivefold.schedule.naive import naive
+from fivefold.schedule.one_f_one_b import one_f_one_b
 from fivefold.schedule.schedule import Placement, Promise, Schedule, peak_live
-from fivefold.schedule.wiring import wire
+from fivefold.schedule.simulate import Simulation
+from fivefold.schedule.wiring import Order, wire
 from fivefold.schedule.zero_bubble import zb_h1, zb_h2
 
 FILLS: tuple[Fill, ...] = ("any", "longest")
+HANDCRAFTED = (zb_h1, zb_h2, one_f_one_b, gpipe, naive)
 
 
 def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) -> Schedule:
@@ -27,52 +33,64 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
         raise UserError(f"auto cannot work with room for {limit} activations; give at least 1 (1f1b holds up to {p})")
     if len(costs.f) != p:
         raise UserError(f"auto has one stage per rank, {p} in all, and the costs are those of {len(costs.f)} stages")
-    problem = Problem(p, m, costs, limit)
-    attempts = (play(problem, policy) for policy in _policies(problem))
-    best = _best([*_handcrafted(problem)], attempts, problem.shortest())
-    return _wired(problem, best)
+    task = Task(p, m, costs, limit)
+    return _with_least_buffers(task, _fastest(task))
 
 
-def _best(handcrafted: list[Attempt], attempts: Iterator[Attempt], shortest: float) -> Attempt:
-    best = min([next(attempts), *handcrafted], key=_merit)
-    for attempt in attempts:
-        best = min(best, attempt, key=_merit)
-        if best.makespan <= shortest * (1 + 1e-9) and best.bubble <= 1e-9 * shortest:
+def _fastest(task: Task) -> Simulation:
+    """The best of all candidates, each with a buffer for every message, so that none of them waits for one."""
+    found: list[Simulation] = []
+    seen: list[list[Order]] = []
+    for orders in _candidates(task):
+        if orders in seen:
+            continue
+        seen.append(orders)
+        schedule = _wired(task, orders, task.m)
+        result = run(schedule, task.costs)
+        if result.blocks:  # blocking sends, or no overlap: what `check` proves does not hold there
+            continue
+        found.append(Simulation(schedule, task.costs, result))
+        if found[-1].makespan <= task.shortest() * (1 + 1e-9) and found[-1].bubble_span <= 1e-9:
             break
-    return best
+    return min(found, key=_merit)
 
 
-def _merit(attempt: Attempt) -> tuple[float, float, int]:
-    """Shortest first; among equals the smallest bubble, then the least memory."""
-    # Rounded, so that the dust of adding in another order does not decide.
-    makespan, bubble = float(f"{attempt.makespan:.9g}"), round(attempt.bubble / attempt.makespan, 9)
-    return makespan, bubble, max(map(peak_live, attempt.orders))
+def _candidates(task: Task) -> Iterator[list[Order]]:
+    for build in HANDCRAFTED:
+        schedule = build(task.p, task.m)
+        if max(map(peak_live, schedule.ranks)) <= task.limit:
+            yield [list(schedule.compute(rank)) for rank in range(task.p)]
+    for policy in policies(task):
+        yield play(task, policy)
 
 
-def _handcrafted(problem: Problem) -> Iterator[Attempt]:
-    for build in (zb_h1, zb_h2):
-        schedule = build(problem.p, problem.m)
-        result = run(schedule, problem.costs)
-        if not result.blocks and max(schedule.promise.peak or ()) <= problem.limit:
-            bubble = max(lane.last - lane.first - lane.busy for lane in result.lanes)
-            yield Attempt(result.makespan, bubble, [list(schedule.compute(rank)) for rank in range(problem.p)])
-
-
-def _policies(problem: Problem) -> Iterator[Policy]:
+def policies(task: Task) -> Iterator[Policy]:
     """Run ahead until the first gradient could be back, three quarters or half of that, or as far as memory goes."""
-    depths = [problem.depth(share) for share in (1.0, 0.75, 0.5)] + [(problem.m,) * problem.p]
+    depths = [task.depth(share) for share in (1.0, 0.75, 0.5)] + [(task.m,) * task.p]
     for depth, fill, forward_first in product(dict.fromkeys(depths), FILLS, (True, False)):
         yield Policy(depth, fill, forward_first)
 
 
-def _wired(problem: Problem, best: Attempt) -> Schedule:
-    """With as many buffers as it takes to run at the speed that was found: uneven stages let messages pile up."""
-    promise = Promise((min(problem.m, problem.limit),) * problem.p)
+def _merit(simulation: Simulation) -> tuple[float, float, float]:
+    """Shortest first; among equals the smallest bubble, then the least memory."""
+    # Rounded, so that the dust of adding in another order does not decide.
+    makespan, bubble = float(f"{simulation.makespan:.9g}"), round(simulation.bubble_span, 9)
+    return makespan, bubble, max(simulation.peak_activations)
+
+
+def _with_least_buffers(task: Task, best: Simulation) -> Schedule:
+    """Two buffers are enough for even stages; uneven ones let messages pile up, and need more to keep their speed."""
+    orders = [list(best.schedule.compute(rank)) for rank in range(task.p)]
     buffers = 2
-    while True:
-        placement = Placement.single(problem.p)
-        schedule = wire("auto", placement, problem.m, best.orders, buffers=buffers, promise=promise)
-        result = run(schedule, problem.costs)
-        if (not result.blocks and result.makespan <= best.makespan * (1 + 1e-9)) or buffers > problem.m:
+    while buffers < task.m:
+        schedule = _wired(task, orders, buffers)
+        result = run(schedule, task.costs)
+        if not result.blocks and result.makespan <= best.makespan * (1 + 1e-9):
             return schedule
         buffers *= 2
+    return best.schedule
+
+
+def _wired(task: Task, orders: list[Order], buffers: int) -> Schedule:
+    promise = Promise((min(task.m, task.limit),) * task.p)
+    return wire("auto", Placement.single(task.p), task.m, orders, buffers=buffers, promise=promise)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fivefold.errors import UserError
-from fivefold.layout import CHUNKED, SCHEDULES
+from fivefold.layout import CHUNKED, LEAST, SCHEDULES
 from fivefold.schedule.auto import auto
 from fivefold.schedule.breadth_first import breadth_first
 from fivefold.schedule.costs import Costs
@@ -41,8 +41,13 @@ class Entry:
     build: Callable[[Request], Schedule]
     place: Callable[[int, int], Placement]  # of p and chunks
     bubble: str  # in times of a whole rank
-    peak: str  # in A, one microbatch's activations of a whole rank
-    needs: str = ""
+    also: str = ""  # what it needs besides its least microbatches
+
+    @property
+    def needs(self) -> str:
+        """What it asks of the numbers; empty when any will do."""
+        least = {0: "", 1: "m >= p"}.get(times := LEAST.get(self.name, 0), f"m >= {times}p")
+        return "; ".join(filter(None, (least, self.also)))
 
     @property
     def chunks(self) -> int:
@@ -52,6 +57,10 @@ class Entry:
     @property
     def any_chunks(self) -> bool:
         return self.name in CHUNKED
+
+    def takes(self, option: str) -> bool:
+        """Whether `chunks`, `group` or `memory` makes a difference to it."""
+        return {"chunks": self.any_chunks, "group": self.name == "interleaved", "memory": self.name == "auto"}[option]
 
 
 def _single(p: int, chunks: int) -> Placement:
@@ -65,31 +74,29 @@ def _vee(p: int, chunks: int) -> Placement:
 CATALOGUE: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("naive", lambda r: naive(r.p, r.m), _single, "(p-1)/p of the time", "1"),
-        Entry("gpipe", lambda r: gpipe(r.p, r.m), _single, "(p-1)(F+B)", "m"),
-        Entry("1f1b", lambda r: one_f_one_b(r.p, r.m), _single, "(p-1)(F+B)", "p-r"),
+        Entry("naive", lambda r: naive(r.p, r.m), _single, "(p-1)/p of the time"),
+        Entry("gpipe", lambda r: gpipe(r.p, r.m), _single, "(p-1)(F+B)"),
+        Entry("1f1b", lambda r: one_f_one_b(r.p, r.m), _single, "(p-1)(F+B)"),
         Entry(
             "interleaved",
             lambda r: interleaved(r.p, r.m, r.chunks, r.group),
             Placement.looped,
             "(p-1)(F+B)/v",
-            "((v-1)N+2(p-1-r)+1)/v",
-            "m >= p; p <= N <= m, and m % N is 0 or >= p",
+            "p <= N <= m, and m % N is 0 or >= p",
         ),
         Entry(
             "bfs",
             lambda r: breadth_first(r.p, r.m, r.chunks),
             Placement.looped,
             "(p-1)(F+B)/v",
-            "m",
         ),
-        Entry("zb-h1", lambda r: zb_h1(r.p, r.m), _single, "(p-1)(F+I-W)", "p"),
-        Entry("zb-h2", lambda r: zb_h2(r.p, r.m), _single, "span (p-1)(F+I-2W)", "2p-1"),
-        Entry("zb-v", lambda r: zb_v(r.p, r.m), _vee, "span 0 if F=I=W", "p"),
-        Entry("v-half", lambda r: v_half(r.p, r.m), _vee, "", "p//2+1"),
-        Entry("v-min", lambda r: v_min(r.p, r.m), _vee, "", "about p/3"),
-        Entry("dualpipe-v", lambda r: dualpipe_v(r.p, r.m), _vee, "(p-1)(F&B+B-3W)/2", "p+1/2", "m >= 2p"),
-        Entry("auto", lambda r: auto(r.p, r.m, r.costs, r.memory), _single, "", "the limit"),
+        Entry("zb-h1", lambda r: zb_h1(r.p, r.m), _single, "(p-1)(F+I-W)"),
+        Entry("zb-h2", lambda r: zb_h2(r.p, r.m), _single, "span (p-1)(F+I-2W)"),
+        Entry("zb-v", lambda r: zb_v(r.p, r.m), _vee, "span 0 if F=I=W"),
+        Entry("v-half", lambda r: v_half(r.p, r.m), _vee, ""),
+        Entry("v-min", lambda r: v_min(r.p, r.m), _vee, ""),
+        Entry("dualpipe-v", lambda r: dualpipe_v(r.p, r.m), _vee, "(p-1)(F&B+B-3W)/2"),
+        Entry("auto", lambda r: auto(r.p, r.m, r.costs, r.memory), _single, ""),
     )
 }
 
@@ -137,8 +144,8 @@ def _problems(entry: Entry, p: int, m: int, chunks: int | None, group: int | Non
         found.append(
             f"{entry.name} has {entry.chunks} chunk{plural} per rank, not {chunks}; leave it out, or use {tunable}"
         )
-    if group is not None and entry.name != "interleaved":
+    if group is not None and not entry.takes("group"):
         found.append(f"{entry.name} has no group size N; leave it out, or use interleaved")
-    if memory is not None and entry.name != "auto":
+    if memory is not None and not entry.takes("memory"):
         found.append(f"{entry.name} takes no memory limit; leave it out, or use auto")
     return found

@@ -1,5 +1,6 @@
 """One wish, any schedule: build, prove and time schedules by name for the same ranks, microbatches and durations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +15,18 @@ from fivefold.schedule.times import Times
 SCHEDULE_FILES = (".txt", ".json")
 
 
+OPTIONS = ("chunks", "group", "memory")
+
+
 @dataclass(frozen=True)
 class Wish:
-    """What a command line asks for. `chunks`, `group` and `memory` go to the schedules that have them, so that several
-    can be compared in one command."""
+    """What a command line asks for: schedules by name or file, for these numbers.
 
+    `chunks`, `group` and `memory` go to the schedules that take them, so that several can be compared in one command;
+    where none of them does, the option is passed on all the same, to be refused.
+    """
+
+    names: Sequence[str]
     pp: int | None
     microbatches: int | None
     chunks: int | None = None
@@ -26,19 +34,28 @@ class Wish:
     memory: int | None = None
     times: Times = field(default_factory=Times)
 
+    def __post_init__(self) -> None:
+        for option in ("pp", "microbatches", *OPTIONS):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise UserError(f"--{option} is {value}, and must be at least 1")
+
     def simulate(self, name: str) -> Simulation:
         """A schedule of the catalogue, or of a file, on the clock."""
         schedule = self.load(name) if _is_file(name) else self.build(name)
         return simulate(schedule, self.times.costs(schedule.placement))
 
     def compare(self) -> dict[str, Simulation | UserError]:
-        """Every schedule of the catalogue, or why it is refused."""
+        """Every schedule, or why it is refused. What refuses all of them is the wish's own fault."""
         results: dict[str, Simulation | UserError] = {}
-        for name in CATALOGUE:
+        for name in self.names:
             try:
                 results[name] = self.simulate(name)
             except UserError as refusal:
                 results[name] = refusal
+        refusals = [result for result in results.values() if isinstance(result, UserError)]
+        if len(refusals) == len(results):
+            raise UserError(dict.fromkeys(map(str, refusals)))
         return results
 
     def build(self, name: str) -> Schedule:
@@ -47,21 +64,30 @@ class Wish:
             options = {"--pp": self.pp, "--microbatches": self.microbatches}
             missing = " and ".join(option for option, value in options.items() if value is None)
             raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
-        if self.pp < 1:
-            raise UserError(f"--pp is {self.pp}, and must be at least 1")
-        chunks = self.chunks if entry.any_chunks else None
-        group = self.group if name == "interleaved" else None
-        memory = self.memory if name == "auto" else None
-        costs = self.times.costs(entry.place(self.pp, chunks or entry.chunks))
-        return prove(build(name, self.pp, self.microbatches, chunks=chunks, group=group, costs=costs, memory=memory))
+        given = {option: value for option, value in self.options().items() if entry.takes(option)} | self.untaken()
+        costs = self.times.costs(entry.place(self.pp, given.get("chunks") or entry.chunks))
+        return prove(build(name, self.pp, self.microbatches, costs=costs, **given))
 
     def load(self, name: str) -> Schedule:
         schedule = load(Path(name))
         for option, given, held in (("--pp", self.pp, schedule.p), ("--microbatches", self.microbatches, schedule.m)):
             if given not in (None, held):
                 raise UserError(f"{option} is {given}, and {name} is a schedule for {held}; leave the option out")
+        for option in self.untaken():
+            raise UserError(f"{name} is a schedule as it stands, and --{option} cannot change it; leave the option out")
         return schedule
+
+    def options(self) -> dict[str, int]:
+        values = {option: getattr(self, option) for option in OPTIONS}
+        return {option: value for option, value in values.items() if value is not None}
+
+    def untaken(self) -> dict[str, int]:
+        """The options that none of the schedules takes."""
+        entries = [CATALOGUE[name] for name in self.names if name in CATALOGUE]
+        return {option: n for option, n in self.options().items() if not any(entry.takes(option) for entry in entries)}
 
 
 def _is_file(name: str) -> bool:
-    return name not in CATALOGUE and (Path(name).suffix in SCHEDULE_FILES or "/" in name or Path(name).is_file())
+    return name not in CATALOGUE and (
+        Path(name).suffix.lower() in SCHEDULE_FILES or "/" in name or Path(name).is_file()
+    )

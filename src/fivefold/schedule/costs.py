@@ -9,8 +9,14 @@ from fivefold.errors import UserError
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
 from fivefold.schedule.schedule import Placement
 
-Times = float | Sequence[float]
+Duration = float | Sequence[float]
 """One number: the time of a whole rank, shared evenly among its chunks. A sequence: one time per stage."""
+
+LONGEST = 1e30  # of any one duration, in any unit: sums of millions of them are still numbers
+
+
+def _is_duration(value: float) -> bool:
+    return 0 <= value <= LONGEST  # false for nan
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,20 @@ class Link:
     sends: Literal["eager", "blocking"] = "eager"
     overlap: bool = True
 
+    def __post_init__(self) -> None:
+        if self.sends not in ("eager", "blocking"):
+            raise UserError(f"a link's sends are 'eager' or 'blocking', not {self.sends!r}")
+        if not self.bandwidth > 0 or not 0 <= self.message < math.inf:
+            raise UserError(
+                f"a link with bandwidth={self.bandwidth:g} and messages of {self.message:g} bytes cannot be: the "
+                "bandwidth must be above zero (infinite by default), the message zero or more"
+            )
+        if not (_is_duration(self.latency) and _is_duration(self.occupancy)):
+            raise UserError(
+                f"a message takes a latency of {self.latency:g} and {self.message:g} bytes / {self.bandwidth:g} = "
+                f"{self.occupancy:g} on the link; both must be between 0 and {LONGEST:g}"
+            )
+
     @property
     def occupancy(self) -> float:
         """How long a message keeps its channel busy."""
@@ -43,23 +63,36 @@ class Costs:
     i: tuple[float, ...]
     w: tuple[float, ...]
     b: tuple[float, ...]
+    activation: tuple[float, ...]
     pair: tuple[float, ...] | None = None  # None: F and B one after the other
-    activation: tuple[float, ...] = ()
     gather: float = 0.0
     reduce: float = 0.0
     step: float = 0.0
     link: Link = Link()
 
+    def __post_init__(self) -> None:
+        per_stage = {"f": self.f, "i": self.i, "w": self.w, "b": self.b, "activation": self.activation}
+        if self.pair is not None:
+            per_stage["fb"] = self.pair
+        for name, values in per_stage.items():
+            if len(values) != len(self.f):
+                raise UserError(f"f has times for {len(self.f)} stages, and {name} for {len(values)}; they must agree")
+        once = {"gather": (self.gather,), "reduce": (self.reduce,), "step": (self.step,)}
+        for name, values in (per_stage | once).items():
+            strange = next((value for value in values if not _is_duration(value)), None)
+            if strange is not None:
+                raise UserError(f"{name}={strange:g} is not a duration; give a number from zero to {LONGEST:g}")
+
     @classmethod
     def even(
         cls,
         placement: Placement,
-        f: Times = 1.0,
-        i: Times = 1.0,
-        w: Times = 1.0,
+        f: Duration = 1.0,
+        i: Duration = 1.0,
+        w: Duration = 1.0,
         *,
-        b: Times | None = None,
-        fb: Times | None = None,
+        b: Duration | None = None,
+        fb: Duration | None = None,
         link: Link | None = None,
     ) -> Self:
         """Costs from times per rank: with v chunks on a rank, each takes 1/v. B takes I + W unless it is given."""
@@ -105,7 +138,7 @@ class Costs:
         return self.pair[forward_stage]
 
 
-def _per_stage(name: str, times: Times, placement: Placement) -> tuple[float, ...]:
+def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float, ...]:
     if isinstance(times, int | float):
         values = tuple(times / len(placement.of_rank[rank]) for rank in placement.owner)
     else:
@@ -114,6 +147,4 @@ def _per_stage(name: str, times: Times, placement: Placement) -> tuple[float, ..
         raise UserError(
             f"{name} has {len(values)} times, and there are {placement.stages} stages; give one time, or one per stage"
         )
-    if not all(0 <= value < math.inf for value in values):
-        raise UserError(f"{name}={times} is not a duration; give a number that is zero or more")
     return values

@@ -8,6 +8,7 @@ wait in a FIFO queue.
 from collections import Counter, deque
 
 from fivefold.errors import UserError
+from fivefold.layout import LEAST
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
@@ -15,10 +16,11 @@ from fivefold.schedule.wiring import Order, wire
 
 def dualpipe_v(p: int, m: int) -> Schedule:
     """A rank holds 2p + 1 chunk activations; the bubble is (p - 1)(F&B + B - 3W) in chunk times."""
-    if m < 2 * p:
+    least = LEAST["dualpipe-v"] * p
+    if m < least:
         raise UserError(
-            f"dualpipe-v needs at least 2p={2 * p} microbatches to have forwards and backwards to pair, and there are "
-            f"{m}; use zb-v, or at least {2 * p} microbatches"
+            f"dualpipe-v needs at least 2p={least} microbatches to have forwards and backwards to pair, and there are "
+            f"{m}; use zb-v, or at least {least} microbatches"
         )
     orders = [_Rank(p, m, rank).order() for rank in range(p)]
     promise = Promise((min(2 * m, 2 * p + 1),) * p, slots=6 * m + 2 * (p - 1))

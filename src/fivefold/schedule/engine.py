@@ -83,6 +83,7 @@ class Block(NamedTuple):
     channel: Channel
     message: int  # its place in the channel's FIFO
     peer: int
+    place: int  # of the action, in the rank's list
 
 
 class Run(NamedTuple):
@@ -102,7 +103,7 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     ranks = [_Rank(number, world) for number in range(schedule.p)]
     while world.ready:
         ranks[world.ready.pop()].walk()
-    blocks = [rank.block for rank in ranks if rank.block is not None and rank.place < len(rank.order)]
+    blocks = [rank.block._replace(place=rank.place) for rank in ranks if rank.block and rank.place < len(rank.order)]
     return Run([rank.lane for rank in ranks], blocks)
 
 
@@ -203,9 +204,8 @@ class _Rank:
     def spend_both(self, action: Action, start: float) -> None:
         assert self.partner is not None
         first, first_start = self.partner
-        forward, backward = (first, action) if first.kind is FORWARD else (action, first)
         start = max(start, first_start)
-        self.now = start + self.world.costs.joined(forward.stage, backward.stage)
+        self.now = start + self.world.costs.joined(first.stage, action.stage)
         self.lane.add(first, start, self.now)
         self.lane.add(action, start, self.now)
         self.partner = None
@@ -243,7 +243,7 @@ class _Rank:
         return True
 
     def wait(self, action: Action, queue: _Queue, number: int, peer: int) -> bool:
-        self.block = Block(self.number, action, queue.channel, number, peer)
+        self.block = Block(self.number, action, queue.channel, number, peer, self.place)
         queue.waiting.append(self.number)
         return False
 

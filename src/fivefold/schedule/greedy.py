@@ -7,7 +7,7 @@ weight gradient fills the gaps. Where the right answer depends on the durations,
 import heapq
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedule.costs import Costs
@@ -17,7 +17,7 @@ Fill = Literal["longest", "any"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Task:
     """What `auto` is to solve."""
 
     p: int
@@ -32,13 +32,14 @@ class Problem:
 
     def shortest(self) -> float:
         """No makespan is below this: a rank waits for its first forward, and then has all its work to do."""
-        f, i, w = self.costs.f, self.costs.i, self.costs.w
-        return max(sum(f[:rank]) + rank * self.hop + self.m * (f[rank] + i[rank] + w[rank]) for rank in range(self.p))
+        f, i, w, b = self.costs.f, self.costs.i, self.costs.w, self.costs.b
+        work = [f[rank] + min(i[rank] + w[rank], b[rank]) for rank in range(self.p)]
+        return max(sum(f[:rank]) + rank * self.hop + self.m * work[rank] for rank in range(self.p))
 
     def depth(self, share: float) -> tuple[int, ...]:
         """How many forwards each rank runs in this share of a round trip, besides the one that is under way."""
         forwards = [self.round_trip(rank) / max(self.costs.f[rank], 1e-12) for rank in range(self.p)]
-        return tuple(1 + math.ceil(share * count - 1e-9) for count in forwards)
+        return tuple(min(self.m, 1 + math.ceil(share * count - 1e-9)) for count in forwards)
 
     def round_trip(self, rank: int) -> float:
         """From the end of a forward to the arrival of its gradient, if nobody else is in the way."""
@@ -55,17 +56,9 @@ class Policy:
     forward_first: bool  # when a forward and a gradient are both ready
 
 
-class Attempt(NamedTuple):
-    """A result, and what it is judged by."""
-
-    makespan: float
-    bubble: float  # the largest of any rank's span
-    orders: list[Order]
-
-
-def play(problem: Problem, policy: Policy) -> Attempt:
-    """Play all microbatches through the pipeline under one policy."""
-    return _replay(problem, _Greedy(problem, policy).play())
+def play(task: Task, policy: Policy) -> list[Order]:
+    """Play all microbatches through the pipeline under one policy: what each rank does, in which order."""
+    return _Greedy(task, policy).play()
 
 
 class _Rank:
@@ -86,16 +79,16 @@ class _Rank:
 
 
 class _Greedy:
-    def __init__(self, problem: Problem, policy: Policy) -> None:
-        self.problem, self.policy = problem, policy
-        self.costs, self.hop = problem.costs, problem.hop
-        self.durations = {kind: problem.costs.of(kind) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
-        self.ranks = [_Rank() for _ in range(problem.p)]
-        self.ranks[0].forwards = [0.0] * problem.m
-        self.sequence: Order = []  # what all ranks do, in the order in which it begins
-        self.agenda = [(0.0, rank) for rank in range(problem.p)]
+    def __init__(self, task: Task, policy: Policy) -> None:
+        self.task, self.policy = task, policy
+        self.costs, self.hop = task.costs, task.hop
+        self.durations = {kind: task.costs.of(kind) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
+        self.ranks = [_Rank() for _ in range(task.p)]
+        self.ranks[0].forwards = [0.0] * task.m
+        self.orders: list[Order] = [[] for _ in range(task.p)]
+        self.agenda = [(0.0, rank) for rank in range(task.p)]
 
-    def play(self) -> Order:
+    def play(self) -> list[Order]:
         while self.agenda:
             now, rank = heapq.heappop(self.agenda)
             kind = self.choose(rank, now)
@@ -103,12 +96,12 @@ class _Greedy:
                 self.rest(rank, now)
             else:
                 self.begin(rank, kind, now)
-        return self.sequence
+        return self.orders
 
     def choose(self, rank: int, now: float) -> Kind | None:
         at, policy = self.ranks[rank], self.policy
         forward, gradient = self.arrivals(rank)
-        full = at.live >= self.problem.limit
+        full = at.live >= self.task.limit
         deferred = at.begun[INPUT_GRAD] > at.begun[WEIGHT_GRAD]
         if gradient <= now:
             return FORWARD if policy.forward_first and forward <= now and not full else INPUT_GRAD
@@ -140,7 +133,7 @@ class _Greedy:
     def next_arrival(self, rank: int, now: float) -> float:
         at = self.ranks[rank]
         forward, gradient = self.arrivals(rank)
-        if at.live >= self.problem.limit:
+        if at.live >= self.task.limit:
             forward = math.inf
         return min((time for time in (forward, gradient) if time > now), default=math.inf)
 
@@ -158,7 +151,7 @@ class _Greedy:
             at.waited += now - at.free
         at.started = True
         at.free = now + self.durations[kind][rank]
-        self.sequence.append(Action(kind, rank, at.begun[kind]))
+        self.orders[rank].append(Action(kind, rank, at.begun[kind]))
         at.begun[kind] += 1
         if kind is FORWARD:
             self.announce_forward(rank, at.free, now)
@@ -168,7 +161,7 @@ class _Greedy:
         heapq.heappush(self.agenda, (at.free, rank))
 
     def announce_forward(self, rank: int, end: float, now: float) -> None:
-        if rank == self.problem.p - 1:
+        if rank == self.task.p - 1:
             self.ranks[rank].gradients.append(end)  # the loss is there
         else:
             self.ranks[rank + 1].forwards.append(end + self.hop)
@@ -179,22 +172,3 @@ class _Greedy:
         if at.asleep:
             at.asleep = False
             heapq.heappush(self.agenda, (max(now, at.free), rank))
-
-
-def _replay(problem: Problem, sequence: Order) -> Attempt:
-    """The same orders without the hesitation: every action as early as it can. A sequence by begin is topological."""
-    p, hop = problem.p, problem.hop
-    durations = {kind: problem.costs.of(kind) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
-    orders: list[Order] = [[] for _ in range(p)]
-    first, free, busy = [-1.0] * p, [0.0] * p, [0.0] * p
-    ends: dict[tuple[Kind, int, int], float] = {}
-    for action in sequence:
-        kind, rank, k, _ = action
-        source = (kind, rank + (1 if kind is INPUT_GRAD else -1), k)
-        start = max(free[rank], ends[source] + hop) if kind is not WEIGHT_GRAD and source in ends else free[rank]
-        first[rank] = start if first[rank] < 0 else first[rank]
-        free[rank] = start + durations[kind][rank]
-        busy[rank] += durations[kind][rank]
-        ends[kind, rank, k] = free[rank]
-        orders[rank].append(action)
-    return Attempt(max(free), max(free[rank] - first[rank] - busy[rank] for rank in range(p)), orders)

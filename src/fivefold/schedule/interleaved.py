@@ -6,6 +6,7 @@ number of microbatches need not divide by it, as long as the last group still fi
 """
 
 from fivefold.errors import UserError
+from fivefold.layout import LEAST
 from fivefold.schedule.actions import BACKWARD, FORWARD, Action
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
@@ -17,7 +18,7 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None) -> Schedul
 
     Without a `group` it takes the smallest legal N: p when p divides m.
     """
-    if m < p:
+    if m < LEAST["interleaved"] * p:
         raise UserError(
             f"interleaved needs at least p={p} microbatches, and there are {m}: a chunk's group would run dry before "
             "its first microbatch is back; use 1f1b, or more microbatches"

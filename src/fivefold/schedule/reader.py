@@ -1,23 +1,26 @@
 """Reads the lines of a schedule file into a `Schedule`; what cannot be read is named with its line and the reason."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from fivefold.errors import UserError
-from fivefold.schedule.actions import ALL, Action, parse_token
-from fivefold.schedule.schedule import Placement, Promise, Schedule
+from fivefold.schedule.actions import ALL, MESSAGES, Action, parse_token
+from fivefold.schedule.schedule import Placement, Promise, Schedule, name_problem
 from fivefold.schedule.wiring import wire
+from fivefold.schedule.wording import shortened, whole_number
 from fivefold.words import did_you_mean
 
 KEYS = ("schedule", "stages", "microbatches", "buffers", "peak", "slots", "messages")
-MOST_BUFFERS = 1 << 20  # more than any schedule can use; a slip of the keyboard should not allocate them
 
 
 class Reading(NamedTuple):
-    """A schedule, and where in the file each rank and each of its actions stands ("line 12")."""
+    """A schedule, and where in the file it stands: "line 12" for each rank and for each of its actions."""
 
     schedule: Schedule
     rank_places: list[str]
-    action_places: list[list[str]]  # empty lists when messages are implied: actions then have no line of their own
+    action_places: list[list[str]]
+    numbers: list[list[int]]  # how the file counts the actions; it differs from the schedule where messages are implied
 
     def place(self, rank: int | None, action: int | None) -> str | None:
         """Where an action, or else its rank, was read."""
@@ -60,11 +63,12 @@ class Reader:
             self.values[key], self.places[key] = words, where
 
     def begin_rank(self, where: str, words: list[str]) -> None:
-        if len(words) != 1 or not words[0].isdigit():
+        number = whole_number(words[0]) if len(words) == 1 else None
+        if number is None:
             self.problem(where, f"'rank {' '.join(words)}' should be 'rank' and one number; its actions go below it")
             self.rank = None
             return
-        self.rank = int(words[0])
+        self.rank = number
         if self.rank in self.tokens:
             self.problem(where, f"rank {self.rank} is given for the second time")
         self.rank_places.setdefault(self.rank, where)
@@ -77,30 +81,46 @@ class Reader:
             self.problem(where, f"{words[0]!r} stands before any 'rank' line, so it is not clear who runs it")
 
     def finish(self) -> Reading:
-        owner = self.numbers("stages", least=0)
+        owner = self.owner()
         (microbatches,) = self.numbers("microbatches", count=1) or (0,)
         (buffers,) = self.numbers("buffers", default=[2], count=1) or (2,)
         ranks = max(owner, default=-1) + 1
-        if set(owner) != set(range(ranks)):
-            self.problem(self.places["stages"], f"stages: each rank from 0 to {ranks - 1} must own at least one")
-        peak = self.numbers("peak", default=[], count=ranks, least=0)
+        peak = self.numbers("peak", default=[], count=ranks or None, least=0)
         slots = self.numbers("slots", default=[], count=1)
-        implied = self.implied()
+        name, implied = self.name(), self.implied()
         self.all_ranks_listed(ranks)
-        read = [self.order(rank, len(owner), microbatches) for rank in range(ranks)]
+        read = [self.order(rank, len(owner), microbatches, implied) for rank in range(ranks)]
+        listed = sum(map(len, read))
+        if not self.problems and microbatches > listed:
+            where = self.places["microbatches"]
+            self.problem(where, f"there cannot be {microbatches} microbatches, with {listed} actions in all")
         if self.problems:
-            raise UserError(self.problems)
+            raise UserError(shortened(self.problems, self.source))
 
-        name = " ".join(self.values.get("schedule", ["unnamed"]))
-        placement = Placement(tuple(owner))
         promise = Promise(tuple(peak) if peak else None, slots[0] if slots else None)
-        orders = [[action for _, action in order] for order in read]
+        orders = tuple(tuple(action for _, action in order) for order in read)
+        schedule = Schedule(name, Placement(tuple(owner)), microbatches, orders, buffers, promise)
         if implied:
-            schedule = wire(name, placement, microbatches, orders, buffers=buffers, promise=promise)
-        else:
-            schedule = Schedule(name, placement, microbatches, tuple(map(tuple, orders)), buffers, promise)
-        action_places = [[] if implied else [where for where, _ in order] for order in read]
-        return Reading(schedule, [self.rank_places[rank] for rank in range(ranks)], action_places)
+            schedule = wire(name, schedule.placement, microbatches, orders, buffers=buffers, promise=promise)
+        numbers = [_numbers(actions, implied) for actions in schedule.ranks]
+        action_places = [[order[n][0] for n in counted] for order, counted in zip(read, numbers, strict=True)]
+        return Reading(schedule, [self.rank_places[rank] for rank in range(ranks)], action_places, numbers)
+
+    def owner(self) -> list[int]:
+        """The rank of each stage; empty, with the problem noted, when ranks are left out."""
+        owner = self.numbers("stages", least=0)
+        last = max(owner, default=-1)
+        if len(set(owner)) != last + 1:
+            self.problem(self.places["stages"], f"stages: each rank from 0 to {last} must own at least one")
+            return []
+        return owner
+
+    def name(self) -> str:
+        name = " ".join(self.values.get("schedule", ["unnamed"]))
+        problem = name_problem(name)
+        if problem is not None:
+            self.problem(self.places["schedule"], problem)
+        return name
 
     def numbers(
         self, key: str, default: list[int] | None = None, count: int | None = None, least: int = 1
@@ -114,11 +134,14 @@ class Reader:
         if not words or (count is not None and len(words) != count):
             self.problem(where, f"{key} needs {'numbers' if count is None else count}, and has {len(words)}")
             return []
+        numbers = []
         for word in words:
-            if not word.isdigit() or not least <= int(word) <= MOST_BUFFERS:
+            number = whole_number(word)
+            if number is None or number < least:
                 self.problem(where, f"{key}: {word!r} is not a whole number of {least} or more")
                 return []
-        return [int(word) for word in words]
+            numbers.append(number)
+        return numbers
 
     def implied(self) -> bool:
         words = self.values.get("messages")
@@ -134,7 +157,7 @@ class Reader:
             if rank >= ranks > 0:
                 self.problem(where, f"rank {rank} owns no stage; the stages live on ranks 0 to {ranks - 1}")
 
-    def order(self, rank: int, stages: int, microbatches: int) -> list[tuple[str, Action]]:
+    def order(self, rank: int, stages: int, microbatches: int, implied: bool) -> list[tuple[str, Action]]:
         read: list[tuple[str, Action]] = []
         for where, token in self.tokens.get(rank, []):
             try:
@@ -144,6 +167,8 @@ class Reader:
                 continue
             for action in actions:
                 self.in_range(where, action, stages, microbatches)
+                if implied and action.kind in MESSAGES:
+                    self.problem(where, f"{action} is listed, and messages are implied; leave out one or the other")
                 read.append((where, action))
         return read
 
@@ -155,3 +180,11 @@ class Reader:
 
     def problem(self, where: str, sentence: str) -> None:
         self.problems.append(f"{self.source}, {where}: {sentence}")
+
+
+def _numbers(actions: Sequence[Action], implied: bool) -> list[int]:
+    """By place in the schedule's list, the place in the file's; an implied message has that of the action before it."""
+    if not implied:
+        return list(range(len(actions)))
+    counts = accumulate(action.kind not in MESSAGES for action in actions)
+    return [max(0, count - 1) for count in counts]

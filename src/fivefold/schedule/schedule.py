@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
+from fivefold.errors import UserError
 from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, Action, Channel, Kind
 
 
@@ -13,6 +14,10 @@ class Placement:
     """Which rank owns each stage: `owner[stage]` is a rank. Stages are numbered in the order data flows forward."""
 
     owner: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.owner or min(self.owner) < 0:
+            raise UserError(f"stages on ranks {self.owner} cannot be: there must be a stage, and ranks count from 0")
 
     @classmethod
     def single(cls, ranks: int) -> Self:
@@ -97,6 +102,11 @@ class Schedule:
     buffers: int = 2
     promise: Promise = NOTHING
 
+    def __post_init__(self) -> None:
+        problem = name_problem(self.name)
+        if problem is not None:
+            raise UserError(problem)
+
     @property
     def p(self) -> int:
         return len(self.ranks)
@@ -114,8 +124,18 @@ class Schedule:
         return sum(action.kind in kinds for order in self.ranks for action in order)
 
 
+def name_problem(name: str) -> str | None:
+    """Why a name cannot be written in a line of text and read back; None when it can."""
+    if name and name.isprintable() and name == " ".join(name.split()) and "#" not in name:
+        return None
+    return f"{name!r} cannot name a schedule: a name is words with one space between them, and has no '#'"
+
+
 def live_counts(order: Iterable[Action]) -> list[int]:
-    """How many stage activations a rank holds after each of its actions: F takes one, B or W gives it back."""
+    """How many stage activations a rank holds after each of its actions: F takes one, B or W gives it back.
+
+    In a joined pair the F stands first, so the pair holds both activations, as it does when it runs.
+    """
     live, counts = 0, []
     for action in order:
         if action.kind is FORWARD:

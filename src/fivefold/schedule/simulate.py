@@ -2,7 +2,7 @@
 
 Two bubbles, because papers and people mean different ones:
 
-  bubble_makespan  the share of all ranks' time, from the first start to the last end, in which they do not compute:
+  bubble_makespan  the share of all ranks' time, from time 0 to the last end, in which they do not compute:
                    1 - sum of busy / (p x makespan). It is what a training step pays, since the optimizer waits for all.
   bubble_span      taken on the rank that waits longest between its own first start and last end: that wait, as a share
                    of that span. The zero-bubble papers quote it; it counts neither the late start of the last ranks nor
@@ -10,7 +10,7 @@ Two bubbles, because papers and people mean different ones:
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.errors import UserError
@@ -97,7 +97,24 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     Without costs, each F, I and W of a whole rank takes 1 and messages take nothing.
     """
     costs = costs or Costs.even(schedule.placement)
+    stages = schedule.placement.stages
+    if len(costs.f) != stages:
+        raise UserError(f"schedule {schedule.name} has {stages} stages, and the costs are those of {len(costs.f)}")
     result = run(schedule, costs)
     if result.blocks:
-        raise UserError(f"schedule {schedule.name} deadlocks: {deadlock_sentence(result.blocks)}")
+        raise UserError(_deadlock(schedule, costs, result))
     return Simulation(schedule, costs, result)
+
+
+def _deadlock(schedule: Schedule, costs: Costs, result: Run) -> str:
+    """Who waits for whom; and where the schedule is sound and the link is not what it is proven for, that."""
+    sentence = f"schedule {schedule.name} deadlocks: {deadlock_sentence(result.blocks)}"
+    link = costs.link
+    causes = ["blocking sends (--sends blocking)"] * (link.sends == "blocking")
+    causes += ["receives that are posted late (--no-overlap)"] * (not link.overlap)
+    if not causes or run(schedule, replace(costs, link=replace(link, sends="eager", overlap=True))).blocks:
+        return sentence
+    return (
+        f"{sentence}. The cause is {' and '.join(causes)}: schedules are proven for eager sends and receives posted "
+        "early, which is how they are executed; time it with --sends eager --overlap, or naive, which never waits so"
+    )

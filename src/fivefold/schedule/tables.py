@@ -11,13 +11,15 @@ from fivefold.schedule.benchmark import Timing
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.schedule.published import PUBLISHED, reproduce
 from fivefold.schedule.simulate import Simulation
+from fivefold.schedule.wording import figure
+from fivefold.words import bytes_text
 
 LEFT_ALIGNED = ("schedule", "model", "bubble by formula")
 
 
 def summary(simulation: Simulation) -> str:
     return (
-        f"makespan {simulation.makespan:.6g}, bubble {simulation.bubble_makespan:.2%} of the makespan and "
+        f"makespan {figure(simulation.makespan)}, bubble {simulation.bubble_makespan:.2%} of the makespan and "
         f"{simulation.bubble_span:.2%} of the span, peak {max(simulation.peak_activations):.4g} A"
     )
 
@@ -35,6 +37,7 @@ def figures(simulation: Simulation) -> dict[str, Any]:
         "bubble_span": simulation.bubble_span,
         "peak_activations": simulation.peak_activations,
         "messages": schedule.count(*SENDS),
+        "bytes_sent": schedule.count(*SENDS) * simulation.costs.link.message,
         "buffers": schedule.buffers,
     }
 
@@ -56,24 +59,30 @@ def comparison_rows(results: Mapping[str, Simulation | UserError]) -> list[dict[
 
 def comparison_table(results: Mapping[str, Simulation | UserError]) -> tuple[Table, list[str]]:
     """The schedules that work, and notes about what they need and why others are refused."""
-    table = _table("schedule", "makespan", "bubble", "of span", "peak A", "messages", "bubble by formula")
+    table = _table("schedule", "v", "makespan", "bubble", "of span", "peak A", "sends", "bubble by formula")
     notes = []
+    refused: dict[str, list[str]] = {}  # why -> who; the same reason is given once
     for name, result in results.items():
         needs = CATALOGUE[name].needs
         if isinstance(result, UserError):
-            notes.append(f"{name} is refused: {result}")
+            refused.setdefault(str(result), []).append(name)
             continue
         table.add_row(name, *_cells(result), CATALOGUE[name].bubble)
         notes += [f"{name} needs {needs}"] if needs else []
+    for reason, names in refused.items():
+        notes.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} refused: {reason}")
     return table, notes
 
 
 def _cells(simulation: Simulation) -> Iterable[str]:
-    yield f"{simulation.makespan:.6g}"
+    schedule, size = simulation.schedule, simulation.costs.link.message
+    per_rank = schedule.count(*SENDS) / schedule.p
+    yield str(schedule.placement.chunks)
+    yield figure(simulation.makespan)
     yield f"{simulation.bubble_makespan:.2%}"
     yield f"{simulation.bubble_span:.2%}"
     yield f"{max(simulation.peak_activations):.4g}"
-    yield f"{simulation.schedule.count(*SENDS) / simulation.schedule.m:g}"
+    yield bytes_text(per_rank * size) if size else f"{per_rank / schedule.m:.3g}"
 
 
 def published_rows() -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@
     rank 1
       RECV_A1.0 RECV_A1.1 F1.0 B1.0 SEND_G1.0 F1.1 B1.1 SEND_G1.1
 
-With the line `messages implied` the lists hold compute only, and every SEND and RECV follows from the placement.
+With the line `messages implied` the lists hold no SEND and no RECV; all of them follow from the placement.
 """
 
 import json
@@ -20,14 +20,16 @@ from textwrap import wrap
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.schedule.actions import tokens
+from fivefold.schedule.actions import MESSAGES, Action, tokens
 from fivefold.schedule.reader import Reader, Reading
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.wiring import wire
 
+WORDS = ("schedule", "messages")  # the keys that have words for values; the others have numbers
+
 
 def to_text(schedule: Schedule, *, implied: bool = False) -> str:
-    """The text form; with `implied` only the compute, enough when the messages are where `wire` puts them."""
+    """The text form; with `implied` without its messages, enough when the messages are where `wire` puts them."""
     if implied and rewired(schedule) != schedule:
         raise ValueError(f"the messages of schedule {schedule.name} do not follow from its compute order")
     return "\n".join(_lines(schedule, implied)) + "\n"
@@ -40,7 +42,7 @@ def _lines(schedule: Schedule, implied: bool) -> Iterator[str]:
         yield "messages implied"
     for rank, actions in enumerate(schedule.ranks):
         yield f"rank {rank}"
-        order = schedule.compute(rank) if implied else actions
+        order = unwired(actions) if implied else actions
         yield from wrap(" ".join(tokens(order)), 100, initial_indent="  ", subsequent_indent="  ")
 
 
@@ -58,9 +60,14 @@ def _header(schedule: Schedule) -> dict[str, Any]:
     return header
 
 
+def unwired(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    """A rank's actions without its messages."""
+    return tuple(action for action in order if action.kind not in MESSAGES)
+
+
 def rewired(schedule: Schedule) -> Schedule:
     """The schedule with the same compute orders, and the messages where `wire` puts them."""
-    orders = [schedule.compute(rank) for rank in range(schedule.p)]
+    orders = map(unwired, schedule.ranks)
     name, placement, m = schedule.name, schedule.placement, schedule.microbatches
     return wire(name, placement, m, orders, buffers=schedule.buffers, promise=schedule.promise)
 
@@ -96,14 +103,24 @@ def read_json(text: str, source: str) -> Reading:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{source}, line {error.lineno}: this is not JSON: {error.msg}") from None
+    except (RecursionError, ValueError):  # brackets too deep, numbers too long
+        raise UserError(f"{source}: this is JSON of another kind, not a schedule") from None
     ranks = data.pop("ranks", None) if isinstance(data, dict) else None
     if not isinstance(ranks, list) or not all(isinstance(actions, list) for actions in ranks):
         raise UserError(f"{source}: a schedule is an object with the key 'ranks', a list of lists of actions")
     reader = Reader(source)
     for key, value in data.items():
-        reader.header(key, key, [str(item) for item in (value if isinstance(value, list) else [value])])
+        if key in WORDS and not isinstance(value, str):
+            reader.problem(key, f"{json.dumps(value)} should be a string")
+            continue
+        reader.header(key, key, [_word(item) for item in (value if isinstance(value, list) else [value])])
     for rank, actions in enumerate(ranks):
         reader.begin_rank(f"ranks[{rank}]", [str(rank)])
         for place, action in enumerate(actions):
-            reader.actions(f"ranks[{rank}][{place}]", [str(action)])
+            reader.actions(f"ranks[{rank}][{place}]", [_word(action)])
     return reader.finish()
+
+
+def _word(value: object) -> str:
+    """A value as the text form has it. What does not belong in a schedule is left as JSON, for the reader to refuse."""
+    return value if isinstance(value, str) else json.dumps(value)

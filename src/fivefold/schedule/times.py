@@ -16,6 +16,7 @@ from typing import Literal, Self
 from fivefold.errors import UserError
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement
+from fivefold.schedule.wording import figure, shortened, whole_number
 from fivefold.words import did_you_mean
 
 PER_STAGE = ("f", "i", "w", "b", "fb")
@@ -42,6 +43,9 @@ class Times:
             if key not in KEYS:
                 problems.append(f"times: {key!r} is not a time; {did_you_mean(key, KEYS)}")
                 continue
+            if key in values:
+                problems.append(f"times: {key} is given for the second time, as {value}")
+                continue
             numbers = [_duration(piece) for piece in value.split(":")]
             if None in numbers or (key in SINGLE and len(numbers) > 1):
                 wanted = "a number of zero or more" + (", or one per stage as 1:1:1.5:1" if key in PER_STAGE else "")
@@ -51,8 +55,15 @@ class Times:
         if values.get("bandwidth") == (0.0,):
             problems.append("times: bandwidth=0 carries nothing; leave it out for a link that takes no time")
         if problems:
-            raise UserError(problems)
+            raise UserError(shortened(problems, "times"))
         return cls(values)
+
+    def __str__(self) -> str:
+        """As it would be written, with what is left out."""
+        values = {"f": (1.0,), "i": (1.0,), "w": (1.0,)} | dict(self.values)
+        text = ",".join(f"{key}={':'.join(figure(value) for value in values[key])}" for key in KEYS if key in values)
+        text += "".join(f", rank {rank} takes {factor:g} times as long" for rank, factor in self.slow.items())
+        return text + ", blocking sends" * (self.sends == "blocking") + ", no overlap" * (not self.overlap)
 
     def costs(self, placement: Placement) -> Costs:
         """The costs of the stages of one placement."""
@@ -82,9 +93,12 @@ def parse_slow(text: str) -> dict[int, float]:
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         rank, _, factor = (piece.strip() for piece in part.partition("="))
         number = _duration(factor)
-        if not rank.isdigit() or not number:
+        which = whole_number(rank)
+        if which is None or not number:
             raise UserError(f"slow: {part!r} should be a rank and a factor above zero, like 2=1.5")
-        factors[int(rank)] = number
+        if which in factors:
+            raise UserError(f"slow: rank {which} is given for the second time, as {part}")
+        factors[which] = number
     return factors
 
 

@@ -6,13 +6,15 @@ A builder only says in which order each rank computes. What crosses ranks follow
 * a RECV is posted early. The first `buffers` receives of a channel stand at the head of the list, and receive n stands
   right behind the consumer of message n - buffers, which has just freed a buffer.
 
-A joined pair counts as one action: what it needs is posted before it, what it makes is sent after it.
+A joined pair counts as one action: what it needs is posted before it, what it makes is sent after it. GATHER, REDUCE
+and STEP are carried along where they stand.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 
 from fivefold.schedule.actions import (
+    COLLECTIVES,
     COMPUTE,
     FORWARD,
     GRADIENT_MAKERS,
@@ -32,7 +34,7 @@ def wire(
     name: str,
     placement: Placement,
     microbatches: int,
-    orders: Sequence[Iterable[Action]],
+    orders: Iterable[Iterable[Action]],
     *,
     buffers: int = 2,
     promise: Promise = NOTHING,
@@ -51,7 +53,8 @@ _action = tuple.__new__  # a NamedTuple's own constructor takes three times as l
 
 def _ends(placement: Placement) -> Ends:
     """By kind and stage: how an action's input is received and its result sent; None where it stays on the rank."""
-    ends: Ends = {(kind, stage): (None, None) for kind in COMPUTE for stage in range(placement.stages)}
+    silent = COMPUTE | COLLECTIVES
+    ends: Ends = {(kind, stage): (None, None) for kind in silent for stage in range(placement.stages)}
     for stage in range(placement.stages):
         comes = stage > 0 and placement.crosses(stage - 1)
         goes = stage + 1 < placement.stages and placement.crosses(stage)

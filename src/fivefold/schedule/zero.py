@@ -7,7 +7,7 @@ parameters, gradients and optimizer state (ZeRO stages 0 to 2; stage 3 gathers i
 from dataclasses import replace
 
 from fivefold.errors import UserError
-from fivefold.schedule.actions import FORWARD, GATHER, LAST_READERS, REDUCE, STEP, Action
+from fivefold.schedule.actions import COMPUTE, FORWARD, GATHER, LAST_READERS, REDUCE, STEP, Action
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.wiring import Order
 
@@ -29,8 +29,11 @@ def _extend(order: Order, zero: int) -> Order:
     gathered = set() if zero else set(unreduced)
 
     extended: Order = []
-    late: Order = []  # what is due once a joined pair is complete
+    late: Order = []  # what is due before the rank computes on: behind the pair it belongs to, and behind its sends
     for action in order:
+        if late and action.kind in COMPUTE and not extended[-1].joined:
+            extended += late
+            late.clear()
         if action.kind is FORWARD and action.stage not in gathered:
             gathered.add(action.stage)
             extended.append(Action(GATHER, action.stage))
@@ -41,7 +44,4 @@ def _extend(order: Order, zero: int) -> Order:
                 late.append(Action(REDUCE, action.stage, action.microbatch))
             elif unreduced[action.stage] == 0:
                 late.append(Action(REDUCE, action.stage))
-        if not action.joined:
-            extended += late
-            late.clear()
-    return extended + [Action(STEP, stage) for stage in sorted(unreduced)]
+    return extended + late + [Action(STEP, stage) for stage in sorted(unreduced)]

@@ -10,7 +10,7 @@
 The checker reads the action lists and nothing else: it knows no builder and no schedule by name.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from fivefold.errors import UserError
 from fivefold.schedule.check.accumulate import accumulate
@@ -22,11 +22,9 @@ from fivefold.schedule.check.index import Index
 from fivefold.schedule.check.order import order
 from fivefold.schedule.check.problem import Problem
 from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.wording import shortened
 
-__all__ = ["MOST", "Problem", "check", "prove"]
-
-MOST = 20  # sentences; one mistake can break hundreds of messages
-
+__all__ = ["Problem", "check", "prove"]
 
 Proof = Callable[[Index], Iterator[Problem]]
 
@@ -34,9 +32,12 @@ Proof = Callable[[Index], Iterator[Problem]]
 STEPS: tuple[tuple[Proof, ...], ...] = ((complete,), (order, channels, accumulate), (deadlock, bounds))
 
 
-def check(schedule: Schedule) -> list[Problem]:
-    """Everything that is wrong with a schedule; an empty list is the proof that nothing is."""
-    index = Index(schedule)
+def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) -> list[Problem]:
+    """Everything that is wrong with a schedule; an empty list is the proof that nothing is.
+
+    `numbers[rank][place]` is how sentences count an action, where the user knows another list than the schedule's.
+    """
+    index = Index(schedule, numbers)
     for step in STEPS:
         problems = [found._replace(obligation=proof.__name__) for proof in step for found in proof(index)]
         if problems:
@@ -48,8 +49,6 @@ def prove(schedule: Schedule) -> Schedule:
     """The schedule itself when it passes, a UserError with the reasons when it does not."""
     problems = check(schedule)
     if problems:
-        sentences = [f"schedule {schedule.name}: {problem}" for problem in problems[:MOST]]
-        if len(problems) > MOST:
-            sentences.append(f"schedule {schedule.name}: and {len(problems) - MOST} more of the kind")
-        raise UserError(sentences)
+        about = f"schedule {schedule.name}"
+        raise UserError(shortened([f"{about}: {problem}" for problem in problems], about))
     return schedule

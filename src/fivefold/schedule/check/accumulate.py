@@ -12,12 +12,11 @@ from fivefold.schedule.check.problem import Problem
 
 def accumulate(index: Index) -> Iterator[Problem]:
     for stage, rank in enumerate(index.schedule.placement.owner):
-        actions = index.schedule.ranks[rank]
         places = index.weight_gradients(stage)
         for before, after in pairwise(places):
             if after < before:
                 yield Problem(
-                    f"rank {rank} has {actions[after]} (action {after}) before {actions[before]} (action {before}): "
+                    f"rank {rank} has {index.named(rank, after)} before {index.named(rank, before)}: "
                     f"the weight gradients of stage {stage} would be summed in another order than on a single device",
                     rank,
                     after,

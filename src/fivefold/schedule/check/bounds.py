@@ -25,11 +25,10 @@ def _activations(index: Index, rank: int) -> Iterator[Problem]:
     taken = [index.places(FORWARD, stage) for stage in stages]
     freed = [index.weight_gradients(stage) for stage in stages]
     if _overflows(taken, freed, promised[rank]):
-        actions = index.schedule.ranks[rank]
-        counts = live_counts(actions)
+        counts = live_counts(index.schedule.ranks[rank])
         place = next(place for place, live in enumerate(counts) if live > promised[rank])
         yield Problem(
-            f"rank {rank} holds {counts[place]} stage activations from {actions[place]} (action {place}) on, "
+            f"rank {rank} holds {counts[place]} stage activations from {index.named(rank, place)} on, "
             f"{max(counts)} at most, and {promised[rank]} are promised",
             rank,
             place,

@@ -1,15 +1,19 @@
 """Complete: each (stage, microbatch) has one F and one B, or one I and one W, where the stage lives; and each message
-that crosses ranks has one SEND and one RECV."""
+that crosses ranks has one SEND and one RECV. Where a schedule also takes care of parameters, every stage is reduced and
+stepped once, and gathered if any is."""
 
 from collections.abc import Iterator
 
 from fivefold.schedule.actions import (
     ALL,
     BACKWARD,
+    COLLECTIVES,
     FORWARD,
+    GATHER,
     INPUT_GRAD,
     RECV_ACTIVATION,
     RECV_GRADIENT,
+    REDUCE,
     SEND_ACTIVATION,
     SEND_GRADIENT,
     SENDS,
@@ -28,7 +32,7 @@ def complete(index: Index) -> Iterator[Problem]:
     for stage in range(index.schedule.placement.stages):
         yield from _compute(index, stage)
     yield from _messages(index)
-    yield from _steps(index)
+    yield from _parameters(index)
 
 
 def _shape(index: Index) -> Iterator[Problem]:
@@ -50,7 +54,7 @@ def _strays(index: Index) -> Iterator[Problem]:
     schedule = index.schedule
     owner = schedule.placement.owner
     for rank, place, action in index.strays:
-        name = f"rank {rank} has {action} (action {place})"
+        name = f"rank {rank} has {index.named(rank, place)}"
         if not 0 <= action.stage < len(owner):
             yield Problem(f"{name}, and there are {len(owner)} stages, 0 to {len(owner) - 1}", rank, place)
         elif owner[action.stage] != rank:
@@ -61,7 +65,7 @@ def _strays(index: Index) -> Iterator[Problem]:
             yield Problem(f"{name}, and there are {schedule.m} microbatches, 0 to {schedule.m - 1}", rank, place)
         else:
             first = index.places(action.kind, action.stage)[action.microbatch]
-            yield Problem(f"{name} for the second time; the first is action {first}", rank, place)
+            yield Problem(f"{name} for the second time; the first is {index.action(rank, first)}", rank, place)
 
 
 def _compute(index: Index, stage: int) -> Iterator[Problem]:
@@ -128,13 +132,33 @@ def _pointless(index: Index, kind: Kind, stage: int) -> Iterator[Problem]:
         )
 
 
-def _steps(index: Index) -> Iterator[Problem]:
-    for stage, rank in enumerate(index.schedule.placement.owner):
-        steps = index.whole.get((STEP, stage), [])
-        if len(steps) > 1:
-            first, second = steps[:2]
-            yield Problem(
-                f"rank {rank} has {Action(STEP, stage)} (action {second}) a second time; the first is action {first}",
-                rank,
-                second,
-            )
+def _parameters(index: Index) -> Iterator[Problem]:
+    """Where any stage has one of GATHER, REDUCE and STEP, each is reduced and stepped; and gathered, if any is."""
+    present = {kind for kind, _ in (*index.whole, *index.sequence) if kind in COLLECTIVES}
+    due = [kind for kind in (GATHER, REDUCE, STEP) if kind is not GATHER or kind in present]
+    for stage in range(index.schedule.placement.stages if present else 0):
+        for kind in due:
+            yield from _once(index, kind, stage)
+
+
+def _once(index: Index, kind: Kind, stage: int) -> Iterator[Problem]:
+    """One for all microbatches, or (but not for STEP) one for each."""
+    rank, action = index.schedule.placement.owner[stage], Action(kind, stage)
+    whole, single = index.whole.get((kind, stage), []), index.sequence.get((kind, stage), [])
+    if len(whole) > 1:
+        first, second = whole[:2]
+        again = f"rank {rank} has {index.named(rank, second)} a second time"
+        yield Problem(f"{again}; the first is {index.action(rank, first)}", rank, second)
+    elif single and (whole or kind is STEP):
+        place = index.places(kind, stage)[single[0]]
+        yield Problem(
+            f"rank {rank} has {index.named(rank, place)}, and "
+            + (f"also {action} for all microbatches" if whole else f"{kind} is for all microbatches: {action}"),
+            rank,
+            place,
+        )
+    elif not whole and not single:
+        yield Problem(f"rank {rank} never has {action}, and the schedule takes care of parameters elsewhere", rank)
+    elif single and len(single) < index.schedule.m:
+        missing = index.places(kind, stage).index(ABSENT)
+        yield Problem(f"rank {rank} has {action}.{single[0]}, but never {action}.{missing}", rank)

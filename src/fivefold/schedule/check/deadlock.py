@@ -1,5 +1,7 @@
 """Deadlock: run the lists, receives posted where they stand, sends held back by the buffers, and see who is left.
 
+The proof is for receives posted where they stand and sends that do not block until they run out of buffers, because
+that is how the runtime executes; with blocking sends or receives posted late, `simulate` may find a deadlock here too.
 Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through, every
 run does, at any speed of ranks and links.
 """
@@ -14,7 +16,8 @@ from fivefold.schedule.engine import Block
 
 def deadlock(index: Index) -> Iterator[Problem]:
     if index.run.blocks:
-        yield Problem(deadlock_sentence(index.run.blocks), index.run.blocks[0].rank)
+        first = _circle(index.run.blocks)[0]
+        yield Problem(deadlock_sentence(index.run.blocks), first.rank, first.place)
 
 
 def deadlock_sentence(blocks: list[Block]) -> str:

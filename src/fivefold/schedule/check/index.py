@@ -1,6 +1,7 @@
 """Where every action of a schedule stands: read once, used by all proofs."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 
 from fivefold.schedule.actions import ALL, BACKWARD, COLLECTIVES, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
@@ -20,8 +21,9 @@ class Index:
     in `strays` as (rank, place, action), for `complete` to name.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) -> None:
         self.schedule = schedule
+        self.numbers = numbers  # by rank and place: how sentences count the action; None: as the list does
         self.strays: list[tuple[int, int, Action]] = []
         self.sequence: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
         self.whole: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)  # places of GATHER3, REDUCE3, STEP3
@@ -55,6 +57,14 @@ class Index:
     def _stages_of(self, rank: int) -> tuple[int, ...]:
         of_rank = self.schedule.placement.of_rank
         return of_rank[rank] if rank < len(of_rank) else ()
+
+    def action(self, rank: int, place: int) -> str:
+        """What sentences call a place: 'action 7'."""
+        return f"action {place if self.numbers is None else self.numbers[rank][place]}"
+
+    def named(self, rank: int, place: int) -> str:
+        """What stands there, and the place: 'F0.1 (action 7)'."""
+        return f"{self.schedule.ranks[rank][place]} ({self.action(rank, place)})"
 
     def places(self, kind: Kind, stage: int) -> Row:
         """By microbatch, the place of an action in its rank's list, or ABSENT."""

@@ -62,7 +62,8 @@ def _before(index: Index, stage: int, first: Row, then: Row, cause: str) -> Iter
     for early, late in zip(then, first, strict=True):
         if early < late and early != ABSENT:
             yield Problem(
-                f"rank {rank} has {actions[early]} (action {early}) before {cause}: {actions[late]} is action {late}",
+                f"rank {rank} has {index.named(rank, early)} before {cause}: {actions[late]} is "
+                f"{index.action(rank, late)}",
                 rank,
                 early,
             )
@@ -72,15 +73,19 @@ def _collectives(index: Index, stage: int) -> Iterator[Problem]:
     """GATHER before the forwards it serves, REDUCE after the weight gradients it sums, STEP after all of them."""
     rank = index.schedule.placement.owner[stage]
     forward, weight = index.places(FORWARD, stage), index.weight_gradients(stage)
-    for place in index.whole.get((GATHER, stage), [])[:1]:
+    for place in index.whole.get((GATHER, stage), []):
         if place > min(forward):
             yield Problem(
-                f"rank {rank} has {Action(GATHER, stage)} (action {place}) after its first forward", rank, place
+                f"rank {rank} has {index.named(rank, place)} after its first forward",
+                rank,
+                place,
             )
     for place in index.whole.get((REDUCE, stage), []):
         if place < max(weight):
             yield Problem(
-                f"rank {rank} has {Action(REDUCE, stage)} (action {place}) before its last weight gradient", rank, place
+                f"rank {rank} has {index.named(rank, place)} before its last weight gradient",
+                rank,
+                place,
             )
     yield from _before(index, stage, index.places(GATHER, stage), forward, "its parameters are gathered")
     yield from _before(index, stage, weight, index.places(REDUCE, stage), "there is a weight gradient to reduce")
@@ -88,7 +93,7 @@ def _collectives(index: Index, stage: int) -> Iterator[Problem]:
     for place in index.whole.get((STEP, stage), []):
         if place < max(*weight, *reduced):
             yield Problem(
-                f"rank {rank} has {Action(STEP, stage)} (action {place}) before the gradients of the stage are final",
+                f"rank {rank} has {index.named(rank, place)} before the gradients of the stage are final",
                 rank,
                 place,
             )
@@ -98,14 +103,16 @@ def _pairs(index: Index) -> Iterator[Problem]:
     for rank, actions in enumerate(index.schedule.ranks):
         for place, action in enumerate(actions):
             if action.joined:
-                yield from _pair(rank, place, action, actions[place + 1] if place + 1 < len(actions) else None)
+                yield from _pair(index, rank, place, actions[place + 1] if place + 1 < len(actions) else None)
 
 
-def _pair(rank: int, place: int, action: Action, partner: Action | None) -> Iterator[Problem]:
-    name = f"rank {rank} joins {action} (action {place}) with"
+def _pair(index: Index, rank: int, place: int, partner: Action | None) -> Iterator[Problem]:
+    action = index.schedule.ranks[rank][place]
+    name = f"rank {rank} joins {index.named(rank, place)} with"
     if partner is None:
         yield Problem(f"{name} nothing: it is the last action", rank, place)
-    elif {action.kind, partner.kind} != {FORWARD, BACKWARD} or partner.joined:
-        yield Problem(f"{name} {partner}; only one F and one B can be joined", rank, place)
+    elif (action.kind, partner.kind) != (FORWARD, BACKWARD):
+        # The F comes first, because a pair holds its new activation before it gives the old one back.
+        yield Problem(f"{name} {partner}; only an F and the B after it can be joined", rank, place)
     elif action[1:3] == partner[1:3]:
         yield Problem(f"{name} {partner}, which needs its result", rank, place)

@@ -8,6 +8,7 @@ from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.png import to_png
 from fivefold.schedule.draw.svg import to_svg
 from fivefold.schedule.draw.terminal import legend, to_terminal
+from fivefold.schedule.files import write
 from fivefold.schedule.simulate import Simulation
 
 __all__ = ["PICTURES", "legend", "picture", "save_picture", "to_png", "to_svg", "to_terminal"]
@@ -17,10 +18,8 @@ PICTURES = (".svg", ".png")
 
 def save_picture(simulations: Sequence[Simulation], path: Path) -> None:
     """Draw one or several simulations into one file; the suffix decides about the format."""
-    scene = picture(simulations)
-    if path.suffix == ".svg":
-        path.write_text(to_svg(scene))
-    elif path.suffix == ".png":
-        path.write_bytes(to_png(scene))
-    else:
+    suffix = path.suffix.lower()
+    if suffix not in PICTURES:
         raise UserError(f"a picture is an .svg or a .png file, and {path} ends in {path.suffix or 'nothing'!r}")
+    scene = picture(simulations)
+    write(path, to_png(scene) if suffix == ".png" else to_svg(scene).encode())

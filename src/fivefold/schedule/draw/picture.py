@@ -11,22 +11,29 @@ from fivefold.schedule.draw.palette import HUES, NAMES, hexed, shade, text_on
 from fivefold.schedule.draw.scene import GREY, INK, Area, Hatch, Line, Rect, Scene, Text, text_width
 from fivefold.schedule.engine import Span
 from fivefold.schedule.simulate import Simulation
+from fivefold.schedule.wording import figure
 
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 58.0, 22.0, 14.0  # margins
 HEAD, AXIS, CAPTION, GAP = 50.0, 30.0, 18.0, 28.0  # heights: title, time axis, memory's caption, between schedules
 NARROWEST, WIDEST, CELL = 940.0, 2600.0, 13.0  # widths of the time axis, and of a short action where there is room
 COMFORTABLE = 1400.0  # a wider picture will be shown smaller, so its type grows with it
-SMALLEST = 7.0  # size of type that can still be read
+LEGIBLE = 6.5  # the smallest type that is printed, where the picture is shown COMFORTABLE wide
+CHUNKS_ARE_SHADES = "shades are chunks:"
+MANY = 20_000  # actions: more are drawn without numbers and hints, which would be most of the file
+BOLD = 1.12  # how much wider bold type is
+STACKED = 0.75  # how wide a column of digits is, by its size
 MEMORY_FILL, MEMORY_LINE = "#c9d8ec", "#5b7fae"
 
 
-def picture(simulations: Sequence[Simulation]) -> Scene:
-    """One panel per simulation, on a common time scale."""
+def picture(simulations: Sequence[Simulation], many: int = MANY) -> Scene:
+    """One panel per simulation, on a common time scale; actions are labelled unless there are too many of them."""
+    labelled = sum(len(spans) for simulation in simulations for spans in simulation.timeline) <= many
     longest = max(simulation.makespan for simulation in simulations)
     short = min(_short(simulation) for simulation in simulations)
     width = min(WIDEST, max(NARROWEST, CELL * longest / short))
     unit = max(1.0, width / COMFORTABLE)
-    panels = [_Panel(simulation, width, width / longest if longest else 1.0, unit) for simulation in simulations]
+    scale = width / longest if longest else 1.0
+    panels = [_Panel(simulation, width, scale, unit, labelled) for simulation in simulations]
     height = sum(panel.height for panel in panels) + unit * (TOP + GAP * (len(panels) - 1) + BOTTOM)
     scene = Scene(width + unit * (LEFT + RIGHT), height, ", ".join(s.schedule.name for s in simulations))
     y = TOP * unit
@@ -45,8 +52,10 @@ def _short(simulation: Simulation) -> float:
 class _Panel:
     """One schedule: title, rows of actions, time axis, rows of memory. `unit` is the size of things that are read."""
 
-    def __init__(self, simulation: Simulation, width: float, scale: float, unit: float) -> None:
+    def __init__(self, simulation: Simulation, width: float, scale: float, unit: float, labelled: bool) -> None:
         self.simulation, self.width, self.scale, self.unit = simulation, width, scale, unit
+        self.labelled = labelled
+        self.left_out = not labelled  # whether an action goes without its number
         self.schedule = simulation.schedule
         self.p = self.schedule.p
         self.left = LEFT * unit
@@ -64,12 +73,12 @@ class _Panel:
         cell, most = _short(self.simulation) * self.scale, min(11.0 * self.unit, 0.62 * self.row)
         digits = len(str(self.schedule.m - 1))
         in_line = min(most, (cell - 3.0) / (0.56 * digits))
-        stacked = min(most, 0.95 * self.row / digits, cell)
-        return (max(SMALLEST, stacked), True) if stacked > 1.4 * in_line else (max(SMALLEST, in_line), False)
+        stacked = min(most, 0.95 * self.row / digits, cell / STACKED)
+        smallest = LEGIBLE * self.unit
+        return (max(smallest, stacked), True) if stacked > 1.4 * in_line else (max(smallest, in_line), False)
 
     def paint(self, scene: Scene, y: float) -> None:
-        self.paint_head(scene, y)
-        self.paint_legend(scene, y)
+        self.paint_head(scene, y, room=self.paint_legend(scene, y) - self.left)
         y += HEAD * self.unit
         for rank in range(self.p):
             self.paint_rank(scene, rank, y + rank * self.row)
@@ -79,23 +88,24 @@ class _Panel:
 
     # ---- head ------------------------------------------------------------------------------------------------------
 
-    def paint_head(self, scene: Scene, y: float) -> None:
+    def paint_head(self, scene: Scene, y: float, room: float) -> None:
         simulation, schedule, u = self.simulation, self.schedule, self.unit
         chunks = schedule.placement.chunks
         numbers = f"p={schedule.p}  m={schedule.m}" + (f"  v={chunks}" if chunks > 1 else "")
-        beside = self.left + 1.12 * text_width(schedule.name, 17 * u) + 14 * u
+        name = _cut(schedule.name, 17 * u, (room - text_width(numbers, 12 * u) - 28 * u) / BOLD)
+        beside = self.left + BOLD * text_width(name, 17 * u) + 14 * u
         figures = (
-            f"makespan {simulation.makespan:.4g}   ·   bubble {simulation.bubble_makespan:.1%} of the makespan, "
-            f"{simulation.bubble_span:.1%} of the span   ·   peak {max(simulation.peak_activations):.4g} A"
+            f"makespan {figure(simulation.makespan)}   ·   bubble {simulation.bubble_makespan:.1%} of the makespan, "
+            f"{simulation.bubble_span:.1%} of the span   ·   peak {figure(max(simulation.peak_activations))} A"
         )
         scene.shapes += (
-            Text(self.left, y + 4 * u, schedule.name, 17 * u, bold=True),
+            Text(self.left, y + 4 * u, name, 17 * u, bold=True),
             Text(beside, y + 5 * u, numbers, 12 * u, fill=GREY),
             Text(self.left, y + 27 * u, figures, 12 * u),
         )
 
-    def paint_legend(self, scene: Scene, y: float) -> None:
-        """Right-aligned, so it is laid out from the right."""
+    def paint_legend(self, scene: Scene, y: float) -> float:
+        """Right-aligned, so it is laid out from the right; returns where it begins."""
         u, chunks = self.unit, self.schedule.placement.chunks
         size, box = 11 * u, 11 * u
         x = self.left + self.width
@@ -111,7 +121,9 @@ class _Panel:
                 scene.shapes += [Rect(x + box * k, y - 1.5 * u, box, box, c) for k, c in enumerate(colours)]
             x -= 14 * u
         if chunks > 1:
-            scene.shapes.append(Text(x, y + 4 * u, "shades are chunks:", size, "end", GREY))
+            scene.shapes.append(Text(x, y + 4 * u, CHUNKS_ARE_SHADES, size, "end", GREY))
+            x -= text_width(CHUNKS_ARE_SHADES, size)
+        return x
 
     def legend(self) -> list[tuple[str, Kind | None]]:
         present = {span.action.kind for spans in self.simulation.timeline for span in spans}
@@ -141,23 +153,26 @@ class _Panel:
             return
         colour = self.colour(action)
         seam = min(1.0, 0.12 * width)  # a hair of paper between neighbours
-        scene.shapes.append(Rect(x, y, width - seam, height, hexed(colour), f"{action}  {start:.4g} - {end:.4g}"))
-        if action.microbatch != ALL:
+        hint = f"{action}  {figure(start)} - {figure(end)}" if self.labelled else ""
+        scene.shapes.append(Rect(x, y, width - seam, height, hexed(colour), hint))
+        if self.labelled and action.microbatch != ALL:
             number = Text(x + (width - seam) / 2, y + height / 2, str(action.microbatch), self.font, "middle")
             self.paint_number(scene, number._replace(fill=text_on(colour)), width, height)
 
     def paint_number(self, scene: Scene, number: Text, width: float, height: float) -> None:
-        """The microbatch, where there is room for it."""
-        size = min(number.size, 0.82 * height)
-        if not self.stacked and text_width(number.text, size) <= width - 1.5:
-            scene.shapes.append(number._replace(size=size))
-            return
+        """The microbatch where there is room for it: in a line, or its digits on top of each other."""
         digits = len(number.text)
-        size = min(number.size, 0.95 * height / digits, width / 0.75)
-        if size >= SMALLEST:
-            first = number.y - 0.9 * size * (digits - 1) / 2
+        in_line = min(number.size, 0.82 * height, (width - 1.5) / text_width(number.text, 1.0))
+        stacked = min(number.size, 0.95 * height / digits, width / STACKED)
+        smallest = LEGIBLE * self.unit * (1 - 1e-9)
+        if stacked >= smallest and (self.stacked or in_line < smallest):
+            first = number.y - 0.9 * stacked * (digits - 1) / 2
             for place, digit in enumerate(number.text):
-                scene.shapes.append(number._replace(y=first + 0.9 * size * place, text=digit, size=size))
+                scene.shapes.append(number._replace(y=first + 0.9 * stacked * place, text=digit, size=stacked))
+        elif in_line >= smallest:
+            scene.shapes.append(number._replace(size=in_line))
+        else:
+            self.left_out = True
 
     def colour(self, action: Action) -> tuple[int, int, int]:
         placement = self.schedule.placement
@@ -171,9 +186,9 @@ class _Panel:
             x = self.left + tick * step * self.scale
             scene.shapes.append(Line(x, y + 2 * u, x, y + 6 * u))
             if self.end - x > 34 * u:
-                scene.shapes.append(Text(x, y + 14 * u, f"{tick * step:.4g}", 10 * u, "middle", GREY))
+                scene.shapes.append(Text(x, y + 14 * u, figure(tick * step), 10 * u, "middle", GREY))
         scene.shapes.append(Line(self.end, y - self.p * self.row, self.end, y + 6 * u, INK, 1.2))
-        scene.shapes.append(Text(self.end, y + 14 * u, f"{makespan:.4g}", 11 * u, "middle", INK, bold=True))
+        scene.shapes.append(Text(self.end, y + 14 * u, figure(makespan), 11 * u, "middle", INK, bold=True))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -181,6 +196,9 @@ class _Panel:
         u, peaks = self.unit, self.simulation.peak_activations
         caption = "live activations, in microbatches of a whole rank (A)"
         scene.shapes.append(Text(self.left, y - 10 * u, caption, 11 * u, fill=GREY))
+        if self.left_out:
+            why = "numbers only where they can be read" if self.labelled else "too many actions to number them"
+            scene.shapes.append(Text(self.left + self.width, y - 10 * u, why, 11 * u, "end", GREY))
         inner, size = self.memory_row - 3.0, min(11.0 * u, 0.72 * self.memory_row)
         for rank, peak in enumerate(peaks):
             base = y + (rank + 1) * self.memory_row - 1.0
@@ -190,7 +208,7 @@ class _Panel:
             curve = self.curve(self.simulation.memory[rank], base, inner / (max(peaks) or 1.0))
             if curve:
                 scene.shapes.append(Area(curve, MEMORY_FILL, MEMORY_LINE))
-            scene.shapes.append(Text(self.end + 8 * u, middle, f"{peak:.4g}", size, "start", INK))
+            scene.shapes.append(Text(self.end + 8 * u, middle, figure(peak), size, "start", INK))
 
     def curve(self, steps: list[tuple[float, float]], base: float, height: float) -> tuple[tuple[float, float], ...]:
         """The outline of a step function, from the axis and back to it."""
@@ -202,6 +220,15 @@ class _Panel:
                 points += (x, level), (x, base - live * height)
                 level = base - live * height
         return tuple(points)
+
+
+def _cut(text: str, size: float, room: float) -> str:
+    """As much of a text as there is room for."""
+    if text_width(text, size) <= room:
+        return text
+    while len(text) > 1 and text_width(f"{text}…", size) > room:
+        text = text[:-1]
+    return f"{text.rstrip()}…"
 
 
 def _round_step(length: float, parts: float) -> float:

@@ -1,11 +1,13 @@
 """A schedule in the terminal: one line per rank in colour, and under them what each rank holds.
 
 A column is a slice of time, and shows the action that fills most of it. Without colours, the letters of the kinds stand
-in for them.
+in for them. The microbatch is shown where its number fits, so a wider terminal shows more of them.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import groupby
 
 from rich.style import Style
 from rich.text import Text
@@ -48,18 +50,23 @@ def to_terminal(simulation: Simulation, columns: int = 100, colour: bool = True)
 
 
 def _row(simulation: Simulation, rank: int, width: int, slice_: float, colour: bool) -> Text:
-    spans = [*_side_by_side(simulation.timeline[rank])]
-    starts = [span.start for span in spans]
     row = Text()
-    column = 0
-    while column < width:
-        span = _at(spans, starts, (column + 0.5) * slice_)
-        end = column + 1
-        while end < width and _at(spans, starts, (end + 0.5) * slice_) is span:
-            end += 1
-        row.append_text(_cell(simulation.schedule, span, end - column, colour))
-        column = end
+    for span, columns in groupby(_columns([*_side_by_side(simulation.timeline[rank])], width, slice_)):
+        row.append_text(_cell(simulation.schedule, span, len([*columns]), colour))
     return row
+
+
+def _columns(spans: list[Span], width: int, slice_: float) -> list[Span | None]:
+    """For each slice of time the action that fills most of it; None where most of it is idle."""
+    largest: list[tuple[float, Span | None]] = [(0.0, None)] * width
+    idle = [slice_] * width
+    for span in spans:
+        for column in range(int(span.start / slice_), min(width, math.ceil(span.end / slice_))):
+            share = min(span.end, (column + 1) * slice_) - max(span.start, column * slice_)
+            idle[column] -= share
+            if share > largest[column][0] + 1e-9 * slice_:
+                largest[column] = share, span
+    return [span if share >= rest - 1e-9 * slice_ else None for (share, span), rest in zip(largest, idle, strict=True)]
 
 
 def _side_by_side(spans: list[Span]) -> Iterator[Span]:
@@ -74,11 +81,6 @@ def _side_by_side(spans: list[Span]) -> Iterator[Span]:
         second = action.joined
 
 
-def _at(spans: list[Span], starts: list[float], time: float) -> Span | None:
-    place = bisect_right(starts, time) - 1
-    return spans[place] if place >= 0 and time < spans[place].end else None
-
-
 def _cell(schedule: Schedule, span: Span | None, width: int, colour: bool) -> Text:
     if span is None:
         return Text("·" * width, "dim")
@@ -86,7 +88,7 @@ def _cell(schedule: Schedule, span: Span | None, width: int, colour: bool) -> Te
     number = str(action.microbatch) if action.microbatch >= 0 else ""
     if not colour:
         full = f"{action.kind[0]}{number}"
-        return Text((full if len(full) < width else action.kind[0]).ljust(width, "-"))
+        return Text((full if len(full) <= width else action.kind[0]).ljust(width, "-"))
     background = _background(schedule, action)
     style = Style(color=text_on(background), bgcolor=hexed(background))
     return Text((number if len(number) <= width else "").center(width), style)
