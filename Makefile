@@ -4,8 +4,9 @@ BIN := .venv/bin
 
 .PHONY: demo test install lint types pytest clean
 
+# Passive: waiting threads give their core away. Beside other work that is twice as fast, on a quiet machine 4% slower.
 demo: install
-	$(BIN)/fivefold train examples/demo.toml
+	OMP_WAIT_POLICY=passive $(BIN)/fivefold train examples/demo.toml
 
 test: lint types pytest
 
