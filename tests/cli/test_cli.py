@@ -83,7 +83,13 @@ def test_a_run_leaves_its_job_its_metrics_and_its_environment(tmp_path, tokens: 
 
 def test_ctrl_c_stops_a_run_and_keeps_its_metrics(tmp_path, tokens: Path) -> None:
     words = ["train", f"data.path={tokens}", *FAST, "train.steps=100000"]
-    run = subprocess.Popen([sys.executable, "-m", "fivefold", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "fivefold", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
+    )
     metrics = tmp_path / "runs/run/metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
