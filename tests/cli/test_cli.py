@@ -95,7 +95,10 @@ def test_ctrl_c_stops_a_run_and_keeps_its_metrics(tmp_path, tokens: Path) -> Non
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
-    out, _ = run.communicate(timeout=30)
+    try:
+        out, _ = run.communicate(timeout=30)
+    finally:
+        run.kill()  # whatever happens, nothing trains on
     assert run.returncode == 130
     assert "stopped" in out
     assert all(json.loads(line)["kind"] == "step" for line in metrics.read_text().splitlines())
