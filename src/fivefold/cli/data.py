@@ -27,16 +27,18 @@ def prepare(
 ) -> None:
     """Tokenize files into memory-mapped shards with an index and checksums.
 
-    One document per text file or record, each followed by an end-of-document token. A record may give
-    "segments": [{"text": ..., "loss": false}, ...] in place of its text: what has no loss is context only.
+    One document per text file or record, each followed by an end-of-document
+    token. A record may give "segments": \\[{"text": ..., "loss": false}, ...] in
+    place of its text: what has no loss is context only. For bytes, the disk and
+    SHA-256 limit the speed; for a tokenizer, its own library does.
 
     [dim]Examples:[/]
 
       fivefold data prepare essays/ more.jsonl.gz -o tokens/ --valid 0.05
 
-      fivefold data prepare web.parquet -o tokens/ --tokenizer tokenizer.json --valid 0.001
+      fivefold data prepare web.parquet -o tokens/ --tokenizer tokenizer.json
 
-      fivefold data prepare chats.jsonl -o tokens/ --prompt-field prompt --text-field answer
+      fivefold data prepare chats.jsonl -o tokens/ --prompt-field question
     """
     from fivefold.data.prepare import prepare as run
     from fivefold.data.progress import bar
@@ -65,7 +67,7 @@ def prepare(
 
 @app.command(short_help="Hash every file and scan every id.  [dim]fivefold data check tokens/[/]")
 def check(path: Annotated[Path, typer.Argument(help="A directory made by 'fivefold data prepare'.")]) -> None:
-    """Hash every file of a token directory against its index, and look for ids that the vocabulary does not have.
+    """Hash every file against the index, and look for ids beyond the vocabulary.
 
     [dim]Example:[/]
 

@@ -24,8 +24,9 @@ def models(
 ) -> None:
     """List the models that Fivefold knows by name.
 
-    FLOPs are of one training token, forward and backward, without recomputation; attention is counted in full (as
-    PaLM does) and as the causal half (as newer reports do).
+    FLOPs are of one training token, forward and backward, without recomputation;
+    attention is counted in full (as PaLM does) and as the causal half (as newer
+    reports do).
 
     [dim]Examples:[/]
 

@@ -22,11 +22,12 @@ def train(
         bool, typer.Option("--check", help="Check the job and print it resolved, without training.")
     ] = False,
 ) -> None:
-    """Train a model as a job file says; without one, a small Llama on the Python standard library's source.
+    """Train a model as a job file says; without one, a small Llama on Python's own source.
 
-    Sections of a job: model, layout, data, optimizer, train, run. Every setting has a default; the resolved job is
-    printed, and saved with the run's metrics in a new directory below run.dir. Under torchrun or Slurm's srun the
-    same command joins the ranks that they started.
+    A job has the sections model, layout, data, optimizer, train and run, and
+    every setting has a default. The resolved job is printed, and saved with the
+    run's metrics in a new directory below run.dir. Under torchrun or Slurm's
+    srun the same command joins the ranks that they started.
 
     [dim]Examples:[/]
 
@@ -34,9 +35,9 @@ def train(
 
       fivefold train job.toml optimizer.lr=3e-4 train.steps=200
 
-      fivefold train model=tiny-gpt train.dtype=bfloat16 layout.recompute=full layout.microbatches=4
+      fivefold train model=tiny-gpt layout.recompute=full layout.microbatches=4
 
-      fivefold train data.path=tokens/ model.preset=small model.vocab=50257 data.seq=512
+      fivefold train data.path=tokens/ model=small model.vocab=50257
 
       fivefold train job.toml --check
     """

@@ -139,7 +139,7 @@ def _read_toml(path: Path) -> Table:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         beside = path.parent if path.parent.is_dir() else Path()
-        others = sorted(str(file) for file in beside.glob("*.toml"))
+        others = sorted(str(file) for file in beside.glob("*.toml") if file.name != "pyproject.toml")
         hint = did_you_mean(str(path), others) if others else "'fivefold train' without one trains the built-in demo"
         raise UserError(f"no job file {path}; {hint}") from None
     except OSError as error:
