@@ -169,13 +169,8 @@ def schedules(
 
     console = Console(highlight=False)
     if published:
-        if (pp, microbatches, chunks, group, memory, times, slow, sends, overlap) != (
-            *[None] * 5,
-            "",
-            "",
-            "eager",
-            True,
-        ):
+        numbers = (pp, microbatches, chunks, group, memory)
+        if any(number is not None for number in numbers) or times or slow or sends != "eager" or not overlap:
             raise UserError("--published prints the paper's own cases; leave out the options that describe another one")
         if as_json:
             typer.echo(json.dumps(tables.published_rows()))
