@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-f
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from fivefold.layout import Recompute
 from fivefold.model import rope
 from fivefold.model.dropout import Dropout
+from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.model.recompute import recomputed
 from fivefold.spec import ModelSpec
@@ -29,25 +31,25 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, verbs: Local):
         super().__init__()
+        self.verbs = verbs
         self.head_dim, width = spec.head_dim, spec.heads * spec.head_dim
         self.q = nn.Linear(spec.hidden, width, bias=spec.bias)
         self.k = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
         self.v = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
-        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.o = nn.Linear(width, spec.hidden, bias=spec.bias)
-        self.grouped = spec.kv_heads < spec.heads
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        q = self.q_norm(self.heads(self.q(x)))  # [B, H, S, D]
-        k = self.k_norm(self.heads(self.k(x)))  # [B, K, S, D]
-        v = self.heads(self.v(x))
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
+        q, k, v = (self.heads(y) for y in self.verbs.columns(x, self.q, self.k, self.v))  # [B, H, S, D], K for k and v
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.verbs.norm(self.q_norm, q), self.verbs.norm(self.k_norm, k)
         if rotation is not None:
             q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)
-        seen = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped)
-        return self.o(seen.transpose(1, 2).flatten(2))
+        seen = self.verbs.attend(q, k, v, sight)
+        return self.verbs.rows(seen.transpose(1, 2).flatten(2), self.o)
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, S, heads x D] -> [B, heads, S, D]"""
@@ -57,8 +59,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated (SwiGLU, arXiv 2002.05202) or plain, by the activation's name."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, verbs: Local):
         super().__init__()
+        self.verbs = verbs
         self.gate = nn.Linear(spec.hidden, spec.ffn, bias=spec.bias) if spec.activation == "swiglu" else None
         self.up = nn.Linear(spec.hidden, spec.ffn, bias=spec.bias)
         self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.bias)
@@ -66,37 +69,45 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+            (up,) = self.verbs.columns(x, self.up)
+            return self.verbs.rows(self.activation(up), self.down)
+        gate, up = self.verbs.columns(x, self.gate, self.up)
+        return self.verbs.rows(self.activation(gate) * up, self.down)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, spec: ModelSpec, layer: int, seed: int):
+    def __init__(self, spec: ModelSpec, verbs: Local, layer: int, seed: int):
         super().__init__()
+        self.verbs = verbs
         self.attention_norm = norm(spec, spec.hidden)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec, verbs)
         self.attention_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.attention")
         self.mlp_norm = norm(spec, spec.hidden)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec, verbs)
         self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
 
-    def forward(self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), rotation, mask), place)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), place)
+    def forward(self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
+        """`place` is that of x's tokens; `rotation` and `sight` are those of all tokens that attention sees here."""
+        seen = self.attention(self.verbs.norm(self.attention_norm, x), rotation, sight)
+        x = x + self.attention_dropout(seen, place)
+        return x + self.mlp_dropout(self.mlp(self.verbs.norm(self.mlp_norm, x)), place)
 
 
 class Decoder(nn.Module):
-    """Tokens [B, S] in, logits [B, S, V] out. Parameter names are those of `spec.parameters()`."""
+    """Tokens [B, S] in, logits [B, S, V] out. Parameter names are those of `spec.parameters()`.
 
-    def __init__(self, spec: ModelSpec, recompute: Recompute = "none", seed: int = 0):
+    `verbs` say how a layer's steps are done: on this device alone, or together with other ranks.
+    """
+
+    def __init__(self, spec: ModelSpec, recompute: Recompute = "none", seed: int = 0, verbs: Local | None = None):
         super().__init__()
-        self.spec = spec
+        self.spec, self.verbs = spec, verbs or Local()
         self.embedding = nn.Embedding(spec.vocab, spec.hidden)
         self.positions = nn.Embedding(spec.context, spec.hidden) if spec.positions == "learned" else None
         self.dropout = Dropout(spec.dropout, seed, "embedding")
-        self.layers = nn.ModuleList(Block(spec, layer, seed) for layer in range(spec.layers))
+        self.layers = nn.ModuleList(Block(spec, self.verbs, layer, seed) for layer in range(spec.layers))
         self.norm = norm(spec, spec.hidden)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab, bias=False)
         self.run_block = recomputed(recompute)
@@ -104,14 +115,14 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, place: Place | None = None) -> Tensor:
         place = place or Place.of(tokens)
-        rotation, mask = self.rotation(place), place.mask()
-        x = self.embedding(tokens)  # [B, S, E]
+        rotation, sight, here = self.rotation(place), self.verbs.sight(place), self.verbs.residual(place)
+        x = self.verbs.embed(self.embedding, tokens)  # [B, S, E]
         if self.positions is not None:
-            x = x + self.positions(place.positions)
-        x = self.dropout(x, place)
+            x = x + self.verbs.look_up(self.positions, here.positions)
+        x = self.dropout(x, here)
         for block in self.layers:
-            x = self.run_block(block, x, place, rotation, mask)
-        return F.linear(self.norm(x), self.embedding.weight if self.head is None else self.head.weight)
+            x = self.run_block(block, x, here, rotation, sight)
+        return self.verbs.logits(self.verbs.norm(self.norm, x), self.embedding if self.head is None else self.head)
 
     def rotation(self, place: Place) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""

@@ -7,9 +7,17 @@ from torch.nn import functional as F
 _IGNORED = -100
 
 
-def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the cross-entropies where `mask` is True, in at least float32. logits [B, S, V], the others [B, S]."""
+def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Sum of the cross-entropies where `mask` is True, in at least float32. logits [B, S, V], the others [B, S].
+
+    `smoothing` moves that share of the target's probability evenly onto the vocabulary; `z_loss` adds that many times
+    the squared log-partition (PaLM, arXiv 2204.02311, section 5), which keeps logits from drifting.
+    """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(
-        wide.flatten(0, 1), targets.masked_fill(~mask, _IGNORED).flatten(), ignore_index=_IGNORED, reduction="sum"
+    ignored = targets.masked_fill(~mask, _IGNORED).flatten()
+    total = F.cross_entropy(
+        wide.flatten(0, 1), ignored, ignore_index=_IGNORED, reduction="sum", label_smoothing=smoothing
     )
+    if z_loss:
+        total = total + z_loss * wide.logsumexp(-1).square().masked_fill(~mask, 0.0).sum()
+    return total

@@ -1,0 +1,52 @@
+"""The verbs of the decoder, on one device; `parallel/` speaks the same ones across ranks."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fivefold.model.loss import loss_sum
+from fivefold.model.place import Place
+
+
+class Local:
+    def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
+        """The rows of a table that is as tall as the vocabulary; [B, S] -> [B, S, E]."""
+        return table(tokens)
+
+    def look_up(self, table: nn.Embedding, places: Tensor) -> Tensor:
+        """The rows of a small table."""
+        return table(places)
+
+    def residual(self, place: Place) -> Place:
+        """Where the tokens of the residual stream stand."""
+        return place
+
+    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x)
+
+    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Linears that read the same input."""
+        return tuple(linear(x) for linear in linears)
+
+    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """A linear that writes into the residual stream."""
+        return linear(x)
+
+    def sight(self, place: Place) -> Any:
+        """What `attend` has to know of who may look at whom; made once for all layers."""
+        return place.mask()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
+        """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
+        grouped = k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
+
+    def logits(self, x: Tensor, table: nn.Module) -> Tensor:
+        """[B, S, E] -> [B, S, V]; the table is the head, or the embedding where they are tied."""
+        return F.linear(x, table.weight)
+
+    def loss_sum(
+        self, logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        return loss_sum(logits, targets, mask, smoothing, z_loss)

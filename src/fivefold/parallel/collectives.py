@@ -1,0 +1,82 @@
+"""What moves between the ranks of an axis: one function per collective, out of place.
+
+Each returns at once with a tensor that is not to be read before `wait`: what runs in between overlaps. They are torch's
+functional collectives, which compiled regions and recompute policies understand. On an axis of one rank nothing moves.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.parallel.mesh import Axis
+
+_ops = torch.ops._c10d_functional
+
+
+def wait(x: Tensor) -> Tensor:
+    return _ops.wait_tensor(x)
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    return x if axis.size == 1 else _ops.all_reduce(x.contiguous(), op, axis.group_name)
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """[n, ...] of every rank -> [size * n, ...], in rank order."""
+    return x if axis.size == 1 else _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group_name)
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """[size * n, ...] -> [n, ...]: the sum over ranks of this rank's part."""
+    return x if axis.size == 1 else _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """[size, n, ...] -> [size, n, ...]: part i goes to rank i, and part i of the result came from rank i."""
+    if axis.size == 1:
+        return x
+    one_each = [x.shape[0] // axis.size] * axis.size
+    return _ops.all_to_all_single(x.contiguous(), one_each, one_each, axis.group_name)
+
+
+# ---- along the sequence: dim 1 of [B, S, ...] ----------------------------------------------------------------------
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[B, S/n, ...] of every rank -> [B, S, ...]."""
+    return arrange_sequence(wait(all_gather(x, axis)), axis)
+
+
+def arrange_sequence(gathered: Tensor, axis: Axis) -> Tensor:
+    """What `all_gather` made of [B, S/n, ...], [n * B, S/n, ...] -> [B, S, ...]; a copy where B > 1."""
+    return gathered.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[B, S, ...] summands -> [B, S/n, ...] of their sum, not yet waited for."""
+    return reduce_scatter(x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 1), axis)
+
+
+# ---- around a ring -------------------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """`x` on its way to the next rank of the ring, and the previous rank's on its way here; `wait` returns that."""
+
+    def __init__(self, x: Tensor, axis: Axis):
+        self.home = x.device
+        staged = x.device.type == "cuda" and dist.get_backend(axis.group) == "gloo"  # gloo sends from host memory only
+        self.sent = x.cpu() if staged else x.contiguous()
+        self.received = torch.empty_like(self.sent)
+        to, source = ((axis.rank + step) % axis.size for step in (1, -1))
+        self.work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self.sent, group=axis.group, group_peer=to),
+                dist.P2POp(dist.irecv, self.received, group=axis.group, group_peer=source),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self.work:
+            work.wait()
+        return self.received.to(self.home)
