@@ -42,7 +42,7 @@ class Local:
         grouped = k.shape[1] < q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
 
-    def logits(self, x: Tensor, table: nn.Module) -> Tensor:
+    def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S, E] -> [B, S, V]; the table is the head, or the embedding where they are tied."""
         return F.linear(x, table.weight)
 
