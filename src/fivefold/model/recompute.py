@@ -6,12 +6,15 @@ selective  the block's input and the outputs of matmuls and attention; norms, ro
 full       the block's input alone; the whole forward pass runs again (a third more FLOPs)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fivefold.layout import Recompute
@@ -26,11 +29,34 @@ _EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._flash_attention_forward.default,
 }
 
+# Where a selectively recomputed block is: in its first run, or in the one that backward asks for.
+_run: ContextVar[Literal["first", "again"] | None] = ContextVar("run", default=None)
+# True while `kept` hands its results to the store.
+_keeping: ContextVar[bool] = ContextVar("keeping", default=False)
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor) -> tuple[Tensor, ...]:
+    """The `count` tensors that `compute` returns, kept as a whole by selective recompute.
+
+    For a result that is made of several ops, among them collectives: the second run takes it from the store and runs
+    none of them, and what they make on the way is not kept. `stand_in` is any tensor at hand.
+    """
+    match _run.get():
+        case None:
+            return compute()
+        case "first":
+            with _pop_mode_temporarily():  # the store numbers the ops it sees, and must see the same ones in both runs
+                results = compute()
+        case "again":
+            results = (stand_in,) * count  # never looked at: the store answers
+    token = _keeping.set(True)
+    try:
+        return tuple(_aten.alias.default(result) for result in results)
+    finally:
+        _keeping.reset(token)
 
 
 def recomputed(how: Recompute) -> Callable[..., Tensor]:
@@ -42,9 +68,28 @@ def recomputed(how: Recompute) -> Callable[..., Tensor]:
         return _plain
     if how == "full":
         return partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
 
 
 def _plain(block: nn.Module, *inputs: Any) -> Tensor:
     return block(*inputs)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    wanted = op in _EXPENSIVE or _keeping.get()
+    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return _during("first", first), _during("again", again)
+
+
+@contextmanager
+def _during(run: Literal["first", "again"], context: AbstractContextManager[Any]) -> Iterator[None]:
+    token = _run.set(run)
+    try:
+        with context:
+            yield
+    finally:
+        _run.reset(token)

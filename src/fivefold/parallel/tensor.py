@@ -1,0 +1,199 @@
+"""Tensor and sequence parallelism: the decoder's verbs over the tp axis (Megatron-LM, arXiv 1909.08053 and 2205.05198).
+
+Every rank holds a share of each matrix: columns of the outputs that heads and feed-forward units make (q, k, v, gate,
+up), rows of the inputs that they feed (o, down), and a range of the vocabulary. Collectives of [B, S, E] per layer:
+
+             without sp             with sp
+  forward    2 all-reduces          2 all-gathers, 2 reduce-scatters
+  backward   2 all-reduces          2 all-gathers, 2 reduce-scatters, and 2 all-gathers of the saved inputs
+
+Full recompute adds the forward's once more, selective recompute adds none. With sp the residual stream between them is
+sharded over the sequence, and so are the inputs that the column linears save.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional as F
+
+from fivefold.model.local import Local
+from fivefold.model.place import Place
+from fivefold.model.recompute import kept
+from fivefold.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    arrange_sequence,
+    gather_sequence,
+    scatter_sequence,
+    wait,
+)
+from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.vocabulary import VocabularyLoss
+from fivefold.sharding import TensorShard, chunk, kv_head, over_tp
+from fivefold.spec import ModelSpec
+
+
+class TensorParallel(Local):
+    """Weights are DTensors on the tp axis; the verbs compute with this rank's part and say what its gradient is."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh):
+        self.spec, self.axis, self.sp = spec, mesh.tp, mesh.layout.sp
+        heads = kv_head(spec, mesh.layout, mesh.tp.rank)
+        self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+        self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
+        self.table = over_tp(spec, mesh.layout)
+        self.shards: dict[tuple[nn.Module, str], TensorShard] = {}
+
+    def shard(self, model: nn.Module) -> None:
+        """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
+        assert self.axis.mesh is not None
+        for name, shard in self.table.items():
+            owner, _, kind = name.rpartition(".")
+            module = model.get_submodule(owner)
+            whole = module.get_parameter(kind)
+            shape = list(whole.shape)
+            if shard.dim is not None:
+                shape[shard.dim] = len(chunk(shape[shard.dim], self.axis.size, self.axis.rank))
+            placement: Placement = Replicate() if shard.dim is None else Shard(shard.dim)
+            local = torch.empty(shape, dtype=whole.dtype, device="meta")
+            weight = DTensor.from_local(
+                local, self.axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            setattr(module, kind, nn.Parameter(weight))
+            self.shards[module, kind] = shard
+
+    def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
+        """This rank's part of a parameter; a gradient that is a summand says so, and whoever gathers it adds up."""
+        parameter = getattr(module, kind)
+        declared = [Partial()] if self.shards[module, kind].partial else parameter.placements
+        return parameter.to_local(grad_placements=declared)
+
+    # ---- the residual stream -----------------------------------------------------------------------------------------
+
+    def residual(self, place: Place) -> Place:
+        if not self.sp:
+            return place
+        mine = chunk(place.positions.shape[1], self.axis.size, self.axis.rank)
+        return replace(place, positions=place.positions[:, mine.start : mine.stop])
+
+    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(norm, nn.LayerNorm):
+            bias = self.local(norm, "bias")
+            return F.layer_norm(x, norm.normalized_shape, self.local(norm), bias, norm.eps)
+        assert isinstance(norm, nn.RMSNorm)
+        return F.rms_norm(x, norm.normalized_shape, self.local(norm), norm.eps)
+
+    def look_up(self, table: nn.Embedding, places: Tensor) -> Tensor:
+        return F.embedding(places, self.local(table))
+
+    # ---- linears -----------------------------------------------------------------------------------------------------
+
+    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        weights = [self._of_these_heads(linear, "weight") for linear in linears]
+        biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
+        return Columns.apply(self.axis, self.sp, x, *weights, *biases)
+
+    def _of_these_heads(self, linear: nn.Linear, kind: str) -> Tensor:
+        """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
+        local = self.local(linear, kind)
+        return local if self.shards[linear, kind].dim is not None else local[self.kv_rows]
+
+    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        y = Rows.apply(self.axis, self.sp, x, self.local(linear))
+        return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
+
+    # ---- the vocabulary ----------------------------------------------------------------------------------------------
+
+    def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
+        rows = tokens - self.vocabulary.start
+        elsewhere = (rows < 0) | (rows >= len(self.vocabulary))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self._at_least_a_row(table))
+        return Reduce.apply(self.axis, self.sp, found.masked_fill(elsewhere[..., None], 0.0))
+
+    def _at_least_a_row(self, table: nn.Embedding) -> Tensor:
+        """A vocabulary too short for all ranks leaves the last ones none; a row of zeros lets them look up nothing."""
+        weight = self.local(table)
+        return weight if len(self.vocabulary) else F.pad(weight, (0, 0, 0, 1))
+
+    def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
+        """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
+        return Columns.apply(self.axis, self.sp, x, self.local(table), None)[0]
+
+    def loss_sum(
+        self, logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        return VocabularyLoss.apply(
+            self.axis, self.vocabulary, self.spec.vocab, logits, targets, mask, smoothing, z_loss
+        )
+
+
+class Columns(Function):
+    """y_i = x W_i^T + b_i for several W_i, each rank with its rows of them: one input, so one gradient to sum."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]  # a bias may be None
+        ctx.axis, ctx.sp, ctx.biased = axis, sp, [bias is not None for bias in biases]
+        ctx.save_for_backward(x, *weights)
+
+        def compute() -> tuple[Tensor, ...]:
+            whole = gather_sequence(x, axis) if sp else x
+            return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+
+        return kept(compute, count, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        axis, sp = ctx.axis, ctx.sp
+        x, *weights = ctx.saved_tensors
+        gathering = all_gather(x, axis) if sp else x
+        flat = [gradient.flatten(0, 1) for gradient in gradients]
+        dx = flat[0] @ weights[0]
+        for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+            dx = torch.addmm(dx, gradient, weight)
+        dx = dx.unflatten(0, gradients[0].shape[:2])
+        reducing = scatter_sequence(dx, axis) if sp else all_reduce(dx, axis)
+        # The weights' gradients are computed while the input's is summed.
+        whole = (arrange_sequence(wait(gathering), axis) if sp else x).flatten(0, 1)
+        for_weights = [gradient.T @ whole for gradient in flat]
+        for_biases = [g.sum(0) if biased else None for g, biased in zip(flat, ctx.biased, strict=True)]
+        return None, None, wait(reducing), *for_weights, *for_biases
+
+
+class Rows(Function):
+    """y = sum over ranks of x W^T, each rank with its columns of W and those features of x."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.axis, ctx.sp = axis, sp
+        ctx.save_for_backward(x, weight)
+        (y,) = kept(lambda: (_reduce(axis, sp, F.linear(x, weight)),), 1, x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        dy = gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
+        return None, None, dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+class Reduce(Function):
+    """The sum over ranks, whole or (sp) this rank's part of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor) -> Tensor:
+        ctx.axis, ctx.sp = axis, sp
+        return _reduce(axis, sp, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
+
+
+def _reduce(axis: Axis, sp: bool, x: Tensor) -> Tensor:
+    return wait(scatter_sequence(x, axis) if sp else all_reduce(x, axis))

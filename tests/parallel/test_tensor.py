@@ -1,0 +1,134 @@
+"""Tensor and sequence parallelism against one process: loss, every gradient, and what travels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fivefold.layout import Layout
+from fivefold.model.decoder import Decoder
+from fivefold.model.init import initialise
+from fivefold.model.loss import loss_sum
+from fivefold.model.place import Place
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.tensor import TensorParallel
+from fivefold.presets import preset
+from fivefold.sharding import chunk
+from fivefold.spec import ModelSpec
+from tests.ranks import run_ranks
+
+BOUND = 1e-10  # float64, max|a-b| / max|b|
+B, S = 2, 8
+
+MODELS = {
+    "llama": preset("tiny", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=37),
+    "one kv head": preset("tiny", layers=1, hidden=32, heads=4, kv_heads=1, head_dim=8, ffn=24, vocab=37),
+    "tied": preset("tiny", layers=1, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=24, vocab=37, tied=True),
+    "qwen3": preset("tiny-qwen3", layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=38),
+    "gpt": preset("tiny-gpt", layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=24, vocab=37, context=16),
+}
+
+
+def data(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor, Place]:
+    random = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(spec.vocab, (2, B, S), generator=random)
+    mask = torch.rand(B, S, generator=random) < 0.6
+    documents = (torch.rand(B, S, generator=random) < 0.3).cumsum(1)
+    return tokens, targets, mask, replace(Place.of(tokens), samples=torch.tensor([3, 11]), documents=documents)
+
+
+def whole(spec: ModelSpec, **loss: float) -> tuple[float, dict[str, Tensor]]:
+    model = plain(spec)
+    tokens, targets, mask, place = data(spec)
+    total = loss_sum(model(tokens, place), targets, mask, **loss)
+    total.backward()
+    return total.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plain(spec: ModelSpec) -> Decoder:
+    model = Decoder(spec, seed=5).double()
+    initialise(model, spec, seed=5)
+    with torch.no_grad():  # biases and norms away from their neutral start, so that one too many or too few shows
+        for name, p in model.named_parameters():
+            p += 0.1 * torch.sin(torch.arange(p.numel(), dtype=p.dtype) + len(name)).view(p.shape)
+    return model
+
+
+def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
+    mesh = Mesh.of(layout, torch.device("cpu"))
+    verbs = TensorParallel(spec, mesh)
+    with torch.device("meta"):
+        model = Decoder(spec, layout.recompute, seed=5, verbs=verbs).double()
+    verbs.shard(model)
+    full = dict(plain(spec).named_parameters())
+    for name, parameter in list(model.named_parameters()):
+        owner, _, kind = name.rpartition(".")
+        module, value = model.get_submodule(owner), full[name].detach()
+        dim = verbs.table[name].dim
+        if dim is not None:
+            mine = chunk(value.shape[dim], mesh.tp.size, mesh.tp.rank)
+            value = value.narrow(dim, mine.start, len(mine)).contiguous()
+        assert isinstance(parameter, DTensor)
+        held = DTensor.from_local(
+            value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+        setattr(module, kind, nn.Parameter(held))
+    return model, verbs
+
+
+def losses_and_gradients(
+    rank: int, world: int, spec: ModelSpec, layout: Layout, loss: dict[str, float]
+) -> tuple[float, dict[str, Tensor]]:
+    model, verbs = parallel(spec, layout)
+    tokens, targets, mask, place = data(spec)
+    total = verbs.loss_sum(model(tokens, place), targets, mask, **loss)
+    total.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        gradients[name] = parameter.grad.full_tensor()
+    return total.item(), gradients
+
+
+def assert_same(got: list[tuple[float, dict[str, Tensor]]], want: tuple[float, dict[str, Tensor]]) -> None:
+    scale = max(gradient.abs().max().item() for gradient in want[1].values())
+    for loss, gradients in got:
+        assert abs(loss - want[0]) <= BOUND * abs(want[0])
+        assert gradients.keys() == want[1].keys()
+        for name, gradient in gradients.items():
+            if name.endswith(
+                "attention.k.bias"
+            ):  # moves all scores of a query alike: its gradient is 0 but for rounding
+                assert gradient.abs().max() <= 1e-13 * scale
+            else:
+                assert (gradient - want[1][name]).abs().max() <= BOUND * want[1][name].abs().max(), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_compute_what_one_does(name: str, sp: bool, recompute: str) -> None:
+    spec, layout = MODELS[name], Layout.from_dict({"tp": 2, "sp": sp, "recompute": recompute})
+    assert_same(run_ranks(2, losses_and_gradients, spec, layout, {}), whole(spec))
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt", "qwen3"]
+)  # two kv heads for four ranks; a vocabulary of 10, 10, 10, 7
+def test_four_ranks_compute_what_one_does(name: str, sp: bool) -> None:
+    spec, layout = MODELS[name], Layout(tp=4, sp=sp)
+    assert_same(run_ranks(4, losses_and_gradients, spec, layout, {}), whole(spec))
+
+
+@pytest.mark.parametrize("loss", [{"smoothing": 0.1}, {"z_loss": 0.01}, {"smoothing": 0.2, "z_loss": 0.1}])
+def test_label_smoothing_and_z_loss_over_a_sharded_vocabulary(loss: dict[str, float]) -> None:
+    spec = MODELS["llama"]
+    assert_same(run_ranks(2, losses_and_gradients, spec, Layout(tp=2), loss), whole(spec, **loss))
+
+
+def test_a_vocabulary_too_short_for_all_ranks_leaves_the_last_one_none() -> None:
+    spec = preset("tiny", layers=1, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=24, vocab=5)
+    assert_same(run_ranks(4, losses_and_gradients, spec, Layout(tp=4), {}), whole(spec))
