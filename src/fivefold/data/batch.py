@@ -39,6 +39,18 @@ class Batch:
         arrays = (self.samples, self.tokens, self.targets, self.loss_mask, self.documents)
         return [Batch(*share) for share in zip(*(np.split(array, parts) for array in arrays), strict=True)]
 
+    def padded(self, parts: int) -> "Batch":
+        """As many samples as divide into `parts` equal shares: the first sample again, without loss."""
+        missing = -len(self.samples) % parts
+        if not missing:
+            return self
+        samples, tokens, targets, documents = (
+            np.concatenate([array, array[:1].repeat(missing, axis=0)])
+            for array in (self.samples, self.tokens, self.targets, self.documents)
+        )
+        silent = np.zeros((missing, self.loss_mask.shape[1]), bool)
+        return Batch(samples, tokens, targets, np.concatenate([self.loss_mask, silent]), documents)
+
 
 def read_batch(
     split: Split, seq: int, seed: int, samples: Sequence[int] | NDArray[np.int64], vocab: int | None = None

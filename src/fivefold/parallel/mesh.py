@@ -35,7 +35,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a layout. `zero` is what ZeRO shards over: dp x cp, or with hybrid sharding dp/replicate x cp."""
+    """The axes of a layout, and three that are made of them.
+
+    data   dp x cp: the ranks that hold the same weights and other tokens
+    zero   what ZeRO shards over: data, or with hybrid sharding dp/replicate x cp
+    world  all
+    """
 
     layout: Layout
     device: torch.device
@@ -44,6 +49,7 @@ class Mesh:
     cp: Axis = Axis("cp")
     tp: Axis = Axis("tp")
     replicate: Axis = Axis("replicate")
+    data: Axis = Axis("data")
     zero: Axis = Axis("zero")
     world: Axis = Axis("world")
     root: DeviceMesh | None = None
@@ -59,10 +65,13 @@ class Mesh:
             sizes = {"replicate": layout.replicate, "shard": layout.dp // layout.replicate} | sizes
         root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         meshes = {name: root[name] for name in sizes}
-        meshes["zero"] = root["shard" if layout.replicate > 1 else "dp", "cp"]._flatten("zero")
         if layout.replicate > 1:
+            meshes["zero"] = root["shard", "cp"]._flatten("zero")
+            meshes["data"] = root["replicate", "shard", "cp"]._flatten("data")
             meshes["dp"] = root["replicate", "shard"]._flatten("dp")
             del meshes["shard"]
+        else:
+            meshes["zero"] = meshes["data"] = root["dp", "cp"]._flatten("zero")
         meshes["world"] = root._flatten("world")
         axes = {name: Axis(name, mesh.size(), mesh.get_local_rank(), mesh) for name, mesh in meshes.items()}
         return cls(layout, device, root=root, **axes)

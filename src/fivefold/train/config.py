@@ -49,6 +49,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: int = 16  # sequences per step, over all ranks and microbatches
     seed: int = 0  # of weights and dropout
     dtype: Dtype = "float32"  # of compute; bfloat16 keeps float32 master weights
+    label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
+    z_loss: float = 0.0  # times the squared log-partition, added to the loss
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA at some cost in speed
     eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
@@ -92,6 +94,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (0 <= o.final <= 1, f"optimizer.final={o.final} is a share of the peak rate, between 0 and 1"),
             (t.steps >= 1, f"train.steps={t.steps} must be at least 1"),
             (t.batch >= 1, f"train.batch={t.batch} must be at least 1"),
+            (0 <= t.label_smoothing < 1, f"train.label_smoothing={t.label_smoothing} is a share: 0 <= it < 1"),
+            (0 <= t.z_loss < math.inf, f"train.z_loss={t.z_loss} must not be negative; 0 turns it off"),
             (t.eval_every >= 0, f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end"),
             (t.eval_samples >= 0, f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all"),
             (t.log_every >= 1, f"train.log_every={t.log_every} must be at least 1"),
