@@ -69,7 +69,10 @@ def test_a_layer_has_these_collectives_and_no_more(sp: bool, recompute: str, wan
             assert many[run] - few[run] == Counter({name: 2 * count for name, count in want[run].items()})
 
 
-def backward_of(rank: int, world: int) -> tuple[list[str], list[tuple[str, float, float]]]:
+Interval = tuple[str, float, float]
+
+
+def backward_of(rank: int, world: int, times: int) -> tuple[list[str], list[list[Interval]]]:
     spec = preset("tiny", layers=1, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, vocab=37)
     model, verbs = parallel(spec, Layout(tp=2))
     tokens = torch.zeros(4, 64, dtype=torch.long)
@@ -80,24 +83,32 @@ def backward_of(rank: int, world: int) -> tuple[list[str], list[tuple[str, float
 
     with Ops() as ops:
         loss().backward()
-    total = loss()
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        total.backward()
-    intervals = [(event.name, event.time_range.start, event.time_range.end) for event in trace.events()]
-    return ops.names, [event for event in intervals if event[0] in ("gloo:all_reduce", "aten::mm")]
+    traces = []
+    for _ in range(times):
+        total = loss()
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            total.backward()
+        intervals = [(event.name, event.time_range.start, event.time_range.end) for event in trace.events()]
+        traces.append([event for event in intervals if event[0] in ("gloo:all_reduce", "aten::mm")])
+    return ops.names, traces
 
 
 def test_the_input_gradient_is_summed_while_the_weights_gradients_are_computed() -> None:
-    for names, intervals in run_ranks(2, backward_of):
+    for names, traces in run_ranks(2, backward_of, 6):
         # In order: the sum is started, every weight of the group gets its gradient, and only then is it waited for.
         start = [i for i, name in enumerate(names) if name == "all_reduce"][-2:]  # of gate and up, and of q, k and v
         for first, products in zip(start, (2, 3), strict=True):
             between = names[first : names.index("wait_tensor", first)]
             assert between.count("mm") == products
-        # In time: both sums run beside a product.
-        _, *sums = [event for event in intervals if event[0] == "gloo:all_reduce"]  # the first is that of the head
-        matmuls = [event for event in intervals if event[0] == "aten::mm"]
-        assert [any(m[1] < s[2] and s[1] < m[2] for m in matmuls) for s in sums] == [True, True]
+        # In time: a sum runs beside a product (not in every trace: a busy machine may run gloo's thread late).
+        assert any(all(beside_a_product(trace)) for trace in traces)
+
+
+def beside_a_product(trace: list[Interval]) -> list[bool]:
+    _, *sums = [event for event in trace if event[0] == "gloo:all_reduce"]  # the first is that of the head
+    matmuls = [event for event in trace if event[0] == "aten::mm"]
+    assert len(sums) == 2
+    return [any(m[1] < s[2] and s[1] < m[2] for m in matmuls) for s in sums]
 
 
 def saved(rank: int, world: int, layout: Layout) -> int:
