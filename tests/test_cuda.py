@@ -13,6 +13,7 @@ from fivefold.model.dropout import Dropout
 from fivefold.model.init import draw, initialise
 from fivefold.model.place import Place
 from fivefold.presets import preset
+from fivefold.parallel.mesh import Mesh
 from fivefold.train.config import read_job
 from fivefold.train.device import make_repeatable
 from fivefold.train.loop import Trainer
@@ -66,9 +67,9 @@ def test_the_same_run_twice_gives_the_same_bits_on_cuda(tmp_path: Path, model: s
     try:
         weights = []
         for _ in range(2):
-            trainer = Trainer(job, preflight(job, 1), torch.device("cuda"))
+            trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device("cuda")))
             trainer.run([])
-            weights.append([p.detach().clone() for p in trainer.model.parameters()])
+            weights.append([p.detach().clone() for p in trainer.engine.model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -80,7 +81,7 @@ def test_a_float64_run_on_cuda_is_the_run_on_the_cpu(tmp_path: Path) -> None:
     job = read_job(None, [*changes, "train.batch=4"])
     losses = []
     for device in ("cpu", "cuda"):
-        trainer = Trainer(job, preflight(job, 1), torch.device(device))
+        trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device(device)))
         steps: list[float] = []
         for step, read in enumerate(trainer._reads(), start=1):
             steps.append(trainer.step(step, read()).loss)

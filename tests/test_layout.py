@@ -108,7 +108,7 @@ def test_all_problems_come_at_once() -> None:
 
 def test_the_world_is_checked_against_the_degrees() -> None:
     problem = Layout.parse("tp=2").problems(preset("tiny"), world=8)
-    assert problem == ["layout tp=2 needs 2 ranks (dp x tp x pp x cp), and there are 8; nearest: dp=4"]
+    assert problem == ["layout tp=2 needs 2 ranks (dp x tp x pp x cp), and there are 8; nearest: dp=4, or --nproc 2"]
 
 
 def test_published_layouts_are_legal() -> None:

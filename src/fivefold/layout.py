@@ -244,7 +244,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if world is None or world == self.world:
             return []
         inner = self.tp * self.pp * self.cp
-        fit = f"dp={world // inner}" if world % inner == 0 else f"--nproc {self.world}"
+        fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"--nproc {self.world}"
         return [
             f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} (dp x tp x pp x cp), and there "
             f"{'is' if world == 1 else 'are'} {world}; nearest: {fit}"

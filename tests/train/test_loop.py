@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.prepare import prepare
 from fivefold.errors import TrainingError
+from fivefold.parallel.mesh import Mesh
 from fivefold.train.config import Job, read_job
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import preflight
@@ -27,7 +28,7 @@ def small_job(tokens: Path, *changes: str) -> Job:
 
 
 def trainer(job: Job) -> Trainer:
-    return Trainer(job, preflight(job, world=1), torch.device("cpu"))
+    return Trainer(job, preflight(job, world=1), Mesh.of(job.layout, torch.device("cpu")))
 
 
 class Recorder:
@@ -59,7 +60,7 @@ def test_a_step_is_plain_adamw_on_the_mean_over_unmasked_targets(tokens: Path) -
     """Against a second trainer's model driven by nothing but torch: one mean, one backward, clip, AdamW."""
     job = small_job(tokens, "train.dtype=float64", "layout.microbatches=4", "optimizer.clip=0.5")
     made, recorder = run(job)
-    oracle = trainer(job).model
+    oracle = trainer(job).engine.model
     named = dict(oracle.named_parameters())
     decayed = {p.name for p in job.model.parameters() if p.kind == "linear"}
     adam = torch.optim.AdamW(
@@ -89,16 +90,16 @@ def test_a_step_is_plain_adamw_on_the_mean_over_unmasked_targets(tokens: Path) -
         assert record.grad_norm == pytest.approx(norm.item(), rel=1e-10)
         assert record.loss_tokens == int(mask.sum())
     assert masked > 0  # the corpus has prompts without loss, in unequal numbers per row
-    for name, parameter in made.model.named_parameters():
+    for name, parameter in made.engine.model.named_parameters():
         assert torch.allclose(parameter, named[name], rtol=1e-9, atol=1e-12), name
 
 
 def test_decay_spares_norms_and_embeddings(tokens: Path) -> None:
     made = trainer(small_job(tokens))
-    spared = {id(p) for p in made.optimizer.adam.param_groups[1]["params"]}
-    names = {name for name, p in made.model.named_parameters() if id(p) in spared}
+    spared = {id(p) for p in made.engine.optimizer.adam.param_groups[1]["params"]}
+    names = {name for name, p in made.engine.model.named_parameters() if id(p) in spared}
     assert names == {p.name for p in made.job.model.parameters() if p.kind in ("norm", "embedding", "bias")}
-    assert made.optimizer.adam.param_groups[1]["weight_decay"] == 0.0
+    assert made.engine.optimizer.adam.param_groups[1]["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -106,7 +107,7 @@ def test_the_same_run_twice_gives_the_same_bits(tokens: Path, dtype: str) -> Non
     job = small_job(tokens, f"train.dtype={dtype}", "model.dropout=0.1", "layout.microbatches=2")
     (first, a), (second, b) = run(job), run(job)
     assert [(s.loss, s.grad_norm) for s in a.steps] == [(s.loss, s.grad_norm) for s in b.steps]
-    for (name, p), q in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
+    for (name, p), q in zip(first.engine.model.named_parameters(), second.engine.model.parameters(), strict=True):
         assert torch.equal(p, q), name
 
 
@@ -125,10 +126,10 @@ def test_microbatches_and_recompute_leave_the_run_as_it_is(tokens: Path, model: 
 def test_bfloat16_keeps_float32_masters_and_follows_float32(tokens: Path) -> None:
     _, single = run(small_job(tokens))
     made, half = run(small_job(tokens, "train.dtype=bfloat16"))
-    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in made.optimizer.masters.values()} == {torch.float32}
-    for name, p in made.model.named_parameters():
-        assert torch.equal(p, made.optimizer.masters[name].to(torch.bfloat16)), name
+    assert {p.dtype for p in made.engine.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in made.engine.weights.masters.values()} == {torch.float32}
+    for name, p in made.engine.model.named_parameters():
+        assert torch.equal(p, made.engine.weights.masters[name].to(torch.bfloat16)), name
     # bfloat16 keeps 8 bits: a logit of size ~1 is off by 2^-9 per rounding, and the loss is a mean of such errors.
     for a, b in zip(single.steps, half.steps, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=2**-7)
@@ -137,11 +138,11 @@ def test_bfloat16_keeps_float32_masters_and_follows_float32(tokens: Path) -> Non
 def test_bfloat16_masters_take_steps_that_bfloat16_cannot(tokens: Path) -> None:
     """A rate so small that every update is below half an ulp of bfloat16: the masters still move."""
     job = small_job(tokens, "train.dtype=bfloat16", "optimizer.lr=1e-7", "optimizer.warmup=0", "train.steps=1")
-    before = {name: p.clone() for name, p in trainer(job).optimizer.masters.items()}
+    before = {name: p.clone() for name, p in trainer(job).engine.weights.masters.items()}
     made, _ = run(job)
     name = "layers.0.mlp.up.weight"
-    assert not torch.equal(before[name], made.optimizer.masters[name])
-    assert torch.equal(before[name].to(torch.bfloat16), dict(made.model.named_parameters())[name])
+    assert not torch.equal(before[name], made.engine.weights.masters[name])
+    assert torch.equal(before[name].to(torch.bfloat16), dict(made.engine.model.named_parameters())[name])
 
 
 def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
@@ -152,13 +153,14 @@ def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
     exact: dict[str, torch.Tensor] = {}
     for part in batch.split(16):
         alone = trainer(job)
-        (alone.loss(part) / batch.loss_tokens).backward()
-        for name, master in alone.optimizer.masters.items():
+        with alone.engine.weights.microbatch(last=True):
+            (alone.engine.loss(part, training=True) / batch.loss_tokens).backward()
+        alone.engine.weights.finish()
+        for name, master in alone.engine.weights.masters.items():
             assert master.grad is not None
             exact[name] = exact.get(name, 0) + master.grad.double()
-    for part in batch.split(16):
-        (made.loss(part) / batch.loss_tokens).backward()
-    for name, master in made.optimizer.masters.items():
+    made.engine.accumulate(batch)
+    for name, master in made.engine.weights.masters.items():
         assert master.grad is not None
         error = (master.grad.double() - exact[name]).abs().max() / exact[name].abs().max()
         assert error < 16 * 2**-24, name  # sixteen roundings of float32
@@ -168,11 +170,11 @@ def test_a_batch_without_targets_changes_nothing(tokens: Path) -> None:
     """Not even by weight decay or by the momentum of the step before."""
     made = trainer(small_job(tokens))
     made.step(1, batch_of(made, 0))
-    before = {name: p.clone() for name, p in made.model.named_parameters()}
+    before = {name: p.clone() for name, p in made.engine.model.named_parameters()}
     batch = batch_of(made, 1)
     record = made.step(2, replace(batch, loss_mask=np.zeros_like(batch.loss_mask)))
     assert (record.loss, record.grad_norm, record.loss_tokens) == (0.0, 0.0, 0)
-    assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in made.engine.model.named_parameters())
 
 
 def test_a_run_in_which_no_target_carries_loss_is_no_success(tmp_path: Path) -> None:
@@ -203,11 +205,11 @@ def test_speed_and_utilisation_are_what_they_are_called(tokens: Path) -> None:
 def test_a_gradient_that_is_not_finite_stops_the_run_and_spares_the_weights(tokens: Path) -> None:
     made = trainer(small_job(tokens))
     with torch.no_grad():
-        made.model.norm.weight[0] = float("inf")  # type: ignore[index, operator]
-    before = {name: p.clone() for name, p in made.model.named_parameters()}
+        made.engine.model.norm.weight[0] = float("inf")  # type: ignore[index, operator]
+    before = {name: p.clone() for name, p in made.engine.model.named_parameters()}
     with pytest.raises(TrainingError, match=r"step 4: loss nan .* samples 12 to 15"):
         made.step(4, batch_of(made, 3))
-    assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in made.engine.model.named_parameters())
 
 
 def test_document_masks_reach_attention(tokens: Path) -> None:
@@ -220,12 +222,12 @@ def test_evaluation_is_the_mean_over_held_out_targets(tokens: Path) -> None:
     job = small_job(tokens, "train.eval_every=3", "train.eval_samples=5", "model.dropout=0.2")
     made, recorder = run(job)
     assert [record.step for record in recorder.evaluations] == [3, 6]
-    assert made.model.training  # the look is over: dropout is on again
+    assert made.engine.model.training  # the look is over: dropout is on again
     assert made.sources.valid is not None
     batch = read_batch(made.sources.valid, 24, 0, range(5))
     mask = torch.from_numpy(batch.loss_mask)
     with torch.no_grad():
-        logits = made.model.eval()(torch.from_numpy(batch.tokens))
+        logits = made.engine.model.eval()(torch.from_numpy(batch.tokens))
     loss = F.cross_entropy(logits[mask], torch.from_numpy(batch.targets)[mask]).item()
     assert recorder.evaluations[-1].held_out_loss == pytest.approx(loss, rel=1e-5)
     assert recorder.evaluations[-1].samples == 5

@@ -19,16 +19,22 @@ def problems_of(*changes: str) -> list[str]:
 def test_problems_of_job_data_and_directory_come_together(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = problems_of("train.steps=0", "layout.tp=3", "data.path=nowhere", f"run.dir={tmp_path}/file/runs")
-    assert len(found) == 5  # steps, heads, parallelism, directory, data
+    assert len(found) == 5  # steps, heads, ranks, directory, data
     assert "nowhere" in found[-1]
     assert "not a directory that can be written to" in found[-2]
 
 
-@pytest.mark.parametrize("setting", ["zero=1", "schedule=interleaved", "cp_kind=ulysses", "dp=2", "split=4"])
-def test_what_a_layout_describes_but_one_rank_cannot_run_is_refused(tokens: Path, setting: str) -> None:
-    [problem] = problems_of(f"data.path={tokens}", f"layout={setting}", "data.seq=16", "train.eval_samples=1")
-    assert "can be described but not run yet" in problem
-    assert setting.split("=")[0] in problem
+@pytest.mark.parametrize("setting", ["schedule=interleaved", "pp=2", "split=4"])
+def test_a_pipeline_is_described_but_not_run(tokens: Path, setting: str) -> None:
+    found = problems_of(f"data.path={tokens}", f"layout={setting}", "data.seq=16", "train.eval_samples=1")
+    assert "no pipeline runs yet" in found[-1]
+    assert setting.split("=")[0] in found[-1]
+
+
+def test_a_layout_of_other_ranks_than_there_are_is_refused_with_both_ways_out(tokens: Path) -> None:
+    [problem] = problems_of(f"data.path={tokens}", "layout=dp=2,zero=1", "data.seq=16", "train.eval_samples=1")
+    assert "needs 2 ranks" in problem
+    assert "dp=1, or --nproc 2" in problem
 
 
 def test_splits_shorter_than_a_sample_are_named(tokens: Path) -> None:

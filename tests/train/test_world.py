@@ -15,8 +15,8 @@ def test_a_plain_process_is_a_world_of_one() -> None:
 
 
 def test_torchrun_says_who_we_are() -> None:
-    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
-    assert current_world(env) == World(5, 8, 1, joined=True)
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a"}
+    assert current_world(env) == World(5, 8, 1, local_size=4, joined=True)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,8 @@ def test_slurm_says_who_we_are_inside_a_step_only() -> None:
     }
     assert current_world(batch_script) == World()
     step = batch_script | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
-    assert current_world(step) == World(9, 16, 1, joined=True, address="gpu007", port=20_007)
+    step["SLURM_STEP_TASKS_PER_NODE"] = "4(x3),2(x2)"
+    assert current_world(step) == World(9, 16, 1, local_size=4, joined=True, address="gpu007", port=20_007)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Commands import what they need when they run, so that `fivefold --help` and the 
 without torch.
 """
 
+import os
 import sys
 import warnings
 from typing import Any
@@ -57,7 +58,8 @@ def main() -> None:
             console.print(_error(problem))
         sys.exit(2)
     except TrainingError as error:
-        console.print(_error(str(error)))
+        if os.environ.get("RANK", "0") == "0":  # all ranks saw the same: one says it
+            console.print(_error(str(error)))
         sys.exit(1)
 
 

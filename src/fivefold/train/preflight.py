@@ -15,7 +15,7 @@ from fivefold.words import either
 _SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
 
 
-_RUN = ("microbatches", "recompute")  # the settings of a layout that one rank can follow
+_PIPELINE = ("pp", "schedule", "chunks", "split")
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,18 @@ class Sources:
 
 def preflight(job: Job, world: int) -> Sources:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
-    problems = job.problems()
-    if world > 1:
-        problems.append(f"there are {world} processes, and training runs on one in this version; nearest: --nproc 1")
-    if described := [field for field in Layout.__struct_fields__ if field not in _RUN and _changed(job.layout, field)]:
-        settings = ", ".join(f"{field}={getattr(job.layout, field)}" for field in described)
+    problems = job.problems(world)
+    if piped := [field for field in _PIPELINE if getattr(job.layout, field) != getattr(Layout(), field)]:
+        settings = ", ".join(f"{field}={getattr(job.layout, field)}" for field in piped)
         problems.append(
-            f"layout {settings} can be described but not run yet: training runs on one rank in this version, and takes "
-            f"{' and '.join(_RUN)} from the layout; nearest: leave {either(described)} out"
+            f"layout {settings} can be described, checked and simulated, but no pipeline runs yet; nearest: leave "
+            f"{either(piped)} out"
         )
     problems += [*_packages(job), *_run_directory(Path(job.run.dir).expanduser())]
     sources = _open(job, problems)
     if problems or sources is None:
         raise UserError(problems)
     return sources
-
-
-def _changed(layout: Layout, field: str) -> bool:
-    return bool(getattr(layout, field) != getattr(Layout(), field))
 
 
 def _packages(job: Job) -> list[str]:

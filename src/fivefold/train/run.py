@@ -14,6 +14,7 @@ from rich.text import Text
 import fivefold
 from fivefold.data.entropy import entropy
 from fivefold.errors import UserError
+from fivefold.parallel.mesh import Mesh, backend
 from fivefold.train import world as worlds
 from fivefold.train.config import Job, to_toml
 from fivefold.train.device import check_bfloat16, check_memory, choose_device, make_repeatable
@@ -27,22 +28,26 @@ from fivefold.words import si
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
-def run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -> Path:
-    """Train; the path of the run's directory."""
+def run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -> Path | None:
+    """Train; the path of the run's directory on rank 0, which alone speaks and writes."""
     device = choose_device(job.train.device, world.local_rank)
-    check_memory(job, device)
+    check_memory(job, device, world)
     make_repeatable(job.train)
     slow = check_bfloat16(device, job.train.dtype)
-    worlds.join(world, "nccl" if device.type == "cuda" else "gloo")
+    worlds.join(world, backend(device, world.local_size))
     try:
+        mesh = Mesh.of(job.layout, device)
+        if world.rank > 0:
+            Trainer(job, sources, mesh).run([])
+            return None
         directory = make_directory(Path(job.run.dir).expanduser(), job.run.name)
         (directory / "job.toml").write_text(to_toml(job))
-        (directory / "environment.json").write_text(json.dumps(environment(device, sources), indent=2) + "\n")
+        (directory / "environment.json").write_text(json.dumps(environment(mesh, sources), indent=2) + "\n")
         show_job(console, job, directory)
         marks = show_corpus(console, sources)
         if slow:
             console.print(f"[bold yellow]note[/]  {slow}", soft_wrap=True)
-        trainer = Trainer(job, sources, device)
+        trainer = Trainer(job, sources, mesh)
         display = Display(console, job.train.steps, marks, job.train.log_every)
         listeners: list[Listener] = [MetricsFile(directory / "metrics.jsonl"), display]
         if job.run.tensorboard:
@@ -73,14 +78,16 @@ def make_directory(parent: Path, name: str) -> Path:
             raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
 
 
-def environment(device: torch.device, sources: Sources) -> dict[str, object]:
+def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
     """What a run was made with, kept beside its metrics."""
+    device = mesh.device
     return {
         "fivefold": fivefold.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
+        "ranks": mesh.world.size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "data": str(sources.path),
     }

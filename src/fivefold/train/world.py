@@ -14,6 +14,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1  # ranks of this node
     joined: bool = False  # started by a launcher: there is a process group to join, even a group of one
     address: str = ""  # of rank 0, where the launcher does not set MASTER_ADDR itself
     port: int = 0
@@ -32,13 +33,18 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
 
 def _from_environment(env: Mapping[str, str]) -> World:
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
-        return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), joined=True)
+        size = int(env["WORLD_SIZE"])
+        local = int(env.get("LOCAL_WORLD_SIZE", size))
+        return World(int(env["RANK"]), size, int(env.get("LOCAL_RANK", 0)), local, joined=True)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # srun; the batch script itself is no rank and has no step
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
+        size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+        per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
         return World(
             rank=int(env["SLURM_PROCID"]),
-            size=int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1),
+            size=size,
             local_rank=int(env.get("SLURM_LOCALID", 0)),
+            local_size=max(map(int, re.findall(r"(?:^|,)(\d+)", per_node)), default=size),  # "4(x2),2": the most
             joined=True,
             address=first_host(nodes),
             port=20_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000,  # equal on all ranks, apart between jobs

@@ -1,0 +1,69 @@
+"""AdamW over the full-precision shards of the weights, wherever they lie.
+
+Every rank steps on its own shards; the only thing that the ranks must agree on is the norm by which they clip.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.parallel.data import Weights
+from fivefold.parallel.mesh import Mesh
+from fivefold.spec import ModelSpec
+from fivefold.train.config import OptimizerConfig
+
+
+class Optimizer:
+    def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh):
+        self.weights, self.mesh, self.clip = weights, mesh, config.clip
+        # Decay pulls matrices towards zero; a norm's scale, a bias and an embedding row have no reason to go there.
+        decayed = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
+        stepped = {name: p for name, p in weights.masters.items() if p.numel()}  # fewer rows than ranks: some have none
+        groups = [
+            {"params": [p for name, p in stepped.items() if name in decayed], "weight_decay": config.weight_decay},
+            {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+    def gradient_norm(self) -> Tensor:
+        """The norm over all parameters of the model, before clipping: in float64, and the same on every rank."""
+        mine = [p.grad for name, p in self.weights.masters.items() if p.grad is not None and self.weights.counts(name)]
+        if mine:
+            norms = torch._foreach_norm(mine, 2, dtype=torch.float64)
+            square = torch.stack(norms).square().sum()
+        else:
+            square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.world.size > 1:
+            dist.all_reduce(square, group=self.mesh.world.group)
+        return square.sqrt()
+
+    @torch.no_grad()
+    def step(self, rate: float | None, norm: Tensor) -> None:
+        """One update at `rate` (None: no update), with gradients scaled down to `clip` where their `norm` is above it.
+
+        The gradients are gone afterwards, and the new weights are on their way to the model.
+        """
+        if rate is not None:
+            if self.clip:
+                gradients = [p.grad for p in self.weights.masters.values() if p.grad is not None and p.numel()]
+                scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            for group in self.adam.param_groups:
+                group["lr"] = rate
+            self.adam.step()
+        self.weights.publish()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter name the master and AdamW's two moments, as parts of the whole; the moments from step one on."""
+        kept: dict[str, dict[str, Tensor]] = {}
+        for name, master in self.weights.masters.items():
+            moments = self.adam.state.get(master, {})
+            local = {"master": master.detach()} | {key: moments[key] for key in ("exp_avg", "exp_avg_sq") if moments}
+            kept[name] = {key: self.weights.globally(name, value) for key, value in local.items()}
+        return kept
+
+    def resident(self) -> int:
+        """Bytes of the two moments on this rank."""
+        moments = [state[key] for state in self.adam.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return sum(moment.numel() * moment.element_size() for moment in moments)
