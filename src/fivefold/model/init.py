@@ -34,7 +34,8 @@ def draw(
     if parameter.kind == "bias":
         out.zero_()
         return
-    rows, columns = rows or range(parameter.shape[0]), columns or range(parameter.shape[1])
+    rows = range(parameter.shape[0]) if rows is None else rows
+    columns = range(parameter.shape[1]) if columns is None else columns
     key, std = random.key(seed, "init", parameter.name), std_of(spec, parameter)
     step = max(1, _CHUNK.get(out.device.type, 1 << 18) // len(columns))
     for start in range(0, len(rows), step):

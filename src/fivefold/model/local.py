@@ -5,6 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold.model import attention
+from fivefold.model.attention import Sight
 from fivefold.model.loss import loss_sum
 from fivefold.model.place import Place
 
@@ -35,10 +37,15 @@ class Local:
 
     def sight(self, place: Place) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers."""
-        return place.mask()
+        on_gpu = place.documents is not None and place.documents.is_cuda
+        return Sight(place) if on_gpu else place.mask()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
+        if isinstance(sight, Sight):
+            if attention.flashes(q):
+                return attention.packed_attention(q, k, v, sight.spans)
+            sight = sight.mask
         grouped = k.shape[1] < q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
 

@@ -15,6 +15,7 @@ class Place:
     samples: Tensor  # [B] global sample index: with the position it keys dropout
     length: int  # of a whole sequence; positions are below it
     documents: Tensor | None = None  # [B, S] attention stays within equal numbers; None: one document per sequence
+    row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU, where tokens are a slice of them
 
     @classmethod
     def of(cls, tokens: Tensor) -> Self:

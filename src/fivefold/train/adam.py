@@ -13,6 +13,9 @@ from fivefold.spec import ModelSpec
 from fivefold.train.config import OptimizerConfig
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 class Optimizer:
     def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh):
         self.weights, self.mesh, self.clip = weights, mesh, config.clip
@@ -25,6 +28,10 @@ class Optimizer:
         ]
         groups = [group for group in groups if group["params"]]
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        # As AdamW itself would at its first step; here, so that all ranks have the same entries at any time.
+        for master in weights.masters.values():
+            moments = {key: torch.zeros_like(master, requires_grad=False) for key in _MOMENTS}
+            self.adam.state[master] = {"step": torch.zeros((), device=master.device)} | moments
 
     def gradient_norm(self) -> Tensor:
         """The norm over all parameters of the model, before clipping: in float64, and the same on every rank."""
@@ -55,15 +62,14 @@ class Optimizer:
         self.weights.publish()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter name the master and AdamW's two moments, as parts of the whole; the moments from step one on."""
+        """By parameter name the master and AdamW's two moments, as parts of the whole; they share memory with this."""
         kept: dict[str, dict[str, Tensor]] = {}
         for name, master in self.weights.masters.items():
-            moments = self.adam.state.get(master, {})
-            local = {"master": master.detach()} | {key: moments[key] for key in ("exp_avg", "exp_avg_sq") if moments}
+            local = {"master": master.detach()} | {key: self.adam.state[master][key] for key in _MOMENTS}
             kept[name] = {key: self.weights.globally(name, value) for key, value in local.items()}
         return kept
 
     def resident(self) -> int:
         """Bytes of the two moments on this rank."""
-        moments = [state[key] for state in self.adam.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        moments = [state[key] for state in self.adam.state.values() for key in _MOMENTS]
         return sum(moment.numel() * moment.element_size() for moment in moments)

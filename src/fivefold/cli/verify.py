@@ -1,0 +1,163 @@
+"""`fivefold verify`: a layout, held against one process."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from fivefold.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.prove.layouts import Case
+    from fivefold.prove.verdict import Verdict
+    from fivefold.train.config import Job
+
+SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
+# Models of its own size, so that a layout takes a second: the families of the presets, narrow.
+_NARROW = ("model.layers=2", "model.hidden=64", "model.head_dim=16", "model.ffn=96")
+_SHOWN = 10  # failing layouts of a sweep that are told in full
+
+
+def verify(
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the job, as for train.", show_default=False),
+    ] = None,
+    layout: Annotated[str, typer.Option(help="The layout to prove.")] = "dp=2",
+    model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
+    dtype: Annotated[Literal["float64", "float32", "bfloat16"], typer.Option(help="Of compute.")] = "float64",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
+    batch: Annotated[int, typer.Option(help="Sequences of a global batch.")] = 8,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="On cuda, ranks may share a GPU.")] = "cpu",
+    everything: Annotated[bool, typer.Option("--all", help="Every legal layout of --world ranks.")] = False,
+    world: Annotated[int | None, typer.Option(help="With --all: how many ranks; default: 4.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one layout.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Prove that a layout computes what one process computes, and sends what it should.
+
+    Starts the ranks on this machine and trains both from the same weights on
+    the same data, which has unequal loss masks, a rank without any, and packed
+    documents. Every step's loss, gradient norm and gradients are compared, and
+    the parameters at the end; collectives are counted and held against closed
+    forms. Exit code 0 if all hold, 1 if not.
+
+    [dim]Examples:[/]
+
+      fivefold verify --layout dp=2,tp=2,zero=3
+
+      fivefold verify --layout cp=4,cp_kind=ulysses --model tiny-qwen3
+
+      fivefold verify --layout tp=2,sp model.kv_heads=1 --dtype float32
+
+      fivefold verify --all --world 4
+
+      fivefold verify --all --world 4 --sample 30 --json
+    """
+    from fivefold.prove.layouts import Case, all_cases, covered, pairwise
+    from fivefold.prove.verify import Judge
+
+    if sample is not None and sample < 1:
+        raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
+    if not everything and (world is not None or sample is not None):
+        raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
+    narrow = [] if not model.startswith("tiny") else list(_NARROW)
+    job = _job(layout if not everything else "dp=1", model, dtype, steps, seq, batch, device, [*narrow, *changes or []])
+    with Judge(timeout) as judge:
+        if not everything:
+            verdict = judge(job)
+            _show_one(verdict, as_json)
+            raise typer.Exit(0 if verdict.passed else 1)
+        total = all_cases(job, world or 4)
+        if not total:
+            raise UserError(f"{job.model.name} has no legal layout of {world or 4} ranks at seq={seq}, batch={batch}")
+        chosen: list[Case] = total if sample is None else pairwise(total, sample)
+        judged = _sweep(judge, chosen, quiet=as_json)
+    _show_all(judged, total, covered(chosen, total), as_json)
+    raise typer.Exit(0 if all(verdict.passed for _, verdict in judged) else 1)
+
+
+def _job(
+    layout: str, model: str, dtype: str, steps: int, seq: int, batch: int, device: str, changes: list[str]
+) -> "Job":
+    import msgspec
+
+    from fivefold.prove.compare import OPTIMIZER
+    from fivefold.train.config import read_job
+
+    settings = {
+        "model.preset": model,
+        "layout": layout,
+        "data.seq": seq,
+        "data.document_mask": "true",
+        "train.batch": batch,
+        "train.steps": steps,
+        "train.dtype": dtype,
+        "train.device": device,
+    }
+    settings |= {f"optimizer.{key}": value for key, value in msgspec.to_builtins(OPTIMIZER).items()}
+    job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *changes])
+    if problems := job.problems():
+        raise UserError(problems)
+    if job.layout.pp > 1:
+        raise UserError(f"layout.pp={job.layout.pp} can be described but not run yet; nearest: pp=1")
+    return job
+
+
+def _sweep(judge: "Judge", cases: list["Case"], quiet: bool) -> list[tuple["Case", "Verdict"]]:
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    judged = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"{case.job.layout} {case.variant}")
+            judged.append((case, judge(case.job)))
+            progress.advance(task)
+    return judged
+
+
+def _show_one(verdict: "Verdict", as_json: bool) -> None:
+    from fivefold.prove.tables import numbers, row
+
+    if as_json:
+        typer.echo(json.dumps(row(verdict)))
+        return
+    console = Console(highlight=False)
+    console.print(numbers(verdict))
+    for problem in verdict.problems:
+        console.print(Text.assemble(("fails: ", "bold red"), problem))
+    if verdict.passed:
+        console.print(f"[bold green]holds[/]  in {verdict.seconds:.1f} s on {verdict.job.layout.world} ranks")
+
+
+def _show_all(
+    judged: list[tuple["Case", "Verdict"]], total: list["Case"], share: float, as_json: bool
+) -> None:
+    from fivefold.prove.tables import row, summary
+
+    failing = [(case, verdict) for case, verdict in judged if not verdict.passed]
+    if as_json:
+        rows = [row(verdict, case.variant) for case, verdict in judged]
+        counts = {"sampled": len(judged), "total": len(total), "pairs_met": round(share, 4)}
+        typer.echo(json.dumps({"passed": not failing, **counts, "failed": len(failing), "layouts": rows}))
+        return
+    console = Console(highlight=False)
+    console.print(summary(judged))
+    for case, verdict in failing[:_SHOWN]:
+        console.print(Text.assemble(("fails: ", "bold red"), f"{verdict.job.layout} {case.variant}".strip()))
+        for problem in verdict.problems:
+            console.print(f"  {problem}", markup=False)
+    if more := len(failing) - _SHOWN:
+        console.print(f"and {more} more" if more > 0 else "")
+    sampled = f"{len(judged)}/{len(total)} layouts"
+    pairs = "" if len(judged) == len(total) else f", {share:.0%} of all pairs of settings"
+    mark = "[bold red]fail[/]" if failing else "[bold green]all hold[/]"
+    console.print(f"{sampled}{pairs}: {f'{len(failing)} ' if failing else ''}{mark}")

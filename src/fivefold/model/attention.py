@@ -1,0 +1,248 @@
+"""Attention kernels that return the log-sum-exp of the scores beside the output, and their backward passes.
+
+With the LSE, parts of a row of scores can be computed apart and merged. The kernels by device and dtype:
+
+cpu                 aten's flash kernel for CPUs; spans one by one
+cuda, 16 bits       flash attention; spans all at once, through its variable-length form
+cuda, 32, 64 bits   plain matrix products: the flash kernel does not take them, and scores are held whole
+
+All take fewer kv heads than heads. Causal tiles are square: on others the kernels disagree about the diagonal.
+Shapes: B batch, H heads, K kv heads, Sq queries, Sk keys, D head dim.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fivefold.model.place import Place
+from fivefold.model.spans import Spans, causal_spans, check_runs
+
+_aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans | None = None) -> tuple[Tensor, Tensor]:
+    """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq].
+
+    Queries outside all spans see nothing: their output is 0 and their LSE -inf.
+    """
+    if spans is None:
+        return _forward(q, k, v, causal)
+    if flashes(q):
+        return _packed_forward(q, k, v, causal, spans)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=accumulate_dtype(q.dtype))
+    for row, queries, keys in spans.spans:
+        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
+        out[mine], lse[mine] = _forward(q[mine], k[theirs], v[theirs], causal)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    spans: Spans | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. `out` and `lse` are those of whole rows of scores, of which this may be a part."""
+    if spans is None:
+        return _backward(grad, q, k, v, out, lse, causal)
+    if flashes(q):
+        return _packed_backward(grad, q, k, v, out, lse, causal, spans)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for row, queries, keys in spans.spans:
+        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
+        grads = _backward(grad[mine], q[mine], k[theirs], v[theirs], out[mine], lse[mine], causal)
+        dq[mine], dk[theirs], dv[theirs] = grads  # no two spans share a query or a key
+    return dq, dk, dv
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Add what was seen in other scores of the same rows, in place; out and lse are of the accumulate dtype.
+
+    A row that has seen nothing on either side (LSE -inf) stays as it is.
+    """
+    total = torch.logaddexp(lse, new_lse)
+    weight = torch.exp(new_lse - total.masked_fill(total == -math.inf, 0.0))  # -inf - -inf would be NaN
+    out.lerp_(new_out.to(out.dtype), weight[..., None])
+    lse.copy_(total)
+
+
+# ---- whole tiles ---------------------------------------------------------------------------------------------------
+
+
+def flashes(q: Tensor) -> bool:
+    """Flash attention on a GPU takes it."""
+    return q.is_cuda and q.dtype in _HALF
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+    if not flashes(q):
+        return products(q, k, v, causal)
+    width, scale = q.shape[-1], q.shape[-1] ** -0.5
+    q, k, v = (_to_eights(x) for x in (q, k, v))
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out[..., :width], lse
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type == "cpu":
+        op = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return op(grad, q, k, v, out, lse, 0.0, causal)
+    if not flashes(q):
+        return products_backward(grad, q, k, v, out, lse, causal)
+    width, scale = q.shape[-1], q.shape[-1] ** -0.5
+    grad, q, k, v, out = (_to_eights(x) for x in (grad, q, k, v, out))
+    grads = _aten._scaled_dot_product_flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        *_no_dropout(q),
+        scale=scale,
+    )
+    dq, dk, dv = (x[..., :width] for x in grads)
+    return dq, dk, dv
+
+
+def _to_eights(x: Tensor) -> Tensor:
+    """Flash attention takes head dims that are multiples of 8; zeros change no score."""
+    return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The random state that backward asks for and, without dropout, does not read."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return state, state[0]
+
+
+# ---- spans, packed for flash attention -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Documents of whole rows on a GPU: as spans for the kernels that pack them, as a mask for the others."""
+
+    place: Place
+
+    @cached_property
+    def spans(self) -> Spans:
+        documents, rows = self.place.documents, self.place.row_documents
+        assert documents is not None
+        found = (documents.cpu() if rows is None else rows).numpy()
+        check_runs(found)
+        return causal_spans(found, documents.device)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        return self.place.mask()
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    """Causal attention within the spans, which cover every row, under stock autograd. 16 bits, CUDA."""
+    at, width = spans.packed, q.shape[-1]
+    assert at.queries is None
+    assert at.keys is None
+    flat = (_to_eights(_pack(x, None)) for x in (q, k, v))
+    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    out = _aten._flash_attention_forward(*flat, *bounds, 0.0, True, False, scale=width**-0.5)[0]
+    return out[..., :width].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
+def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans) -> tuple[Tensor, Tensor]:
+    at, (batch, heads, seq, width) = spans.packed, q.shape
+    flat = (_to_eights(_pack(x, index)) for x, index in ((q, at.queries), (k, at.keys), (v, at.keys)))
+    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    seen, seen_lse, *_ = _aten._flash_attention_forward(*flat, *bounds, 0.0, causal, False, scale=width**-0.5)
+    out = _unpack(seen[..., :width], at.queries, batch, seq)
+    if at.queries is None:
+        lse = seen_lse
+    else:
+        lse = seen_lse.new_full((heads, batch * seq), -math.inf)
+        lse[:, at.queries] = seen_lse
+    return out, lse.unflatten(1, (batch, seq)).transpose(0, 1)
+
+
+def _packed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    at, batch, width = spans.packed, q.shape[0], q.shape[-1]
+    places = (at.queries, at.queries, at.keys, at.keys, at.queries)
+    flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), places, strict=True)]
+    rows = lse.transpose(0, 1).flatten(1)  # [H, B * Sq]
+    rows = (rows if at.queries is None else rows[:, at.queries]).contiguous()
+    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    grads = _aten._flash_attention_backward(*flat, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
+    dq, dk, dv = (
+        _unpack(part[..., :width], index, batch, x.shape[2])
+        for part, index, x in zip(grads, (at.queries, at.keys, at.keys), (q, k, v), strict=True)
+    )
+    return dq, dk, dv
+
+
+def _pack(x: Tensor, index: Tensor | None) -> Tensor:
+    """[B, H, S, D] -> [rows, H, D]"""
+    flat = x.transpose(1, 2).flatten(0, 1)
+    return flat if index is None else flat[index]
+
+
+def _unpack(x: Tensor, index: Tensor | None, batch: int, seq: int) -> Tensor:
+    """[rows, H, D] -> [B, H, S, D], zero where no row is."""
+    if index is not None:
+        x = x.new_zeros(batch * seq, *x.shape[1:]).index_copy_(0, index, x)
+    return x.unflatten(0, (batch, seq)).transpose(1, 2)
+
+
+# ---- matrix products -----------------------------------------------------------------------------------------------
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """By the definition, with all scores in memory."""
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    seen = torch.exp(scores - lse[..., None]) @ v[:, :, None]
+    return seen.flatten(1, 2), lse.flatten(1, 2)
+
+
+def products_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
+    grad, asked, out, rows = (x.unflatten(1, groups) for x in (grad, q, out, lse))  # [B, K, H/K, Sq, ...]
+    p = torch.exp(_scores(q, k, causal) - rows[..., None])
+    ds = p * (grad @ v[:, :, None].mT - (grad * out).sum(-1, keepdim=True)) * scale
+    return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ asked).sum(2), (p.mT @ grad).sum(2)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """[B, K, H/K, Sq, Sk]"""
+    scores = q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].mT * q.shape[-1] ** -0.5
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores

@@ -1,0 +1,63 @@
+"""Data parallelism: one model on many ranks, each with its own tokens, and ZeRO's shards of what they all hold.
+
+    weights = spread(model, spec, mesh, torch.bfloat16, seed)   # from the meta device to drawn weights
+    for number, microbatch in enumerate(microbatches, start=1):
+        with weights.microbatch(last=number == len(microbatches)):
+            loss(model(microbatch)).backward()
+    weights.finish()                    # masters' gradients are the sums over all ranks
+    ...                                 # an optimizer's step on weights.masters
+    weights.publish()
+
+Stages 0, 1 and 2 are buckets of our own (`replicated`), stage 3 and hybrid sharding are FSDP2 (`fully`).
+"""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.parallel.data.fully import FullySharded
+from fivefold.parallel.data.replicated import Replicated
+from fivefold.parallel.mesh import Mesh
+from fivefold.spec import ModelSpec
+
+__all__ = ["FullySharded", "Replicated", "Weights", "spread"]
+
+
+class Weights(Protocol):
+    """A model's weights on this rank: in full precision for the optimizer, in the compute dtype for the model."""
+
+    masters: dict[str, nn.Parameter]
+    """By global name, this rank's shard in full precision; `grad` is set by `finish` and gone after `publish`."""
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Around the forward and backward passes of one microbatch; `last` of the step."""
+
+    def finish(self) -> None:
+        """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
+
+    def publish(self) -> None:
+        """After the masters have changed: the model's weights follow, at the latest when its forward needs them."""
+
+    def ready(self) -> None:
+        """Wait until the model's own weights are the published ones, for whoever reads them without a forward."""
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's shard counts in a sum over the world in which every element counts once."""
+
+    def globally(self, name: str, local: Tensor) -> Tensor:
+        """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp."""
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
+
+
+def spread(model: nn.Module, spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int) -> Weights:
+    """Take a decoder on the meta device, whose parameters are plain or DTensors over tp, and give it its weights.
+
+    Afterwards it is on the mesh's device, computes in `compute`, and reports its gradients.
+    """
+    if mesh.layout.zero == 3 and mesh.zero.size * mesh.replicate.size > 1:
+        return FullySharded(model, spec, mesh, compute, seed)
+    return Replicated(model, spec, mesh, compute, seed)

@@ -1,0 +1,200 @@
+"""ZeRO 0, 1 and 2: every rank computes with whole weights; gradients and optimizer state are whole or sharded.
+
+A hook on every parameter moves its new gradient into its bucket. Buckets are reduced in a fixed order, the same on all
+ranks, each as soon as it and those before it are final, while backward goes on. After the optimizer's step (stages 1
+and 2) the new weights are gathered while the next forward runs: a block waits for its own.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fivefold.buckets import BOTTOM, MINIMUM, TOP, Grouping, Held, buckets, layers_of
+from fivefold.parallel.data.bucket import Bucket, Slot
+from fivefold.parallel.data.loose import Loose
+from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, local_of, wide
+from fivefold.parallel.mesh import Mesh
+from fivefold.spec import ModelSpec
+
+_AHEAD = 2  # stage 2: buckets of new weights on their way at a time, each in a buffer of its own
+
+
+class Replicated:
+    def __init__(
+        self, model: nn.Module, spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, minimum: int = MINIMUM
+    ):
+        self.mesh = mesh
+        self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
+        self.held = held_by(model, spec, mesh)
+        model.to(compute).to_empty(device=mesh.device)
+        self.parameters = dict(model.named_parameters())
+        self.weights = {name: local_of(p) for name, p in self.parameters.items()}
+        self.masters = {name: self._draw(spec, one, seed) for name, one in self.held.items()}
+        groups = buckets(self.held.values(), minimum)
+        if mesh.zero.size == 1:
+            self.loose, groups = self._loosen(groups), [group for group in groups if group.partial]
+        else:
+            self.loose = Loose({}, {})
+        self.buckets = [self._bucket(group, compute) for group in groups]
+        self.home = {slot.name: (i, slot) for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
+        self.missing: list[set[str]] = []  # of each bucket, in order, what has yet to come before its reduction
+        self.flying: deque[Bucket] = deque()  # reductions that have been started and not waited for
+        self.unsent: deque[Bucket] = deque()  # buckets whose new weights are still to be gathered, in forward's order
+        for name in self.held:
+            self._listen(name)
+        if self.stage:
+            self._set_gates(model, groups)
+
+    # ---- making --------------------------------------------------------------------------------------------------
+
+    def _draw(self, spec: ModelSpec, one: Held, seed: int) -> nn.Parameter:
+        """Fill the weight, by way of full precision, and return this rank's master of it."""
+        weight, parts = self.weights[one.name], self.mesh.zero.size if self.stage else 1
+        mine = one.share(parts, self.mesh.zero.rank if self.stage else 0)
+        first = mine.start - one.rows.start
+        exact = weight if weight.dtype == wide(weight.dtype) else torch.empty_like(weight, dtype=torch.float32)
+        draw_rows(spec, one, one.rows, exact, seed)
+        if exact is weight:
+            parameter = self.parameters[one.name]
+            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor)
+            return parameter if own else nn.Parameter(weight[first : first + len(mine)])
+        weight.copy_(exact)
+        return nn.Parameter(exact[first : first + len(mine)].clone() if parts > 1 else exact)
+
+    def _loosen(self, groups: list[Grouping]) -> Loose:
+        """With nobody to share them, only gradients that are summed over tp need a bucket."""
+        names = [name for group in groups if not group.partial for name in group.names]
+        return Loose({name: self.weights[name] for name in names}, {name: self.masters[name] for name in names})
+
+    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+        slots, offset = [], 0
+        for one in group.held:
+            length = one.share_size(self.mesh.zero.size if self.stage else 1)
+            slots.append(Slot(one.name, self.weights[one.name], self.masters[one.name], offset, length))
+            offset += length
+        tp = self.mesh.tp if group.partial else None
+        return Bucket(slots, self.mesh.zero, tp, self.stage, compute)
+
+    def _listen(self, name: str) -> None:
+        parameter = self.parameters[name]
+        if parameter is self.masters[name]:
+            return  # autograd accumulates where the optimizer looks
+
+        def came(_: Tensor) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            assert gradient is not None  # this runs right after autograd has set it
+            if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != self.held[name].tp.partial:
+                raise RuntimeError(f"the gradient of {name} came as {gradient.placements[0]} over tp")
+            self.add(name, local_of(gradient))
+
+        parameter.register_post_accumulate_grad_hook(came)
+
+    def _set_gates(self, model: nn.Module, groups: list[Grouping]) -> None:
+        """A module's forward waits for the weights that are needed from there on."""
+        units = {unit for group in groups for unit in group.units}
+        blocks = layers_of(units)
+        gates = {block: block for block in blocks} | {BOTTOM: "", TOP: blocks[-1] if blocks else ""}
+        for bucket, group in zip(self.buckets, groups, strict=True):
+            for gate in {gates[unit] for unit in group.units}:
+                model.get_submodule(gate).register_forward_pre_hook(self._gate(bucket))
+
+    def _gate(self, bucket: Bucket) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            self._receive(bucket)
+
+        return wait
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        reduces = last or self.stage == 2
+        self.missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets] if reduces else []
+        self.turn = 0  # the bucket that is reduced next
+        yield
+        if reduces:
+            for missing in self.missing:  # gradients that will not come
+                missing.clear()
+            self._reduce_what_is_final()
+        if self.stage == 2:
+            self._settle(0)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """A gradient has come, from autograd or from a weight-gradient pass of its own; it may be the bucket's last."""
+        if name not in self.home:
+            self.loose.add(name, gradient)
+            return
+        index, slot = self.home[name]
+        self.buckets[index].add(slot, gradient)
+        if self.missing:
+            self.missing[index].discard(name)
+            self._reduce_what_is_final()
+
+    def _reduce_what_is_final(self) -> None:
+        while self.turn < len(self.buckets) and not self.missing[self.turn]:
+            bucket = self.buckets[self.turn]
+            self.turn += 1
+            bucket.reduce()
+            self.flying.append(bucket)
+            if self.stage == 2:
+                self._settle(1)  # one buffer fills while one is on its way
+
+    def _settle(self, allowed: int) -> None:
+        while len(self.flying) > allowed:
+            self.flying.popleft().settle()
+
+    def finish(self) -> None:
+        self._settle(0)
+        for bucket in self.buckets:
+            bucket.sum_over_tp()
+        self.loose.hand_over()
+        for bucket in self.buckets:
+            bucket.hand_over()
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        for bucket in self.buckets:
+            bucket.forget()
+        self.loose.forget()
+        self.loose.send_weights()
+        self.unsent = deque(reversed(self.buckets))
+        self._send(_AHEAD if self.stage == 2 else len(self.buckets))
+
+    def _send(self, most: int) -> None:
+        """Start gathers, in order, while fewer than `most` are under way."""
+        while self.unsent and sum(bucket.gathering is not None for bucket in self.buckets) < most:
+            self.unsent.popleft().send_weights()
+
+    def _receive(self, bucket: Bucket) -> None:
+        while bucket in self.unsent:
+            self.unsent.popleft().send_weights()
+        bucket.receive_weights()
+        self._send(_AHEAD)
+
+    def ready(self) -> None:
+        for bucket in reversed(self.buckets):
+            self._receive(bucket)
+
+    # ---- looking -------------------------------------------------------------------------------------------------
+
+    def counts(self, name: str) -> bool:
+        return counts(self.held[name], self.mesh, sharded=self.stage > 0)
+
+    def globally(self, name: str, local: Tensor) -> Tensor:
+        return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)
+
+    def resident(self) -> dict[str, int]:
+        seen: set[int] = set()
+        buffers = [tensor for bucket in self.buckets for tensor in bucket.held()]
+        loose = [master.grad for master in self.loose.masters.values() if master.grad is not None]
+        return {
+            "parameters": bytes_of(self.weights.values(), seen),
+            "gradients": bytes_of([*buffers, *loose], seen),
+            "masters": bytes_of(self.masters.values(), seen),
+        }

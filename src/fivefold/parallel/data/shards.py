@@ -1,0 +1,67 @@
+"""One rank's part of a parameter: drawn from the seed, and seen as part of the whole."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fivefold.buckets import Held, held
+from fivefold.model.init import draw
+from fivefold.parallel.mesh import Mesh
+from fivefold.spec import ModelSpec
+
+
+def wide(compute: torch.dtype) -> torch.dtype:
+    """The dtype of masters, of sums of gradients and of optimizer state."""
+    return torch.float64 if compute == torch.float64 else torch.float32
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; without history."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
+    """The parameters of this rank's model, which may hold only some of the layers."""
+    here = {name for name, _ in model.named_parameters()}
+    whole = held(spec, mesh.layout, mesh.tp.rank)
+    return {name: one for name, one in whole.items() if name in here}
+
+
+def draw_rows(spec: ModelSpec, one: Held, rows: range, out: Tensor, seed: int) -> None:
+    """Initial weights of some rows of the whole parameter, the columns being those that this tp rank holds."""
+    draw(spec, one.parameter, out, seed, rows=rows, columns=one.columns)
+
+
+def globally(one: Held, local: Tensor, mesh: Mesh, sharded: bool) -> Tensor:
+    """`local` as part of the whole parameter; `sharded`: it is this rank's share of the rows, as ZeRO cuts them."""
+    if mesh.root is None:
+        return local
+    over_tp: Placement = Replicate() if one.tp.dim is None or mesh.tp.size == 1 else Shard(one.tp.dim)
+    over_zero: Placement = Replicate()
+    if sharded:
+        # The rows are cut over tp first and over zero second, though zero is the outer axis of the mesh.
+        over_zero = _StridedShard(0, split_factor=mesh.tp.size) if over_tp == Shard(0) else Shard(0)
+    shape = torch.Size(one.parameter.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    plane = mesh.plane("zero", "tp")
+    return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
+
+
+def counts(one: Held, mesh: Mesh, sharded: bool) -> bool:
+    """Among the ranks that hold the same elements, the first of each axis counts."""
+    first_of_copies = sharded or mesh.zero.rank == 0
+    return first_of_copies and mesh.replicate.rank == 0 and (one.tp.dim is not None or mesh.tp.rank == 0)
+
+
+def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the memory behind `tensors`, each piece of memory once; `seen` are the pieces counted already."""
+    total = 0
+    for tensor in tensors:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in seen:
+            seen.add(memory.data_ptr())
+            total += memory.nbytes()
+    return total

@@ -1,0 +1,112 @@
+"""A counter of everything that this rank says to others: each collective and send, by axis, in calls and bytes.
+
+    with TrafficCounter(mesh) as counter:
+        engine.accumulate(batch)
+    counter.rows()      # axis, kind, calls, payload, wire
+
+It stands in the dispatcher, where the collectives of this project, of FSDP2 and of DTensor all pass, those of the
+backward pass too (autograd's threads take the dispatch modes of their caller along). It reads shapes and never data, so
+it counts on fake tensors and fake process groups as well. An operator that it does not know is an error, not a zero.
+
+Receives, waits and barriers carry no bytes of their own, and a group of one rank moves nothing: they are not counted.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.parallel.mesh import Mesh
+from fivefold.wire import AXES, Kind, Traffic, total, wire
+
+_SPACES = ("c10d", "_c10d_functional", "_dtensor")
+# The beginnings of the operators' names, without underscores and "_base", which tell variants of one thing apart.
+_KINDS: dict[str, Kind | None] = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "sharddimalltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "isend": "send",
+    "recv": None,
+    "irecv": None,
+    "barrier": None,
+    "monitoredbarrier": None,
+    "waittensor": None,
+    "wraptensorautograd": None,
+    "checkfornan": None,
+}
+
+
+class Event(NamedTuple):
+    axis: str
+    kind: Kind
+    payload: int  # bytes
+    size: int  # ranks of the group
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Counts while it is entered; leaving and entering again goes on counting. `events` is the order of it all."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.events: list[Event] = []
+        self.axes: dict[tuple[int, ...], str] = {}
+        for name in reversed(AXES):  # the first of AXES has the last word
+            axis = getattr(mesh, name)
+            if axis.size > 1:
+                self.axes[_ranks(axis.group)] = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in _SPACES and (kind := _kind(func)) is not None:
+            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            given |= kwargs or {}
+            ranks = _ranks(_group(given))
+            if len(ranks) > 1:
+                payload = max(_bytes(side) for side in (*given.values(), result))
+                self.events.append(Event(self._axis(ranks), kind, payload, len(ranks)))
+        return result
+
+    def _axis(self, ranks: tuple[int, ...]) -> str:
+        """Ranks that are no axis of the mesh keep their numbers for a name, and so are seen."""
+        return self.axes.get(ranks) or "ranks " + "+".join(map(str, ranks))
+
+    def rows(self) -> list[Traffic]:
+        return total(Traffic(e.axis, e.kind, 1, e.payload, wire(e.kind, e.payload, e.size)) for e in self.events)
+
+
+def _kind(func: Callable[..., Any]) -> Kind | None:
+    name = func._schema.name.partition("::")[2].replace("_", "")  # type: ignore[attr-defined]
+    for beginning, kind in _KINDS.items():
+        if name.startswith(beginning):
+            return kind
+    raise NotImplementedError(f"the traffic counter does not know the operator {name}")
+
+
+def _group(given: dict[str, Any]) -> dist.ProcessGroup:
+    """Functional collectives are given a group's name, the others the group itself, wrapped for the dispatcher."""
+    if "group_name" in given:
+        return _resolve_process_group(given["group_name"])
+    return dist.ProcessGroup.unbox(given["process_group"])
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _bytes(side: Any) -> int:
+    """Of one argument or result: a tensor, or a list of them (or of lists: one for each device of long ago)."""
+    if isinstance(side, torch.Tensor):
+        return _tensor_bytes(side)
+    return sum(map(_bytes, side)) if isinstance(side, list | tuple) else 0
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,50 @@
+"""The data of a proof: made from a seed, and as unpleasant as real data can be.
+
+Tokens are uniform, so that every row of the vocabulary is met. Loss masks are unequal: samples keep between a tenth and
+all of their targets, one keeps none, and in each step one data-parallel rank has no target at all, a different one each
+time. A mean of means would show. Documents have random lengths, so that they begin and end inside the shares of context
+parallel ranks and reach across them.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.data.batch import Batch
+from fivefold.train.config import Job
+
+_DOCUMENTS = 5  # per sequence, at most
+
+
+def make_batch(job: Job, step: int) -> Batch:
+    """The global batch of `step`, from 0. Of the layout only dp matters: whose targets are all masked."""
+    size, seq = job.train.batch, job.data.seq
+    rng = np.random.default_rng([job.data.seed, step])
+    tokens = rng.integers(0, job.model.vocab, (size, seq + 1))
+    return Batch(
+        samples=np.arange(step * size, (step + 1) * size),
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        loss_mask=_mask(rng, size, seq, job.layout.dp, step),
+        documents=np.stack([_documents(rng, seq) for _ in range(size)]),
+    )
+
+
+def _mask(rng: np.random.Generator, size: int, seq: int, dp: int, step: int) -> NDArray[np.bool_]:
+    shares = rng.permutation(np.linspace(0.1, 1.0, size))
+    mask = rng.random((size, seq)) < shares[:, None]
+    if size > 1:
+        mask[rng.integers(size)] = False
+    if dp > 1:
+        share = size // dp
+        mask[(empty := step % dp * share) : empty + share] = False
+    if not mask.any():  # two samples, or two ranks: somebody has to learn something
+        mask[(step % dp * (size // dp) - 1) % size] = True
+    return mask
+
+
+def _documents(rng: np.random.Generator, seq: int) -> NDArray[np.int32]:
+    """Document numbers of one sequence, from 0."""
+    starts = np.zeros(seq, np.int32)
+    cuts = rng.choice(seq, min(seq, int(rng.integers(1, _DOCUMENTS + 1))), replace=False)
+    starts[cuts[cuts > 0]] = 1
+    return starts.cumsum(dtype=np.int32)

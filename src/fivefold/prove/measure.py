@@ -1,0 +1,55 @@
+"""One rank of a proof: run the layout, hold every step against the reference, count what moves.
+
+Every rank compares for itself: ranks that hold the same thing may disagree, and one of them is then wrong.
+"""
+
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.traffic import TrafficCounter
+from fivefold.prove import compare
+from fivefold.prove.batches import make_batch
+from fivefold.prove.ranks import Rank, named
+from fivefold.prove.reference import Reference
+from fivefold.prove.verdict import Measured
+from fivefold.train.config import Job
+from fivefold.train.device import choose_device
+from fivefold.train.engine import Engine
+from fivefold.train.rate import learning_rate
+
+
+def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
+    """`hook` names a function, "module:name", that is called first: a test plants a bug with it."""
+    device = choose_device(job.train.device, rank.number)
+    if rank.world > 1:
+        rank.join(backend(device, rank.world))
+    if hook:
+        named(hook)()
+    mesh = Mesh.of(job.layout, device)
+    engine, wanted = Engine(job, mesh), Reference.load(reference)
+    bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
+    for step, target in enumerate(wanted.steps, start=1):
+        batch = make_batch(job, step - 1)
+        with counter:
+            loss, norm = engine.accumulate(batch), engine.gradient_norm()
+        measured.losses.append((loss.item(), target.loss))
+        measured.norms.append((norm.item(), target.norm))
+        measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
+        measured.errors.append(compare.number("gradient norm", step, norm.item(), target.norm, bound))
+        measured.errors.extend(compare.gradients(_whole(engine.gradients()), target.gradients, step, bound))
+        rate = learning_rate(job.optimizer, step - 1, job.train.steps)
+        with counter:
+            engine.step(rate if batch.loss_tokens else None, norm)
+    with counter:
+        engine.weights.ready()  # weights that would have been gathered under the next forward
+    measured.traffic.extend(counter.rows())
+    measured.errors.extend(compare.parameters(_whole(engine.parameters()), wanted.parameters, job, bound))
+    return measured
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Collective: every rank gathers the same names in the same order."""
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in sorted(tensors.items())}

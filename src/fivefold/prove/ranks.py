@@ -1,0 +1,187 @@
+"""Ranks of this machine that live for one call, each a process forked from a server that has imported torch.
+
+    run(4, "module:function", argument, timeout=60)     # [function(rank, argument) of each rank], or RankError
+
+Nothing outlives a call: not a process group, not a cache that knows its groups by name, not a rank that hangs. The
+server starts with the first call (seconds: it imports torch) and ends with this process; a call then takes a tenth of a
+second. What a rank prints is kept and shown only when a rank fails.
+"""
+
+import faulthandler
+import importlib
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import TrainingError, UserError
+
+# torch imports these late, and each rank would for itself: the first step of an optimizer imports dynamo.
+_PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.prove.measure"]
+_GRACE = 1.0  # seconds that the others have after a first failure, to say what they know of it
+_METHOD = "forkserver" if hasattr(os, "fork") else "spawn"
+
+
+@dataclass(frozen=True)
+class Rank:
+    number: int
+    world: int
+    home: Path  # a directory that the ranks of one call share
+
+    def join(self, backend: str, timeout: float = 3600.0) -> None:
+        """Enter a process group with the other ranks of the call. Hangs are ended from outside, and named there."""
+        from datetime import timedelta
+
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import FileStore
+
+        store = FileStore(str(self.home / "store"), self.world)
+        dist.init_process_group(
+            backend, store=store, rank=self.number, world_size=self.world, timeout=timedelta(seconds=timeout)
+        )
+
+
+class RankError(TrainingError):
+    """A rank died, raised or hung: `rank` is the one to blame."""
+
+    def __init__(self, rank: int, sentence: str, details: str = ""):
+        super().__init__(sentence)
+        self.rank, self.details = rank, details
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a rank ended; a value if it returned."""
+
+    rank: int
+    how: str  # returned | raised | died | hung
+    value: Any = None
+    error: str = ""
+    stack: str = ""
+
+    @property
+    def blame(self) -> tuple[bool, bool, int, int]:
+        """Sorts the rank that explains the others first: those that wait for it end too."""
+        waiting = "/torch/distributed/" in self.stack or "onnection" in self.error or "ocket" in self.error
+        return self.how == "returned", waiting, ["died", "raised", "hung", "returned"].index(self.how), self.rank
+
+
+def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
+    """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    context = get_context(_METHOD)
+    if _METHOD == "forkserver":
+        context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="fivefold-") as home:
+        processes, pipes = [], []
+        try:
+            for number in range(world):
+                ours, theirs = context.Pipe()
+                rank = Rank(number, world, Path(home))
+                process: Any = context.Process(target=_live, args=(rank, theirs, function, args), daemon=True)  # type: ignore[attr-defined]
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            ends = _watch(processes, pipes, Path(home), timeout)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+        first = min(ends, key=lambda end: end.blame)
+        if first.how != "returned":
+            _raise(first, Path(home), timeout)
+    return [end.value for end in ends]
+
+
+def _watch(processes: list[Any], pipes: list[Connection], home: Path, timeout: float) -> list[_End]:
+    """Until every rank has ended, a failure's grace is over, or it takes too long."""
+    ends: dict[int, _End] = {}
+    deadline, failed = time.monotonic() + timeout, False
+    while len(ends) < len(pipes) and (left := deadline - time.monotonic()) > 0:
+        waiting = [rank for rank in range(len(pipes)) if rank not in ends]
+        ready = connection.wait([pipes[r] for r in waiting] + [processes[r].sentinel for r in waiting], left)
+        for rank in waiting:
+            if pipes[rank] in ready or processes[rank].sentinel in ready:
+                ends[rank] = _end_of(rank, pipes[rank], processes[rank])
+                if ends[rank].how != "returned" and not failed:
+                    failed, deadline = True, min(deadline, time.monotonic() + _GRACE)
+    silent = [rank for rank in range(len(pipes)) if rank not in ends]
+    for rank in silent:
+        with suppress(OSError, AttributeError):
+            os.kill(processes[rank].pid, signal.SIGUSR1)  # its stack goes into a file
+    time.sleep(0.3 if silent else 0)
+    for rank in silent:
+        ends[rank] = _End(rank, "hung", stack=_text(home / f"{rank}.stack"))
+    return [ends[rank] for rank in range(len(pipes))]
+
+
+def _end_of(rank: int, pipe: Connection, process: Any) -> _End:
+    try:
+        if pipe.poll(0.1):  # what it said before it died counts
+            return _End(rank, *pipe.recv())
+    except (EOFError, OSError):
+        pass
+    process.join(1)
+    code = process.exitcode
+    how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+    return _End(rank, "died", error=how)
+
+
+def _raise(end: _End, home: Path, timeout: float) -> None:
+    said = "\n".join(_text(home / f"{end.rank}.out").splitlines()[-20:])
+    if isinstance(end.value, UserError):
+        raise end.value
+    if end.how == "hung":
+        frames = [line.strip() for line in end.stack.splitlines() if line.strip().startswith("File")]
+        where = f"; it is in {frames[0].removeprefix('File ')}" if frames else ""
+        raise RankError(end.rank, f"rank {end.rank} gave no answer within {timeout:.0f} s{where}", end.stack)
+    verb = "died by" if end.how == "died" else "failed with"
+    raise RankError(end.rank, f"rank {end.rank} {verb} {end.error}", f"{end.stack}\n{said}".strip())
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _live(rank: Rank, pipe: Connection, function: str, args: tuple[Any, ...]) -> None:
+    """The whole life of a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who ends us
+    out = os.open(rank.home / f"{rank.number}.out", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    stacks = open(rank.home / f"{rank.number}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    threading.Thread(target=_end_with_the_caller, args=(pipe,), daemon=True).start()
+    try:
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.world))
+        pipe.send(("returned", named(function)(rank, *args)))
+    except BaseException as error:
+        known = error if isinstance(error, UserError) else None
+        pipe.send(("raised", known, f"{type(error).__name__}: {error}", traceback.format_exc()))
+    threading.Event().wait()  # our sockets outlive the peers that still read from them, until the caller ends us
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The function that "module:function" names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _end_with_the_caller(pipe: Connection) -> None:
+    with suppress(EOFError, OSError):
+        pipe.recv()  # nothing comes but the end
+    os._exit(1)

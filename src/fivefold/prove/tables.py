@@ -1,0 +1,150 @@
+"""Verdicts for people and for scripts."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.prove.compare import Error, bound_of, worst
+from fivefold.prove.layouts import Case
+from fivefold.prove.verdict import Count, Verdict
+from fivefold.wire import AXES
+from fivefold.words import bytes_text
+
+
+def _mark(holds: bool) -> Text:
+    return Text("ok", "green") if holds else Text("FAILS", "bold red")
+
+
+def numbers(verdict: Verdict) -> RenderableType:
+    """One layout: every step's loss and norm, the worst tensors, the traffic of a step."""
+    job = verdict.job
+    title = f"{job.layout} against one process: {job.model.name}, {job.train.dtype}, {job.train.steps} steps of "
+    title += f"{job.train.batch} x {job.data.seq} tokens"
+    if verdict.broken:
+        return Group(Text(title, "bold"), Text(verdict.details, "dim"))
+    parts: list[RenderableType] = [Text(title, "bold"), _compared(verdict)]
+    if verdict.traffic:
+        parts.append(_traffic(verdict))
+    return Group(*parts)
+
+
+def _compared(verdict: Verdict) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("", "layout", "one process", "error", ""):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for what, pairs in (("loss", verdict.losses), ("gradient norm", verdict.norms)):
+        errors = [error for error in verdict.errors if error.what == what]
+        for error, (found, wanted) in zip(errors, pairs, strict=True):
+            numbers = (f"{found:.12g}", f"{wanted:.12g}", _size(error))
+            table.add_row(f"{what}, step {error.step}", *numbers, _mark(error.holds))
+    for what in ("gradient", "parameter"):
+        if (error := verdict.worst(what)) is not None:
+            where = f"{error.name}, step {error.step}"
+            table.add_row(f"worst {what}", Text(where, overflow="fold"), "", _size(error), _mark(error.holds))
+    table.add_row("allowed", "", "", f"{bound_of(verdict.job):.1e}", "")
+    return table
+
+
+def _size(error: Error) -> str:
+    return error.note or f"{error.value:.1e}"
+
+
+def _traffic(verdict: Verdict) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(1, 2, 0, 0), collapse_padding=True)
+    steps = verdict.job.train.steps
+    for name in ("sent, per step", "calls", "payload", "wire", "expected", ""):
+        table.add_column(name, justify="left" if name in ("sent, per step", "") else "right", no_wrap=True)
+    for count in in_order(verdict.traffic):
+        seen, wanted = count.counted, count.expected
+        closed = "the same" if count.holds else f"{_per(wanted.calls, steps)} calls, {_per(wanted.payload, steps)} B"
+        sizes = (bytes_text(seen.payload / steps), bytes_text(float(seen.wire) / steps))
+        name = f"{seen.axis}  {seen.kind}"
+        table.add_row(name, _per(seen.calls, steps), *sizes, closed, _mark(count.holds))
+    return table
+
+
+def _per(total: int, steps: int) -> str:
+    return f"{total / steps:g}" if total < 1e6 * steps else f"{total / steps:.0f}"
+
+
+def in_order(counts: Sequence[Count]) -> list[Count]:
+    order = {axis: place for place, axis in enumerate(AXES)}
+    return sorted(counts, key=lambda count: (order.get(count.counted.axis, len(AXES)), count.counted.kind))
+
+
+# ---- many layouts --------------------------------------------------------------------------------------------------
+
+
+def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
+    """A row for each model and each dp x cp x tp: how many of its layouts hold, and the worst of them."""
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for case, verdict in judged:
+        layout = verdict.job.layout
+        degrees = ", ".join(f"{axis}={n}" for axis in ("dp", "cp", "tp") if (n := getattr(layout, axis)) > 1)
+        groups.setdefault((case.variant or case.job.model.name, degrees or "dp=1"), []).append(verdict)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("model", "ranks", "layouts", "hold", "worst gradient", "worst parameter", "traffic"):
+        left = name in ("model", "ranks", "traffic")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for (model, degrees), verdicts in groups.items():
+        held = sum(verdict.passed for verdict in verdicts)
+        errors = [worst(e for v in verdicts for e in v.errors if e.what == what) for what in ("gradient", "parameter")]
+        table.add_row(
+            model,
+            degrees,
+            str(len(verdicts)),
+            Text(str(held), "green" if held == len(verdicts) else "bold red"),
+            *(_size(error) if error else "-" for error in errors),
+            _mark(all(count.holds for verdict in verdicts for count in verdict.traffic)),
+        )
+    return table
+
+
+# ---- for scripts ---------------------------------------------------------------------------------------------------
+
+
+def row(verdict: Verdict, variant: str = "") -> dict[str, Any]:
+    job = verdict.job
+    return {
+        "layout": str(job.layout),
+        "model": job.model.name,
+        "variant": variant,
+        "dtype": job.train.dtype,
+        "passed": verdict.passed,
+        "problems": verdict.problems,
+        "bound": bound_of(job),
+        "losses": [{"layout": found, "reference": wanted} for found, wanted in verdict.losses],
+        "gradient_norms": [{"layout": found, "reference": wanted} for found, wanted in verdict.norms],
+        "worst_loss": _error(verdict.worst("loss")),
+        "worst_gradient_norm": _error(verdict.worst("gradient norm")),
+        "worst_gradient": _error(verdict.worst("gradient")),
+        "worst_parameter": _error(verdict.worst("parameter")),
+        "traffic_per_step": [_count(count, job.train.steps) for count in in_order(verdict.traffic)],
+        "seconds": round(verdict.seconds, 3),
+    }
+
+
+def _error(error: Error | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    value = error.value if math.isfinite(error.value) else None  # JSON has no infinity
+    return {"name": error.name, "step": error.step, "error": value, "note": error.note, "holds": error.holds}
+
+
+def _count(count: Count, steps: int) -> dict[str, Any]:
+    def numbers(row: Any) -> dict[str, float]:
+        values = {"calls": row.calls / steps, "payload": row.payload / steps, "wire": float(row.wire) / steps}
+        return {name: int(value) if value == int(value) else value for name, value in values.items()}
+
+    counted, wanted = count.counted, count.expected
+    return {
+        "axis": counted.axis,
+        "kind": counted.kind,
+        "counted": numbers(counted),
+        "expected": numbers(wanted),
+        "holds": count.holds,
+    }

@@ -1,0 +1,72 @@
+"""Hold layouts against one device: start the ranks, run both, judge.
+
+with Judge() as judge:
+    verdict = judge(job)
+verdict.passed, verdict.problems
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.layout import Layout
+from fivefold.plan.traffic import expected
+from fivefold.prove import ranks
+from fivefold.prove.verdict import Verdict
+from fivefold.train.config import Job
+from fivefold.wire import Traffic
+
+PATIENCE = 120.0  # seconds for one layout
+
+
+class Judge:
+    """Judges jobs one after another; the reference of a model is computed once.
+
+    No torch in this process: what computes is named, and runs in processes of its own.
+    """
+
+    def __init__(self, patience: float = PATIENCE, hook: str = ""):
+        self.patience, self.hook = patience, hook
+        self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
+        self.references: dict[bytes, Path] = {}
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.home.cleanup()
+
+    def __call__(self, job: Job) -> Verdict:
+        measure = "fivefold.prove.measure:measure"
+        try:
+            reference = self._reference(job)
+            start = time.perf_counter()
+            found = ranks.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
+        except ranks.RankError as error:
+            return Verdict(job, self.patience, broken=str(error), details=error.details)
+        return Verdict.of(job, found, closed_forms(job), time.perf_counter() - start)
+
+    def _reference(self, job: Job) -> Path:
+        """One for all layouts of a model with the same dp, on which the data's masks depend."""
+        plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.dp))
+        key = msgspec.json.encode(plain)
+        if key not in self.references:
+            path = Path(self.home.name, f"{len(self.references)}.reference")
+            ranks.run(1, "fivefold.prove.reference:write_reference", plain, path, timeout=self.patience)
+            self.references[key] = path
+        return self.references[key]
+
+
+def closed_forms(job: Job) -> list[list[Traffic]]:
+    """What each tp rank should send in a step."""
+    train = job.train
+    return [
+        expected(
+            job.model, job.layout, job.data.seq, train.batch, train.dtype,
+            tp_rank=tp_rank, smoothing=train.label_smoothing > 0,
+        )
+        for tp_rank in range(job.layout.tp)
+    ]  # fmt: skip

@@ -1,0 +1,94 @@
+"""What travels, counted: calls and payload of every stage are the closed forms."""
+
+import pytest
+import torch
+
+from fivefold.buckets import Grouping, buckets, held
+from fivefold.layout import Layout
+from fivefold.parallel.traffic import TrafficCounter
+from fivefold.presets import preset
+from fivefold.spec import ModelSpec
+from fivefold.train.adam import Optimizer
+from tests.parallel.data.world import CONFIG, SMALL, accumulate, make, microbatches
+from tests.ranks import run_ranks
+
+UNEVEN = preset("tiny", layers=3, hidden=10, heads=1, kv_heads=1, head_dim=10, ffn=7, vocab=257)
+MINIMUM, WIDE = 1000, 4  # elements of a bucket in these tests; bytes of float32
+
+Rows = dict[tuple[str, str], tuple[int, int]]  # (axis, kind) -> calls, payload
+
+
+def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> list[Rows]:
+    """The traffic of two steps, from the forward of one to the arrival of its weights."""
+    model, verbs, weights, mesh = make(spec, layout, dtype, MINIMUM)
+    optimizer = Optimizer(weights, spec, CONFIG, mesh)
+    seen = []
+    for step in range(2):
+        with TrafficCounter(mesh) as counter:
+            parts, targets = microbatches(spec, mesh, step, 8, ())
+            accumulate(model, verbs, weights, parts, targets)
+            optimizer.step(1e-3, optimizer.gradient_norm())
+            weights.ready()
+        seen.append({(row.axis, row.kind): (row.calls, row.payload) for row in counter.rows()})
+    return seen
+
+
+def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
+    """`narrow`: bytes of a weight in the compute dtype. The norm is one number in float64."""
+    parts, m = layout.dp, layout.microbatches
+    groups = buckets(held(spec, layout).values(), MINIMUM)
+    calls, padded = len(groups), sum(group.padded(parts) for group in groups)
+    if layout.zero == 0:
+        return {("dp", "all-reduce"): (calls + 1, sum(group.size() for group in groups) * WIDE + 8)}
+    norm: Rows = {("dp", "all-reduce"): (1, 8)}
+    if layout.zero < 3:
+        reductions = m if layout.zero == 2 else 1
+        scatter = ("dp", "reduce-scatter"), (calls * reductions, padded * WIDE * reductions)
+        return norm | dict([scatter]) | {("dp", "all-gather"): (calls, padded * narrow)}
+    units = spec.layers + 1
+    gather = ("dp", "all-gather"), (2 * units * m, 2 * padded * narrow * m)
+    return norm | dict([gather]) | {("dp", "reduce-scatter"): (units * m, padded * WIDE * m)}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage(stage: int, microbatches: int) -> None:
+    layout = Layout(dp=2, zero=stage, microbatches=microbatches)
+    for first, second in run_ranks(2, count, UNEVEN, layout, torch.bfloat16):
+        assert first == second == expected(UNEVEN, layout, narrow=2)
+
+
+def test_padding_over_four_ranks() -> None:
+    layout = Layout(dp=4, zero=1)
+    groups: list[Grouping] = buckets(held(UNEVEN, layout).values(), MINIMUM)
+    assert sum(group.padded(4) for group in groups) > UNEVEN.parameter_count
+    assert len(groups) == 3  # the head, three blocks, the embedding
+    for first, _ in run_ranks(4, count, UNEVEN, layout, torch.float32):
+        assert first == expected(UNEVEN, layout, narrow=4)
+
+
+def test_copies_sum_their_shards_once_a_step() -> None:
+    layout = Layout(dp=4, zero=3, replicate=2, microbatches=2)
+    padded = sum(group.padded(2) for group in buckets(held(SMALL, layout).values(), MINIMUM))
+    for first, second in run_ranks(4, count, SMALL, layout, torch.float32):
+        units = SMALL.layers + 1
+        assert first == second
+        assert first["replicate", "all-reduce"] == (units, padded // 2 * 4)
+        assert first["zero", "reduce-scatter"] == (2 * units, 2 * padded * 4)
+        assert first["zero", "all-gather"] == (4 * units, 4 * padded * 4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_partial_gradients_are_summed_over_tp(stage: int) -> None:
+    """Stages 0 to 2: the shard, once a step. FSDP2: every parameter whole, every microbatch, in the compute dtype."""
+    layout = Layout(dp=2, tp=2, sp=True, zero=stage, microbatches=2)
+    norms = [one for one in held(SMALL, layout).values() if one.tp.partial]
+    by_rank = run_ranks(4, count, SMALL, layout, torch.float32)
+    calls, payload = by_rank[0][0]["tp", "all-reduce"]
+    # The loss of a vocabulary in parts takes two more, of the same size whatever the stage.
+    loss_calls, loss_payload = 2 * 2, 2 * (2 * 6 * 4 + 2 * 2 * 6 * 4)
+    size = sum(one.size for one in norms)
+    if stage == 3:
+        assert (calls - loss_calls, payload - loss_payload) == (2 * len(norms), 2 * size * 4)
+    else:
+        assert (calls - loss_calls, payload - loss_payload) == (1, size * 4 if stage == 0 else size // 2 * 4)
