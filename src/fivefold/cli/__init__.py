@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold import __version__
-from fivefold.cli import bench, data, models, schedules, train
+from fivefold.cli import bench, data, models, schedules, train, verify
 from fivefold.errors import Note, TrainingError, UserError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", short_help=train.SHORT)(train.train)
+app.command("verify", short_help=verify.SHORT)(verify.verify)
 app.command("models", short_help=models.SHORT)(models.models)
 app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)

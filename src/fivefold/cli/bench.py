@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-SHORT = "Measure how fast things are.  [dim]fivefold bench schedules[/]"
+SHORT = "Measure how fast things are.  [dim]fivefold bench attention --tp 2[/]"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Benchmarks.")
 
@@ -28,3 +28,40 @@ def schedules(as_json: Annotated[bool, typer.Option("--json", help="For scripts.
         return
     head = "seconds to build, check and simulate, best of 3; microseconds per action\n"
     Console(highlight=False).print(head, benchmark_table(timings))
+
+
+@app.command(short_help="Tensor-parallel attention against one process.  [dim]fivefold bench attention --tp 2[/]")
+def attention(
+    tp: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Width of the block.")] = 512,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads; 0: as many as heads.")] = 0,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
+    dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
+    rounds: Annotated[int, typer.Option(help="Timed passes of each kind, in turns; medians are shown.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Run one attention block over real ranks and in one process, and compare.
+
+    The same weights and input go through both: outputs and all gradients must
+    agree, and forward and backward passes are timed in turns. One rank has one
+    thread. Ranks beyond the machine's cores share them, and the table says so.
+
+    [dim]Examples:[/]
+
+      fivefold bench attention --tp 2
+
+      fivefold bench attention --tp 4 --hidden 1024 --heads 16 --kv-heads 4
+
+      fivefold bench attention --dtype float64 --json
+    """
+    from fivefold.prove.attention import Shape, measure, report, rows
+
+    shape = Shape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype, rounds)
+    result = measure(shape)
+    if as_json:
+        typer.echo(json.dumps(rows(shape, result)))
+    else:
+        report(Console(highlight=False), shape, result)
+    raise typer.Exit(0 if result.close else 1)

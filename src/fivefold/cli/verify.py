@@ -13,11 +13,12 @@ from fivefold.errors import UserError
 if TYPE_CHECKING:
     from fivefold.prove.layouts import Case
     from fivefold.prove.verdict import Verdict
+    from fivefold.prove.verify import Judge
     from fivefold.train.config import Job
 
 SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
 # Models of its own size, so that a layout takes a second: the families of the presets, narrow.
-_NARROW = ("model.layers=2", "model.hidden=64", "model.head_dim=16", "model.ffn=96")
+_NARROW = ("model.layers=2", "model.hidden=64", "model.ffn=96")
 _SHOWN = 10  # failing layouts of a sweep that are told in full
 
 
@@ -69,7 +70,9 @@ def verify(
     if not everything and (world is not None or sample is not None):
         raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
     narrow = [] if not model.startswith("tiny") else list(_NARROW)
-    job = _job(layout if not everything else "dp=1", model, dtype, steps, seq, batch, device, [*narrow, *changes or []])
+    job = _job(
+        layout if not everything else "dp=1", model, dtype, steps, seq, batch, device, [*narrow, *(changes or [])]
+    )
     with Judge(timeout) as judge:
         if not everything:
             verdict = judge(job)
@@ -87,8 +90,6 @@ def verify(
 def _job(
     layout: str, model: str, dtype: str, steps: int, seq: int, batch: int, device: str, changes: list[str]
 ) -> "Job":
-    import msgspec
-
     from fivefold.prove.compare import OPTIMIZER
     from fivefold.train.config import read_job
 
@@ -102,7 +103,7 @@ def _job(
         "train.dtype": dtype,
         "train.device": device,
     }
-    settings |= {f"optimizer.{key}": value for key, value in msgspec.to_builtins(OPTIMIZER).items()}
+    settings |= {f"optimizer.{key}": value for key, value in OPTIMIZER.items()}
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *changes])
     if problems := job.problems():
         raise UserError(problems)
@@ -138,9 +139,7 @@ def _show_one(verdict: "Verdict", as_json: bool) -> None:
         console.print(f"[bold green]holds[/]  in {verdict.seconds:.1f} s on {verdict.job.layout.world} ranks")
 
 
-def _show_all(
-    judged: list[tuple["Case", "Verdict"]], total: list["Case"], share: float, as_json: bool
-) -> None:
+def _show_all(judged: list[tuple["Case", "Verdict"]], total: list["Case"], share: float, as_json: bool) -> None:
     from fivefold.prove.tables import row, summary
 
     failing = [(case, verdict) for case, verdict in judged if not verdict.passed]

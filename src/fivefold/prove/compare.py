@@ -26,13 +26,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.spec import ModelSpec
-from fivefold.train.config import Dtype, Job, OptimizerConfig
+from fivefold.train.config import Dtype, Job
 from fivefold.train.rate import learning_rate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-2, clip=0.5, warmup=1)  # a clip below the first norms: it acts
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-2, "clip": 0.5, "warmup": 1}  # a clip below the first norms: it acts
 
 
 class Error(NamedTuple):
@@ -50,9 +50,10 @@ class Error(NamedTuple):
         return self.value <= self.bound  # False for NaN
 
     def __str__(self) -> str:
-        of = f" of {self.name}" if self.name else ""
+        what = {"norm": "gradient norm", "gradient": "gradient of"}.get(self.what, self.what)
+        subject = f"the {what} {self.name}".rstrip()
         how = self.note or f"is off by {self.value:.2g}, and {self.bound:.2g} is allowed"
-        return f"the {self.what}{of} {how} (step {self.step})"
+        return f"{subject} {how} (step {self.step})"
 
 
 def bound_of(job: Job) -> float:

@@ -38,7 +38,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         measured.losses.append((loss.item(), target.loss))
         measured.norms.append((norm.item(), target.norm))
         measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
-        measured.errors.append(compare.number("gradient norm", step, norm.item(), target.norm, bound))
+        measured.errors.append(compare.number("norm", step, norm.item(), target.norm, bound))
         measured.errors.extend(compare.gradients(_whole(engine.gradients()), target.gradients, step, bound))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
         with counter:

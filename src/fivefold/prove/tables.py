@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.prove.compare import Error, bound_of, worst
+from fivefold.prove import compare
+from fivefold.prove.compare import Error, bound_of
 from fivefold.prove.layouts import Case
 from fivefold.prove.verdict import Count, Verdict
 from fivefold.wire import AXES
@@ -22,29 +23,28 @@ def _mark(holds: bool) -> Text:
 def numbers(verdict: Verdict) -> RenderableType:
     """One layout: every step's loss and norm, the worst tensors, the traffic of a step."""
     job = verdict.job
-    title = f"{job.layout} against one process: {job.model.name}, {job.train.dtype}, {job.train.steps} steps of "
-    title += f"{job.train.batch} x {job.data.seq} tokens"
+    size = f"{job.model.name} ({job.model.layers} layers of {job.model.hidden}) in {job.train.dtype}"
+    title = f"{job.layout} against one process: {size}, {job.train.steps} steps of {job.train.batch} x {job.data.seq}"
     if verdict.broken:
         return Group(Text(title, "bold"), Text(verdict.details, "dim"))
     parts: list[RenderableType] = [Text(title, "bold"), _compared(verdict)]
     if verdict.traffic:
-        parts.append(_traffic(verdict))
+        parts += ["", _traffic(verdict)]
     return Group(*parts)
 
 
 def _compared(verdict: Verdict) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "layout", "one process", "error", ""):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    for what, pairs in (("loss", verdict.losses), ("gradient norm", verdict.norms)):
+    for what, pairs in (("loss", verdict.losses), ("norm", verdict.norms)):
         errors = [error for error in verdict.errors if error.what == what]
         for error, (found, wanted) in zip(errors, pairs, strict=True):
-            numbers = (f"{found:.12g}", f"{wanted:.12g}", _size(error))
+            numbers = (f"{found:.10g}", f"{wanted:.10g}", _size(error))
             table.add_row(f"{what}, step {error.step}", *numbers, _mark(error.holds))
     for what in ("gradient", "parameter"):
-        if (error := verdict.worst(what)) is not None:
-            where = f"{error.name}, step {error.step}"
-            table.add_row(f"worst {what}", Text(where, overflow="fold"), "", _size(error), _mark(error.holds))
+        if (worst := verdict.worst(what)) is not None:
+            table.add_row(f"worst {what}", worst.name, f"step {worst.step}", _size(worst), _mark(worst.holds))
     table.add_row("allowed", "", "", f"{bound_of(verdict.job):.1e}", "")
     return table
 
@@ -54,7 +54,7 @@ def _size(error: Error) -> str:
 
 
 def _traffic(verdict: Verdict) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(1, 2, 0, 0), collapse_padding=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     steps = verdict.job.train.steps
     for name in ("sent, per step", "calls", "payload", "wire", "expected", ""):
         table.add_column(name, justify="left" if name in ("sent, per step", "") else "right", no_wrap=True)
@@ -92,7 +92,9 @@ def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for (model, degrees), verdicts in groups.items():
         held = sum(verdict.passed for verdict in verdicts)
-        errors = [worst(e for v in verdicts for e in v.errors if e.what == what) for what in ("gradient", "parameter")]
+        errors = [
+            compare.worst(e for v in verdicts for e in v.errors if e.what == what) for what in ("gradient", "parameter")
+        ]
         table.add_row(
             model,
             degrees,
@@ -118,9 +120,9 @@ def row(verdict: Verdict, variant: str = "") -> dict[str, Any]:
         "problems": verdict.problems,
         "bound": bound_of(job),
         "losses": [{"layout": found, "reference": wanted} for found, wanted in verdict.losses],
-        "gradient_norms": [{"layout": found, "reference": wanted} for found, wanted in verdict.norms],
+        "norms": [{"layout": found, "reference": wanted} for found, wanted in verdict.norms],
         "worst_loss": _error(verdict.worst("loss")),
-        "worst_gradient_norm": _error(verdict.worst("gradient norm")),
+        "worst_norm": _error(verdict.worst("norm")),
         "worst_gradient": _error(verdict.worst("gradient")),
         "worst_parameter": _error(verdict.worst("parameter")),
         "traffic_per_step": [_count(count, job.train.steps) for count in in_order(verdict.traffic)],

@@ -8,7 +8,7 @@ from fivefold.prove.compare import Error, worst
 from fivefold.train.config import Job
 from fivefold.wire import Kind, Traffic, times
 
-_KINDS = ("loss", "gradient norm", "gradient", "parameter")
+_KINDS = ("loss", "norm", "gradient", "parameter")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What sharing a sequence costs: scores per rank, by the tiles and by what reaches the kernels; and what is sent."""
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -47,13 +48,17 @@ class Watch(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def watched(rank: int, world: int, case: Case, recompute: str) -> list[tuple[Any, list[int]]]:
-    here, watches = Rank(case), (Watch(), Watch())
-    with watches[0]:
-        out = here.forward(recompute)
-    with watches[1]:
-        here.backward(out)
-    return [(watch.sent, watch.scores) for watch in watches]
+def watched(rank: int, world: int, jobs: list[tuple[Case, str]]) -> list[tuple[Watch, Watch]]:
+    """For each job what passed forward and backward."""
+    results = []
+    for case, recompute in jobs:
+        here, forward, backward = Rank(case), Watch(), Watch()
+        with forward:
+            out = here.forward(recompute)
+        with backward:
+            here.backward(out)
+        results.append((forward, backward))
+    return results
 
 
 # ---- work ----------------------------------------------------------------------------------------------------------
@@ -86,24 +91,24 @@ def test_tiles_cover_the_causal_triangle_once_and_every_rank_has_an_equal_part(r
         assert set(work) == {len(triangle) // ranks}
 
 
-@pytest.mark.parametrize(("kind", "calls"), [("ring", {4}), ("allgather", {2, 3}), ("ulysses", {1})])
-def test_kernels_get_equal_work_on_all_ranks(kind: str, calls: set[int]) -> None:
-    case = Case(Layout(cp=4, cp_kind=kind), documents="none")
-    share = case.batch * case.heads * case.seq * (case.seq + 1) // 2 // 4
-    for forward, backward in run_ranks(4, watched, case, "none"):
-        assert sum(forward[1]) == sum(backward[1]) == share
-        assert len(forward[1]) == len(backward[1])
-        assert len(forward[1]) in calls
+def test_kernels_get_equal_work_on_all_ranks() -> None:
+    calls = {"ring": {4}, "allgather": {2, 3}, "ulysses": {1}}
+    jobs = [(Case(Layout(cp=4, cp_kind=kind), documents="none"), "none") for kind in calls]
+    for results in run_ranks(4, watched, jobs):
+        for (case, _), (forward, backward) in zip(jobs, results, strict=True):
+            share = case.batch * case.heads * case.seq * (case.seq + 1) // 2 // 4
+            assert sum(forward.scores) == sum(backward.scores) == share
+            assert len(forward.scores) == len(backward.scores)
+            assert len(forward.scores) in calls[case.layout.cp_kind]
 
 
-@pytest.mark.parametrize("kind", ["ring", "allgather"])
-def test_tiles_that_no_document_spans_are_not_computed(kind: str) -> None:
+def test_tiles_that_no_document_spans_are_not_computed() -> None:
     """Four documents of four tokens, and sixteen of one."""
-    case = Case(Layout(cp=2, cp_kind=kind), documents="apart")
-    ranks = run_ranks(2, watched, case, "none")
-    total = case.heads * (4 * 10 + 16)
-    for direction in range(2):
-        assert sum(sum(rank[direction][1]) for rank in ranks) == total
+    jobs = [(Case(Layout(cp=2, cp_kind=kind), documents="apart"), "none") for kind in ("ring", "allgather")]
+    ranks = run_ranks(2, watched, jobs)
+    for job in range(2):
+        for direction in range(2):
+            assert sum(sum(rank[job][direction].scores) for rank in ranks) == 4 * (4 * 10 + 16)
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -129,24 +134,22 @@ def closed_form(case: Case) -> tuple[Counter[Any], Counter[Any]]:
             return trades, trades
 
 
-@pytest.mark.parametrize("kind", ["ring", "allgather", "ulysses"])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_messages_are_those_of_the_closed_form(kind: str, kv_heads: int, dtype: torch.dtype) -> None:
-    case = Case(Layout(cp=4, cp_kind=kind), dtype, kv_heads=kv_heads)
-    forward, backward = closed_form(case)
-    for (sent, _), (sent_back, _) in run_ranks(4, watched, case, "none"):
-        assert sent == forward
-        assert sent_back == backward
+def test_messages_are_those_of_the_closed_form() -> None:
+    choices = product(("ring", "allgather", "ulysses"), (2, 4), (torch.float64, torch.bfloat16))
+    jobs = [(Case(Layout(cp=4, cp_kind=kind), dtype, kv_heads=kv), "none") for kind, kv, dtype in choices]
+    for results in run_ranks(4, watched, jobs):
+        for (case, _), (forward, backward) in zip(jobs, results, strict=True):
+            assert (forward.sent, backward.sent) == closed_form(case), case
 
 
-@pytest.mark.parametrize("kind", ["ring", "allgather", "ulysses"])
-def test_full_recompute_sends_forward_again_and_selective_recompute_does_not(kind: str) -> None:
-    case = Case(Layout(cp=2, cp_kind=kind))
-    forward, backward = closed_form(case)
-    for recompute, again in (("full", forward), ("selective", Counter())):
-        for (sent, scores), (sent_back, scores_back) in run_ranks(2, watched, case, recompute):
-            assert sent == forward
-            assert sent_back == backward + again
-            # A kernel's forward and backward see as many scores; only full recompute runs the former again.
-            assert sum(scores_back) == sum(scores) * (2 if recompute == "full" else 1)
+def test_full_recompute_sends_forward_again_and_selective_recompute_does_not() -> None:
+    kinds = ("ring", "allgather", "ulysses")
+    jobs = [(Case(Layout(cp=2, cp_kind=kind)), recompute) for kind in kinds for recompute in ("full", "selective")]
+    for results in run_ranks(2, watched, jobs):
+        for (case, recompute), (forward, backward) in zip(jobs, results, strict=True):
+            sent, sent_back = closed_form(case)
+            again = recompute == "full"
+            assert forward.sent == sent
+            assert backward.sent == (sent_back + sent if again else sent_back), (case, recompute)
+            # A kernel's backward sees as many scores as its forward, which full recompute runs again.
+            assert sum(backward.scores) == sum(forward.scores) * (2 if again else 1)

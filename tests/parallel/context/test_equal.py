@@ -9,61 +9,50 @@ from fivefold.model.place import Place
 from fivefold.parallel.context import Context
 from fivefold.parallel.context.share import share_of
 from fivefold.parallel.mesh import Mesh
-from tests.parallel.context.world import Case, Rank, shares, worst
+from tests.parallel.context.world import DOCUMENTS, Case, Rank, shares, worst
 from tests.ranks import run_ranks
 
 KINDS = ["ring", "allgather", "ulysses"]
 
 
-def error(world: int, case: Case, recompute: str = "none") -> float:
-    return worst(run_ranks(world, shares, case, recompute), case.expected())
+# Float32: sums of at most 16 terms and dot products of 6: tens of roundings of 2**-24, were all one way.
+# Bfloat16: probabilities, parts and results are rounded to 2**-9 each; merging and summing in float32 adds no more.
+BOUND = {torch.float64: 1e-10, torch.float32: 32 * 2**-24, torch.bfloat16: 4 * 2**-8}
+
+
+def check(world: int, jobs: list[tuple[Case, str]]) -> None:
+    ranks = run_ranks(world, shares, jobs)
+    for (case, recompute), *parts in zip(jobs, *ranks, strict=True):
+        assert worst(parts, case.expected()) <= BOUND[case.dtype], (case, recompute)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_of_every_kind_in_float64(kind: str, world: int) -> None:
-    for documents in ("none", "one", "crossing", "apart"):
-        case = Case(Layout(cp=world, cp_kind=kind), documents=documents)
-        assert error(world, case) <= 1e-10, documents
+def test_documents_of_every_kind(kind: str, world: int) -> None:
+    layout = Layout(cp=world, cp_kind=kind)
+    check(world, [(Case(layout, documents=documents), "none") for documents in DOCUMENTS])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (12, 6)])
-def test_grouped_heads(kind: str, heads: int, kv_heads: int) -> None:
-    case = Case(Layout(cp=4, cp_kind=kind), heads=heads, kv_heads=kv_heads)
-    assert error(4, case) <= 1e-10
+def test_grouped_heads_and_narrow_dtypes(kind: str) -> None:
+    layout = Layout(cp=4, cp_kind=kind)
+    cases = [Case(layout, heads=heads, kv_heads=kv_heads) for heads, kv_heads in ((4, 4), (4, 1), (12, 6))]
+    cases += [Case(layout, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    check(4, [(case, "none") for case in cases])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32_is_off_by_roundings_only(kind: str) -> None:
-    """A sum of at most 16 scores' terms and 6 of a dot product: some tens of roundings of 2**-24, were all one way."""
-    assert error(4, Case(Layout(cp=4, cp_kind=kind), torch.float32)) <= 32 * 2**-24
+def test_computed_again_it_is_the_same(kind: str) -> None:
+    case = Case(Layout(cp=2, cp_kind=kind))
+    check(2, [(case, recompute) for recompute in ("full", "selective", "plain checkpoint")])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_is_merged_and_summed_in_float32(kind: str) -> None:
-    """Probabilities, parts and results are rounded to 2**-9 each; summing over 4 ranks adds no more."""
-    assert error(4, Case(Layout(cp=4, cp_kind=kind), torch.bfloat16)) <= 4 * 2**-8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recompute", ["full", "selective", "plain checkpoint"])
-def test_computed_again_it_is_the_same(kind: str, recompute: str) -> None:
-    assert error(2, Case(Layout(cp=2, cp_kind=kind)), recompute) <= 1e-10
-
-
-def rank_of_a_grid(rank: int, world: int, case: Case) -> tuple[int, np.ndarray, list[torch.Tensor]]:
-    here = Rank(case)
-    out = here.forward()
-    return here.mesh.dp.rank, here.places, [out.detach(), *here.backward(out)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rings_beside_each_other_keep_to_themselves(kind: str) -> None:
-    case = Case(Layout(dp=2, cp=2, cp_kind=kind))
-    results = run_ranks(4, rank_of_a_grid, case)
-    for replica in range(2):
-        assert worst([(places, parts) for dp, places, parts in results if dp == replica], case.expected()) <= 1e-10
+def test_rings_beside_each_other_keep_to_themselves() -> None:
+    jobs = [(Case(Layout(dp=2, cp=2, cp_kind=kind)), "none") for kind in KINDS]
+    ranks = run_ranks(4, shares, jobs)
+    for replica in (ranks[:2], ranks[2:]):
+        for (case, _), *parts in zip(jobs, *replica, strict=True):
+            assert worst(parts, case.expected()) <= 1e-10, case
 
 
 def test_a_share_holds_its_tokens_and_no_others() -> None:

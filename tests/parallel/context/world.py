@@ -78,21 +78,31 @@ class Rank:
 
     def forward(self, recompute: str = "none") -> Tensor:
         run = recomputed(recompute) if recompute != "plain checkpoint" else partial(checkpoint, use_reentrant=False)
-        # With something before and after that is computed again, as in a block.
-        return run(lambda q, k, v: self.context.attend(q * 1.0, k * 1.0, v * 1.0, self.sight) * 1.0, *self.leaves)
+        one = torch.ones((), dtype=self.q.dtype, requires_grad=True)
+
+        def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """With something before it, and something after that keeps what attention returned."""
+            return self.context.attend(q * one, k * one, v * one, self.sight) * one
+
+        return run(block, *self.leaves)
 
     def backward(self, out: Tensor) -> list[Tensor]:
         return list(torch.autograd.grad(out, self.leaves, self.grad))
 
 
-def shares(rank: int, world: int, case: Case, recompute: str) -> tuple[np.ndarray, list[Tensor]]:
-    """This rank's positions, and its part of the output and of the gradients."""
-    here = Rank(case)
-    out = here.forward(recompute)
-    return here.places, [out.detach(), *here.backward(out)]
+Part = tuple[np.ndarray, list[Tensor]]  # a rank's positions; its part of the output and of the gradients
 
 
-def worst(parts: list[tuple[np.ndarray, list[Tensor]]], expected: list[Tensor]) -> float:
+def shares(rank: int, world: int, jobs: list[tuple[Case, str]]) -> list[Part]:
+    parts = []
+    for case, recompute in jobs:
+        here = Rank(case)
+        out = here.forward(recompute)
+        parts.append((here.places, [out.detach(), *here.backward(out)]))
+    return parts
+
+
+def worst(parts: list[Part], expected: list[Tensor]) -> float:
     """The largest relative error of output and gradients; every position is to be held once."""
     places = np.concatenate([held for held, _ in parts])
     assert sorted(places) == list(range(expected[0].shape[2]))

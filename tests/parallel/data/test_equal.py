@@ -10,6 +10,7 @@ from tests.parallel.data.world import BOUND, SMALL, Run, apart, reference, train
 from tests.ranks import run_ranks
 
 UNEVEN = preset("tiny", layers=1, hidden=10, heads=1, kv_heads=1, head_dim=10, ffn=7, vocab=257, tied=True)
+ONE_KV = preset("tiny", layers=1, hidden=12, heads=2, kv_heads=1, head_dim=6, ffn=6, vocab=19)
 SHORT = preset("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=2, ffn=3, vocab=5)
 GPT = preset("tiny-gpt", layers=1, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=24, vocab=37, context=8, dropout=0.0)
 
@@ -86,7 +87,4 @@ def test_biases_and_positions_whose_gradients_are_summed_over_tp(stage: int) -> 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_kv_heads_that_several_ranks_share(stage: int) -> None:
-    check(UNEVEN_KV, f"dp=2,tp=2,zero={stage}")
-
-
-UNEVEN_KV = preset("tiny", layers=1, hidden=12, heads=2, kv_heads=1, head_dim=6, ffn=6, vocab=19)
+    check(ONE_KV, f"dp=2,tp=2,zero={stage}")

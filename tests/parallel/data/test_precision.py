@@ -21,7 +21,9 @@ def start(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[di
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=1", "dp=4,zero=2", "dp=4,zero=3,replicate=2", "dp=2,tp=2,sp,zero=3"])
+@pytest.mark.parametrize(
+    "text", ["dp=2", "dp=2,zero=1", "dp=4,zero=2", "dp=4,zero=3,replicate=2", "dp=2,tp=2,sp,zero=3"]
+)
 def test_the_same_seed_starts_from_the_same_bits(text: str, dtype: torch.dtype) -> None:
     layout = Layout.parse(text)
     model = Decoder(SMALL)

@@ -1,0 +1,133 @@
+"""Collectives start while backward and forward go on, in one order on all ranks, and few buffers are alive."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.buckets import buckets, held
+from fivefold.layout import Layout
+from fivefold.parallel.data import Replicated
+from fivefold.presets import preset
+from fivefold.train.adam import Optimizer
+from tests.parallel.data.world import CONFIG, accumulate, make, microbatches
+from tests.ranks import run_ranks
+
+DEEP = preset("tiny", layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
+
+
+class Diary(TorchDispatchMode):
+    """What happened, in order: collectives by their names, and what else the test writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.partition("::")[2].strip("_")
+            self.lines.append(next(kind for kind in ("allreduce", "reduce_scatter", "allgather") if kind in name))
+        return func(*args, **(kwargs or {}))
+
+
+def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]:
+    """Of the backward pass of a last microbatch, and of the step and the forward after it; and most tables alive."""
+    model, verbs, weights, mesh = make(DEEP, Layout(dp=world, zero=stage), torch.float32)
+    assert isinstance(weights, Replicated)
+    optimizer = Optimizer(weights, DEEP, CONFIG, mesh)
+    alive = 0
+    book = Diary()
+
+    def written(layer: int):
+        def hook(*_) -> None:
+            nonlocal alive
+            book.lines.append(f"block {layer}")
+            alive = max(alive, sum(bucket.table is not None for bucket in weights.buckets))
+
+        return hook
+
+    for layer, block in enumerate(model.layers):
+        block.register_full_backward_pre_hook(written(layer))
+        block.register_forward_hook(written(layer))
+    [(tokens, targets, mask)], count = microbatches(DEEP, mesh, 0, 2 * world, ())
+    with weights.microbatch(last=True):
+        loss = verbs.loss_sum(model(tokens), targets, mask) / count
+        with book:
+            book.lines.clear()
+            alive = 0
+            loss.backward()
+            most, backward = alive, list(book.lines)
+    weights.finish()
+    norm = optimizer.gradient_norm()
+    with book:
+        book.lines.clear()
+        optimizer.step(1e-3, norm)
+        model(tokens)
+    return backward, book.lines, most
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, "allreduce"), (1, "reduce_scatter"), (2, "reduce_scatter")])
+def test_a_reduction_starts_as_soon_as_its_bucket_is_final(stage: int, kind: str) -> None:
+    """Head and last norm are too small for a bucket here and join the last block."""
+    for backward, _, most in run_ranks(2, diary, stage):
+        assert backward == ["block 3", kind, "block 2", kind, "block 1", kind, "block 0", kind, kind]
+        assert most == (5 if stage < 2 else 2)
+
+
+def test_new_weights_are_gathered_under_the_next_forward() -> None:
+    for _, forward, _ in run_ranks(2, diary, 1):
+        assert forward == ["allgather"] * 5 + [f"block {layer}" for layer in range(4)]
+    for _, forward, _ in run_ranks(2, diary, 2):  # two at a time: each has a buffer of its own
+        gathered = ["allgather", "allgather", "allgather"]
+        assert forward == [*gathered, "allgather", "block 0", "allgather", "block 1", "block 2", "block 3"]
+
+
+def absent(rank: int, world: int, stage: int) -> list[float]:
+    """Rank 1 runs its middle blocks twice removed: no gradient comes for them there."""
+    model, verbs, weights, mesh = make(DEEP, Layout(dp=world, zero=stage, microbatches=2), torch.float64)
+    parts, count = microbatches(DEEP, mesh, 0, 4 * world, ())
+    accumulate(model, verbs, weights, parts, count)
+    weights.publish()
+    if rank == 1:
+        model.layers = model.layers[:1]
+    accumulate(model, verbs, weights, parts, count)
+    up = weights.masters["layers.2.mlp.up.weight"].grad
+    assert up is not None
+    return [weights.globally("layers.2.mlp.up.weight", up).full_tensor().norm().item()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_without_a_gradient_on_one_rank_count_as_zero_and_nothing_hangs(stage: int) -> None:
+    alone = run_ranks(2, only_rank_0)[0]
+    assert alone > 0
+    for [norm] in run_ranks(2, absent, stage):
+        assert norm == pytest.approx(alone, rel=1e-10)
+
+
+def only_rank_0(rank: int, world: int) -> float:
+    """The gradient that rank 0 has by itself."""
+    model, verbs, _, mesh = make(DEEP, Layout(dp=world), torch.float64)
+    parts, count = microbatches(DEEP, mesh, 0, 4 * world, ())
+    total = torch.zeros(DEEP.ffn, DEEP.hidden, dtype=torch.float64)
+    weight = model.get_parameter("layers.2.mlp.up.weight")
+    for tokens, targets, mask in parts:
+        loss = verbs.loss_sum(model(tokens), targets, mask) / count
+        total += torch.autograd.grad(loss, weight)[0]
+    return total.norm().item()
+
+
+def test_consecutive_units_join_until_a_bucket_is_large_enough() -> None:
+    parts = list(held(DEEP, Layout()).values())
+    block = sum(one.size for one in parts if one.name.startswith("layers.0."))
+    assert [group.units for group in buckets(parts, 2 * block)] == [
+        ("top", "layers.3", "layers.2"),
+        ("layers.1", "layers.0"),
+        ("bottom",),
+    ]
+    assert [name for group in buckets(parts) for name in group.units][-1] == "bottom"
+    assert sorted(name for group in buckets(parts, 1) for name in group.names) == sorted(one.name for one in parts)
+
+
+def test_what_is_summed_over_tp_has_buckets_of_its_own() -> None:
+    groups = buckets(held(DEEP, Layout(tp=2, sp=True)).values())
+    assert [(group.partial, len(group.units)) for group in groups] == [(False, 6), (True, 5)]
+    assert all(one.tp.partial == group.partial for group in groups for one in group.held)

@@ -1,0 +1,68 @@
+"""A stage's name is a promise about bytes: they are measured between microbatches, and equal the table."""
+
+import pytest
+import torch
+
+from fivefold.layout import Layout
+from fivefold.train.adam import Optimizer
+from tests.parallel.data.world import CONFIG, EVEN, make, microbatches
+from tests.ranks import run_ranks
+
+P, N = EVEN.parameter_count, 2  # every dim 0 of EVEN divides by N
+
+
+def held(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[list[dict[str, int]], int]:
+    """What a rank holds after each microbatch of two, and after the step; and its optimizer state."""
+    model, verbs, weights, mesh = make(EVEN, layout, dtype)
+    optimizer = Optimizer(weights, EVEN, CONFIG, mesh)
+    seen = []
+    parts, count = microbatches(EVEN, mesh, 0, 8, ())
+    for number, (tokens, targets, mask) in enumerate(parts, start=1):
+        with weights.microbatch(last=number == len(parts)):
+            (verbs.loss_sum(model(tokens), targets, mask) / count).backward()
+        seen.append(weights.resident())
+    weights.finish()
+    optimizer.step(1e-3, optimizer.gradient_norm())
+    weights.ready()
+    return [*seen, weights.resident()], optimizer.resident()
+
+
+def table(parameters: int, gradients: int, masters: int) -> dict[str, int]:
+    return {"parameters": parameters, "gradients": gradients, "masters": masters}
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected", "moments"),
+    [
+        (0, table(2 * P, 4 * P, 4 * P), 8 * P),
+        (1, table(2 * P, 4 * P, 4 * P // N), 8 * P // N),
+        (2, table(2 * P, 4 * P // N, 4 * P // N), 8 * P // N),
+        (3, table(4 * P // N, 4 * P // N, 0), 8 * P // N),  # the masters are the parameters
+    ],
+)
+def test_bfloat16(stage: int, expected: dict[str, int], moments: int) -> None:
+    for seen, state in run_ranks(N, held, Layout(dp=N, zero=stage, microbatches=2), torch.bfloat16):
+        assert seen[:2] == [expected, expected]
+        assert seen[2] == (expected | {"gradients": 0} if stage == 3 else expected)
+        assert state == moments
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_float32_weights_are_their_own_masters(stage: int) -> None:
+    for seen, _ in run_ranks(N, held, Layout(dp=N, zero=stage, microbatches=2), torch.float32):
+        assert {one["masters"] for one in seen} == {0}
+        assert {one["parameters"] for one in seen} == {4 * P // (N if stage == 3 else 1)}
+
+
+def test_one_device_has_gradients_only_while_they_are_needed() -> None:
+    seen, state = held(0, 1, Layout(microbatches=2), torch.float32)
+    assert seen == [table(4 * P, 4 * P, 0), table(4 * P, 4 * P, 0), table(4 * P, 0, 0)]
+    assert state == 8 * P
+    seen, _ = held(0, 1, Layout(microbatches=2), torch.bfloat16)
+    assert seen[0] == table(2 * P, 4 * P, 4 * P)
+
+
+def test_copies_of_shards_hold_a_shard_of_gradients_between_microbatches() -> None:
+    layout = Layout(dp=4, zero=3, replicate=2, microbatches=2)
+    for seen, _ in run_ranks(4, held, layout, torch.bfloat16):
+        assert seen[0] == table(2 * P, 2 * P, 0)
