@@ -83,7 +83,7 @@ def test_a_float64_run_on_cuda_is_the_run_on_the_cpu(tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):
         trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device(device)))
         steps: list[float] = []
-        for step, read in enumerate(trainer._reads(), start=1):
+        for step, read in enumerate(trainer.reads(), start=1):
             steps.append(trainer.step(step, read()).loss)
         losses.append(steps)
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)

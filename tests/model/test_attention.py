@@ -1,11 +1,13 @@
 """The kernels against the definition, the merge, and spans against masks."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model import attention
 from fivefold.model.local import Local
@@ -149,3 +151,65 @@ def test_documents_on_a_gpu_look_at_the_same_as_on_a_cpu(dtype: torch.dtype) -> 
     gradients = torch.autograd.grad(out, (q, k, v), grad)
     for ours, theirs in zip((out, *gradients), (expected[0], *expected[2:]), strict=True):
         assert worst(ours, theirs) <= BOUND[dtype]
+
+
+class Flash(TorchDispatchMode):
+    """Flash attention's operators by the definition, on any device: their arguments, layouts and demands."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, unused = op.overloadpacket.__name__, torch.empty(0)
+        kwargs = kwargs or {}
+        if "flash_attention" not in name or name.endswith("cpu"):
+            return op(*args, **kwargs)
+        given = {a.name: value for a, value in zip(op._schema.arguments, args, strict=False)}
+        assert given.get("dropout_p", 0.0) == 0.0  # the dispatcher leaves defaults out
+        assert kwargs["scale"] == pytest.approx(12**-0.5)
+        backward, dense = name.endswith("backward"), name.startswith("_scaled")
+        first = {"grad_out": given["grad_out"], "out": given["out"]} if backward else {}
+        tensors = first | {n: given[n] for n in ("query", "key", "value")}
+        assert all(x.shape[-1] == 16 and x.stride(-1) == 1 for x in tensors.values())
+        results = self.tile(given, tensors, given.get("logsumexp")) if dense else self.varlen(given, tensors)
+        return results if backward else (*results, *([None, None, 0, 0] * dense), unused, unused, unused)
+
+    def tile(self, given: Any, x: dict[str, Tensor], lse: Tensor | None) -> tuple[Tensor, ...]:
+        causal = given.get("is_causal", False)
+        q = x["query"] * math.sqrt(16 / 12)  # the definition takes the scale from the padded width
+        assert not causal or q.shape[2] == x["key"].shape[2]
+        if lse is None:
+            return attention.products(q, x["key"], x["value"], causal)
+        assert lse.is_contiguous()
+        dq, dk, dv = attention.products_backward(x["grad_out"], q, x["key"], x["value"], x["out"], lse, causal)
+        return dq * math.sqrt(16 / 12), dk, dv
+
+    def varlen(self, given: Any, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        starts = {"query": given["cum_seq_q"], "key": given["cum_seq_k"]}
+        assert all(cuts.dtype == torch.int32 and cuts.is_contiguous() for cuts in starts.values())
+        assert given["max_q"] > 1
+        parts = []
+        for segment in range(len(starts["query"]) - 1):
+            cut = {n: slice(*starts["key" if n in ("key", "value") else "query"][segment : segment + 2]) for n in x}
+            assert all(c.stop - c.start > 0 for c in cut.values())
+            assert cut["query"].stop - cut["query"].start <= given["max_q"]
+            assert cut["key"].stop - cut["key"].start <= given["max_k"]
+            piece = {n: value[cut[n]].transpose(0, 1)[None] for n, value in x.items()}  # [1, heads, rows, D]
+            lse = given["logsumexp"][None, :, cut["query"]].contiguous() if "logsumexp" in given else None
+            parts.append(self.tile(given, piece, lse))
+        assert cut["query"].stop == len(x["query"])
+        assert cut["key"].stop == len(x["key"])
+        back = [torch.cat([part[i][0] for part in parts], dim=1) for i in range(len(parts[0]))]  # [heads, rows, ...]
+        return tuple(part.transpose(0, 1) if part.ndim == 3 else part for part in back)
+
+
+def test_flash_attention_is_called_as_it_asks_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, here with its operators played by the definition in float64."""
+    monkeypatch.setattr(attention, "flashes", lambda q: True)
+    with Flash():
+        whole = torch.ones(5, 5, dtype=torch.bool)
+        compare(*inputs(5, 5, torch.float64, "cpu"), whole.tril(), True, None)
+        compare(*inputs(3, 5, torch.float64, "cpu"), whole[:3], False, None)
+        test_spans_are_the_mask_of_the_documents(torch.float64, "cpu")
+        documents = np.array([[0, 0, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0]])
+        q, k, v, grad = inputs(6, 6, torch.float64, "cpu")
+        seen = torch.from_numpy(documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        packed = attention.packed_attention(q, k, v, causal_spans(documents, CPU))
+        assert worst(packed, reference(q, k, v, grad, seen)[0]) <= 1e-10

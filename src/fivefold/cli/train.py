@@ -45,7 +45,7 @@ def train(
     from fivefold.train.preflight import preflight
     from fivefold.train.world import current_world, launch
 
-    path, changes = _split(job or [])
+    path, changes = split(job or [])
     if nproc < 1:
         raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
     world = current_world()
@@ -70,7 +70,7 @@ def train(
         raise typer.Exit(130) from None
 
 
-def _split(words: list[str]) -> tuple[str | None, list[str]]:
+def split(words: list[str]) -> tuple[str | None, list[str]]:
     """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:

@@ -89,45 +89,30 @@ def flashes(q: Tensor) -> bool:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if flashes(q):
+        width = q.shape[-1]
+        q, k, v = (_to_eights(x) for x in (q, k, v))
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=width**-0.5)
+        return out[..., :width], lse
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return out, lse
-    if not flashes(q):
-        return products(q, k, v, causal)
-    width, scale = q.shape[-1], q.shape[-1] ** -0.5
-    q, k, v = (_to_eights(x) for x in (q, k, v))
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return out[..., :width], lse
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return products(q, k, v, causal)
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if flashes(q):
+        width = q.shape[-1]
+        grad, q, k, v, out = (_to_eights(x) for x in (grad, q, k, v, out))
+        rows, bounds = lse.contiguous(), (None, None, q.shape[2], k.shape[2])  # the kernel reads LSE as if contiguous
+        op = _aten._scaled_dot_product_flash_attention_backward
+        grads = op(grad, q, k, v, out, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
+        dq, dk, dv = (x[..., :width] for x in grads)
+        return dq, dk, dv
     if q.device.type == "cpu":
-        op = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return op(grad, q, k, v, out, lse, 0.0, causal)
-    if not flashes(q):
-        return products_backward(grad, q, k, v, out, lse, causal)
-    width, scale = q.shape[-1], q.shape[-1] ** -0.5
-    grad, q, k, v, out = (_to_eights(x) for x in (grad, q, k, v, out))
-    grads = _aten._scaled_dot_product_flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        *_no_dropout(q),
-        scale=scale,
-    )
-    dq, dk, dv = (x[..., :width] for x in grads)
-    return dq, dk, dv
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    return products_backward(grad, q, k, v, out, lse, causal)
 
 
 def _to_eights(x: Tensor) -> Tensor:

@@ -11,12 +11,14 @@ import faulthandler
 import importlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -88,7 +90,8 @@ def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
                 ours, theirs = context.Pipe()
                 rank = Rank(number, world, Path(home))
                 process: Any = context.Process(target=_live, args=(rank, theirs, function, args), daemon=True)  # type: ignore[attr-defined]
-                process.start()
+                with _without_main():
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
@@ -102,6 +105,17 @@ def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
         if first.how != "returned":
             _raise(first, Path(home), timeout)
     return [end.value for end in ends]
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Ranks are told by name what to run; multiprocessing would have each of them run the caller's script first."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _watch(processes: list[Any], pipes: list[Connection], home: Path, timeout: float) -> list[_End]:

@@ -12,7 +12,6 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
 from fivefold.train.config import OptimizerConfig
 
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

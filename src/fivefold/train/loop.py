@@ -36,7 +36,7 @@ class Trainer:
         """All steps; returns the last look at the held-out data, if there is any."""
         every, steps = self.job.train.eval_every, self.job.train.steps
         with ExitStack() as stack:
-            batches = stack.enter_context(closing(prefetch(self._reads())))
+            batches = stack.enter_context(closing(prefetch(self.reads())))
             evaluation = None
             targets = 0
             for step, batch in enumerate(batches, start=1):
@@ -55,7 +55,7 @@ class Trainer:
             )
         return evaluation
 
-    def _reads(self) -> Iterator[partial[Batch]]:
+    def reads(self) -> Iterator[partial[Batch]]:
         """One call per step that reads its global batch: samples step x batch and on, whatever the layout."""
         data, size = self.job.data, self.job.train.batch
         for step in range(self.job.train.steps):

@@ -137,6 +137,8 @@ class Replicated:
 
     def _reduce_what_is_final(self) -> None:
         while self.turn < len(self.buckets) and not self.missing[self.turn]:
+            if self.turn == 0:
+                self.ready()  # weights that no forward here has waited for: on all ranks they come before the first sum
             bucket = self.buckets[self.turn]
             self.turn += 1
             bucket.reduce()

@@ -1,0 +1,47 @@
+"""One rank of a run whose loss curve is wanted, and nothing else of it."""
+
+import hashlib
+from dataclasses import fields
+
+import numpy as np
+from torch.distributed.tensor import DTensor
+
+from fivefold.data.batch import Batch
+from fivefold.parallel.mesh import Mesh, backend
+from fivefold.prove.ranks import Rank
+from fivefold.train.config import Job
+from fivefold.train.device import choose_device, make_repeatable
+from fivefold.train.engine import Engine
+from fivefold.train.loop import Trainer
+from fivefold.train.preflight import preflight
+
+
+def run(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], str]:
+    """The loss of every step, and a digest of the weights it started from."""
+    device = choose_device(job.train.device, rank.number)
+    make_repeatable(job.train)
+    if rank.world > 1:
+        rank.join(backend(device, rank.world))
+    trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device))
+    start = digest(trainer.engine)
+    losses = []
+    for step, read in enumerate(trainer.reads(), start=1):
+        batch = read()
+        losses.append(trainer.step(step, shuffle(batch, step) if shuffled else batch).loss)
+    return losses, start
+
+
+def shuffle(batch: Batch, seed: int) -> Batch:
+    """The same samples in another order, and so in other microbatches."""
+    order = np.random.default_rng(seed).permutation(len(batch.samples))
+    return Batch(**{field.name: getattr(batch, field.name)[order] for field in fields(batch)})
+
+
+def digest(engine: Engine) -> str:
+    """Of all weights, whole. Every rank must ask: gathering them is a collective."""
+    hashed = hashlib.sha256()
+    for name, weight in sorted(engine.parameters().items()):
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        hashed.update(name.encode())
+        hashed.update(whole.cpu().numpy().tobytes())
+    return hashed.hexdigest()

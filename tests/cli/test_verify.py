@@ -1,0 +1,64 @@
+"""`fivefold verify` as a user meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import fivefold, refused
+
+SMALL = ["model.hidden=32", "model.ffn=24", "--seq", "16", "--steps", "2"]
+
+
+def test_a_layout_is_proven_in_a_table(tmp_path: Path) -> None:
+    done = fivefold("verify", "--layout", "dp=2,zero=1", *SMALL, cwd=tmp_path, env={"COLUMNS": "80"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    for words in ("loss, step 2", "norm, step 2", "worst gradient", "worst parameter", "dp  reduce-scatter", "the same"):
+        assert words in done.stdout
+    assert "holds" in done.stdout
+    assert "FAILS" not in done.stdout
+
+
+def test_a_sample_says_how_much_of_everything_it_is(tmp_path: Path) -> None:
+    words = ["--all", "--world", "2", "--sample", "2"]
+    done = fivefold("verify", *words, *SMALL, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert (told["passed"], told["sampled"], told["failed"]) == (True, 2, 0)
+    assert told["total"] > 100
+    first = told["layouts"][0]
+    assert first["worst_gradient"]["error"] < 1e-13
+    assert first["worst_gradient"]["name"]
+    assert all(one["counted"] == one["expected"] for one in first["traffic_per_step"])
+
+
+def test_a_layout_that_fails_ends_with_1_and_the_parameters_name(tmp_path: Path) -> None:
+    """No bug needed: steps so large that float32 loses its way."""
+    words = ["--layout", "tp=2", "--dtype", "float32", "optimizer.lr=1e6", "optimizer.eps=1e-30", "--steps", "3"]
+    done = fivefold("verify", *words, "model.hidden=32", "--seq", "16", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "fails: the parameter " in done.stdout
+    assert ".weight is off by" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--layout", "tp=3"], "tp=3 does not divide the 4 attention heads of tiny; nearest: tp=2 or tp=4"),
+        (["--layout", "dp=2,pp=2"], "layout.pp=2 can be described but not run yet; nearest: pp=1"),
+        (["--layout", "dp=3"], "a global batch of 8 sequences does not divide over dp=3"),
+        (["--world", "4"], "--world and --sample belong to --all"),
+        (["--all", "--sample", "0"], "--sample 0 takes no layout; nearest: --sample 1"),
+        (["model.kvheads=1"], "model.kvheads is not a setting; did you mean 'kv_heads'?"),
+        (["--all", "--world", "5"], "tiny has no legal layout of 5 ranks"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused_in_a_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    refused(fivefold("verify", *words, cwd=tmp_path), sentence)
+
+
+def test_the_help_fits_80_columns_and_has_examples(tmp_path: Path) -> None:
+    text = fivefold("verify", "--help", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
+    assert "fivefold verify --layout dp=2,tp=2,zero=3" in text
+    assert all(len(line) <= 80 for line in text.splitlines())

@@ -1,0 +1,122 @@
+"""Small jobs to prove, and deliberate bugs: functions that a rank calls before it starts, to break one thing."""
+
+from typing import Any
+
+from fivefold.layout import Layout
+from fivefold.presets import preset
+from fivefold.prove.compare import OPTIMIZER
+from fivefold.spec import ModelSpec
+from fivefold.train.config import DataConfig, Job, OptimizerConfig, TrainConfig
+
+
+def tiny(**changes: Any) -> ModelSpec:
+    small = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 37, "context": 16}
+    return preset("tiny", **small | changes)
+
+
+def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **train: Any) -> Job:
+    return Job(
+        model=spec or tiny(),
+        layout=Layout.parse(layout),
+        data=DataConfig(seq=16, document_mask=True),
+        optimizer=OptimizerConfig(**OPTIMIZER),
+        train=TrainConfig(**{"steps": 2, "batch": 8, "dtype": dtype, "device": "cpu"} | train),
+    )
+
+
+# ---- bugs ----------------------------------------------------------------------------------------------------------
+
+
+def mean_of_means() -> None:
+    """Every microbatch is divided by its own count, and the results are averaged."""
+    from fivefold.train.engine import Engine
+
+    accumulate, loss = Engine.accumulate, Engine.loss
+
+    def counting(self: Any, batch: Any) -> Any:
+        self.global_count = batch.loss_tokens
+        return accumulate(self, batch)
+
+    def mean(self: Any, batch: Any, training: bool) -> Any:
+        parts = self.job.layout.dp * self.job.layout.microbatches
+        return loss(self, batch, training) * (self.global_count / parts / max(1, batch.loss_tokens))
+
+    Engine.accumulate, Engine.loss = counting, mean  # type: ignore[method-assign]
+
+
+def norms_are_not_summed_over_tp() -> None:
+    from fivefold.parallel.data.bucket import Bucket
+
+    Bucket.sum_over_tp = lambda self: None  # type: ignore[method-assign]
+
+
+def gradients_are_divided_by_cp() -> None:
+    from fivefold.parallel.data.replicated import Replicated
+
+    finish = Replicated.finish
+
+    def divide(self: Any) -> None:
+        finish(self)
+        for master in self.masters.values():
+            master.grad /= self.mesh.cp.size
+
+    Replicated.finish = divide  # type: ignore[method-assign]
+
+
+def the_ring_sees_one_key_too_late() -> None:
+    from fivefold.parallel import context
+    from fivefold.parallel.context.tiles import Tile, ring_tile
+
+    def shifted(rank: int, source: int, share: int) -> Tile:
+        tile = ring_tile(rank, source, share)
+        return Tile(tile.queries, range(1, len(tile.keys) + 1)) if source < rank else tile
+
+    context.ring_tile = shifted  # type: ignore[attr-defined]
+
+
+def a_gradient_stays_away() -> None:
+    from fivefold.train.engine import Engine
+
+    gradients = Engine.gradients
+    Engine.gradients = lambda self: {n: g for n, g in gradients(self).items() if n != "norm.weight"}  # type: ignore[method-assign]
+
+
+def one_collective_too_many() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fivefold.train.engine import Engine
+
+    norm = Engine.gradient_norm
+
+    def chatty(self: Any) -> Any:
+        dist.all_reduce(torch.zeros(3), group=self.mesh.tp.group)
+        return norm(self)
+
+    Engine.gradient_norm = chatty  # type: ignore[method-assign]
+
+
+def rank_1_dies() -> None:
+    import os
+    import signal
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rank_1_sleeps() -> None:
+    import time
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def rank_1_raises() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("a number that is none")
