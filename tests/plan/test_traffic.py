@@ -1,5 +1,7 @@
 """The closed forms reduce to the textbook's where the textbook speaks."""
 
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -53,9 +55,7 @@ def test_bfloat16_gathers_half_of_what_it_reduces() -> None:
 
 
 def test_tensor_parallelism_has_four_all_reduces_of_bse_a_layer() -> None:
-    rows = [
-        expected(preset("tiny", layers=layers, vocab=256), Layout(tp=2), S, B, "float32")[0] for layers in (1, 2)
-    ]
+    rows = [expected(preset("tiny", layers=layers, vocab=256), Layout(tp=2), S, B, "float32")[0] for layers in (1, 2)]
     assert rows[1].calls - rows[0].calls == 4
     assert rows[1].payload - rows[0].payload == 4 * B * S * E * 4
 
@@ -108,6 +108,15 @@ def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:
     few, many = sent("dp=2,zero=1"), sent("dp=2,zero=1", minimum=1)
     assert many["dp", "all-gather"].calls == SPEC.layers + 2 > few["dp", "all-gather"].calls
     assert many["dp", "all-gather"].payload == few["dp", "all-gather"].payload
+
+
+@pytest.mark.parametrize(
+    "module", ["fivefold.wire", "fivefold.plan.traffic", "fivefold.prove.verify", "fivefold.prove.layouts"]
+)
+def test_predicting_and_judging_need_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -24,6 +24,13 @@ def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **tr
     )
 
 
+def small_buckets() -> None:
+    """Not a bug: a bucket for each unit of the decoder."""
+    from fivefold.parallel.data.replicated import Replicated
+
+    Replicated.__init__.__defaults__ = (1,)  # its only default: the least size of a bucket
+
+
 # ---- bugs ----------------------------------------------------------------------------------------------------------
 
 

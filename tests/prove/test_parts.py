@@ -184,7 +184,9 @@ print([name for name in sys.modules if name.startswith(judged)])
 def test_the_reference_divides_once_by_the_global_count_and_clips() -> None:
     one = job("dp=2")
     reference = run_reference(one, torch.device("cpu"))
-    plain = run_reference(msgspec.structs.replace(one, layout=job("dp=2,zero=3,microbatches=4").layout), torch.device("cpu"))
+    plain = run_reference(
+        msgspec.structs.replace(one, layout=job("dp=2,zero=3,microbatches=4").layout), torch.device("cpu")
+    )
     assert [step.loss for step in reference.steps] == [step.loss for step in plain.steps]
     norm = math.sqrt(sum(float(g.square().sum()) for g in reference.steps[0].gradients.values()))
     assert reference.steps[0].norm == pytest.approx(norm, rel=1e-12)

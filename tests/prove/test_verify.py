@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from fivefold.plan.traffic import expected
 from fivefold.presets import preset
+from fivefold.prove import ranks
+from fivefold.prove.verdict import Verdict
 from fivefold.prove.verify import Judge
 from fivefold.train.config import Job
 from tests.prove import cases
@@ -25,9 +28,7 @@ QWEN = preset("tiny-qwen3", layers=2, hidden=32, head_dim=16, ffn=24, vocab=37)
 PROOFS = {
     # Counted traffic equals the closed form for every ZeRO stage, with one and with four microbatches ...
     **{
-        f"zero {zero}, {m} microbatches": job(f"dp=2,zero={zero},microbatches={m}")
-        for zero in range(4)
-        for m in (1, 4)
+        f"zero {zero}, {m} microbatches": job(f"dp=2,zero={zero},microbatches={m}") for zero in range(4) for m in (1, 4)
     },
     # ... for tp with and without sp and recompute ...
     **{
@@ -65,6 +66,24 @@ def test_a_layout_computes_what_one_process_computes_and_sends_what_the_closed_f
         assert all(error.value < 1e-13 for error in verdict.errors)  # far below what is asked
 
 
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1,microbatches=2", "tp=2,cp=2,sp,zero=2,microbatches=2"])
+def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
+    """A bucket for each unit of the decoder; models of this size fill only one."""
+    one = job(layout)
+    found = ranks.run(
+        one.layout.world, "fivefold.prove.measure:measure", one, judge._reference(one),
+        BUGS + cases.small_buckets.__name__, timeout=60,
+    )  # fmt: skip
+    forms = [
+        expected(one.model, one.layout, 16, 8, "float64", tp_rank=rank, minimum=1) for rank in range(one.layout.tp)
+    ]
+    verdict = Verdict.of(one, found, forms, 0.0)
+    assert verdict.problems == []
+    if one.layout.zero:
+        gathers = [count.counted for count in verdict.traffic if count.counted.kind == "all-gather"]
+        assert gathers[0].calls >= (one.model.layers + 2) * one.train.steps
+
+
 @pytest.mark.parametrize(
     ("bug", "layout", "named"),
     [
@@ -91,7 +110,9 @@ def test_only_what_a_bug_touches_is_named(judge: Judge) -> None:
     judge.hook = BUGS + cases.norms_are_not_summed_over_tp.__name__
     verdict = judge(job("tp=2,sp"))
     judge.hook = ""
-    failed = {error.name for error in verdict.errors if error.what == "gradient" and not error.holds and error.step == 1}
+    failed = {
+        error.name for error in verdict.errors if error.what == "gradient" and not error.holds and error.step == 1
+    }
     assert failed == {p.name for p in tiny().parameters() if p.kind == "norm"}
 
 

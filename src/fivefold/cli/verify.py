@@ -20,6 +20,7 @@ SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2
 # Models of its own size, so that a layout takes a second: the families of the presets, narrow.
 _NARROW = ("model.layers=2", "model.hidden=64", "model.ffn=96")
 _SHOWN = 10  # failing layouts of a sweep that are told in full
+_STACK = 8  # lines of the stack of a rank that failed
 
 
 def verify(
@@ -73,17 +74,20 @@ def verify(
     job = _job(
         layout if not everything else "dp=1", model, dtype, steps, seq, batch, device, [*narrow, *(changes or [])]
     )
-    with Judge(timeout) as judge:
-        if not everything:
-            verdict = judge(job)
-            _show_one(verdict, as_json)
-            raise typer.Exit(0 if verdict.passed else 1)
-        total = all_cases(job, world or 4)
-        if not total:
-            raise UserError(f"{job.model.name} has no legal layout of {world or 4} ranks at seq={seq}, batch={batch}")
-        chosen: list[Case] = total if sample is None else pairwise(total, sample)
-        judged = _sweep(judge, chosen, quiet=as_json)
-    _show_all(judged, total, covered(chosen, total), as_json)
+    total = all_cases(job, world or 4) if everything else [Case(job, "")]
+    if not total:
+        raise UserError(f"{job.model.name} has no legal layout of {world or 4} ranks at seq={seq}, batch={batch}")
+    chosen = total if sample is None else pairwise(total, sample)
+    try:
+        with Judge(timeout) as judge:
+            judged = _sweep(judge, chosen)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; nothing is proven")
+        raise typer.Exit(130) from None
+    if everything:
+        _show_all(judged, total, covered(chosen, total), as_json)
+    else:
+        _show_one(judged[0][1], as_json)
     raise typer.Exit(0 if all(verdict.passed for _, verdict in judged) else 1)
 
 
@@ -112,8 +116,8 @@ def _job(
     return job
 
 
-def _sweep(judge: "Judge", cases: list["Case"], quiet: bool) -> list[tuple["Case", "Verdict"]]:
-    console = Console(stderr=True, highlight=False, quiet=quiet)
+def _sweep(judge: "Judge", cases: list["Case"]) -> list[tuple["Case", "Verdict"]]:
+    console = Console(stderr=True, highlight=False)
     columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     judged = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -152,10 +156,10 @@ def _show_all(judged: list[tuple["Case", "Verdict"]], total: list["Case"], share
     console.print(summary(judged))
     for case, verdict in failing[:_SHOWN]:
         console.print(Text.assemble(("fails: ", "bold red"), f"{verdict.job.layout} {case.variant}".strip()))
-        for problem in verdict.problems:
-            console.print(f"  {problem}", markup=False)
-    if more := len(failing) - _SHOWN:
-        console.print(f"and {more} more" if more > 0 else "")
+        for line in (*verdict.problems, *verdict.details.splitlines()[-_STACK:]):
+            console.print(f"  {line}", markup=False)
+    if (more := len(failing) - _SHOWN) > 0:
+        console.print(f"{more} more fail; --json has them all")
     sampled = f"{len(judged)}/{len(total)} layouts"
     pairs = "" if len(judged) == len(total) else f", {share:.0%} of all pairs of settings"
     mark = "[bold red]fail[/]" if failing else "[bold green]all hold[/]"

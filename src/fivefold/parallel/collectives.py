@@ -2,6 +2,7 @@
 
 Each returns at once with a tensor that is not to be read before `wait`: what runs in between overlaps. They are torch's
 functional collectives, which compiled regions and recompute policies understand. On an axis of one rank nothing moves.
+Where ranks share a GPU (`Axis.staged`), what gloo cannot do there goes by way of host memory, and nothing overlaps.
 """
 
 import torch
@@ -23,12 +24,20 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """[n, ...] of every rank -> [size * n, ...], in rank order."""
-    return x if axis.size == 1 else _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group_name)
+    if axis.size == 1:
+        return x
+    if axis.staged:
+        return wait(_ops.all_gather_into_tensor(x.cpu().contiguous(), axis.size, axis.group_name)).to(x.device)
+    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group_name)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[size * n, ...] -> [n, ...]: the sum over ranks of this rank's part."""
-    return x if axis.size == 1 else _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
+    if axis.size == 1:
+        return x
+    if axis.staged:
+        return wait(_ops.reduce_scatter_tensor(x.cpu().contiguous(), "sum", axis.size, axis.group_name)).to(x.device)
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
@@ -65,8 +74,7 @@ class Exchange:
 
     def __init__(self, x: Tensor, axis: Axis):
         self.home = x.device
-        staged = x.device.type == "cuda" and dist.get_backend(axis.group) == "gloo"  # gloo sends from host memory only
-        self.sent = x.cpu() if staged else x.contiguous()
+        self.sent = x.cpu() if axis.staged else x.contiguous()
         self.received = torch.empty_like(self.sent)
         to, source = ((axis.rank + step) % axis.size for step in (1, -1))
         self.work = dist.batch_isend_irecv(

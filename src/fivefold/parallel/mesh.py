@@ -22,6 +22,7 @@ class Axis:
     size: int = 1
     rank: int = 0  # this process's place along the axis
     mesh: DeviceMesh | None = None  # one-dimensional; None where there is no process group at all
+    staged: bool = False  # tensors are on a GPU and gloo moves them: see `parallel.staging`
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -73,7 +74,8 @@ class Mesh:
         else:
             meshes["zero"] = meshes["data"] = root["dp", "cp"]._flatten("zero")
         meshes["world"] = root._flatten("world")
-        axes = {name: Axis(name, mesh.size(), mesh.get_local_rank(), mesh) for name, mesh in meshes.items()}
+        staged = device.type == "cuda" and dist.get_backend() == "gloo"
+        axes = {name: Axis(name, mesh.size(), mesh.get_local_rank(), mesh, staged) for name, mesh in meshes.items()}
         return cls(layout, device, root=root, **axes)
 
     def plane(self, *names: str) -> DeviceMesh:

@@ -7,7 +7,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fivefold.layout import Layout
 from fivefold.model.decoder import Attention, Decoder
@@ -16,6 +15,7 @@ from fivefold.parallel.data import spread
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.parallel.verbs import verbs_of
+from fivefold.parallel.whole import whole
 from fivefold.prove.attention import ASKED, Result, Shape
 from fivefold.prove.ranks import Rank
 from fivefold.train.device import DTYPES
@@ -53,9 +53,7 @@ class Block:
         for name, master in self.weights.masters.items():
             if name.startswith(prefix):
                 assert master.grad is not None
-                whole = self.weights.globally(name, master.grad)
-                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-                found[name.removeprefix(prefix)] = whole.clone()  # the timed passes go on adding to the original
+                found[name.removeprefix(prefix)] = whole(self.weights.globally(name, master.grad))
         return found
 
 
@@ -83,8 +81,8 @@ def run(rank: Rank, shape: Shape) -> Result | None:
     if alone is None:
         return None
     return Result(
-        errors={name: ((got[name] - whole).abs().max() / whole.abs().max()).item() for name, whole in want.items()},
-        close=all(torch.allclose(got[name], whole, rtol=ASKED, atol=ASKED) for name, whole in want.items()),
+        errors={name: ((got[name] - one).abs().max() / one.abs().max()).item() for name, one in want.items()},
+        close=all(torch.allclose(got[name], one, rtol=ASKED, atol=ASKED) for name, one in want.items()),
         alone=statistics.median(times["alone"]),
         together=statistics.median(times["together"]),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -4,10 +4,10 @@ import hashlib
 from dataclasses import fields
 
 import numpy as np
-from torch.distributed.tensor import DTensor
 
 from fivefold.data.batch import Batch
 from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.whole import whole
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
 from fivefold.train.device import choose_device, make_repeatable
@@ -41,7 +41,6 @@ def digest(engine: Engine) -> str:
     """Of all weights, whole. Every rank must ask: gathering them is a collective."""
     hashed = hashlib.sha256()
     for name, weight in sorted(engine.parameters().items()):
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         hashed.update(name.encode())
-        hashed.update(whole.cpu().numpy().tobytes())
+        hashed.update(whole(weight).numpy().tobytes())
     return hashed.hexdigest()

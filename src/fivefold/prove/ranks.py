@@ -9,7 +9,9 @@ second. What a rank prints is kept and shown only when a rank fails.
 
 import faulthandler
 import importlib
+import linecache
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,13 +25,15 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fivefold.errors import TrainingError, UserError
 
 # torch imports these late, and each rank would for itself: the first step of an optimizer imports dynamo.
 _PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.prove.measure"]
 _GRACE = 1.0  # seconds that the others have after a first failure, to say what they know of it
+_FRAME = re.compile(r'File "(.+)", line (\d+)')
+_CUT = re.compile(r"onnection (closed|reset|refused)|roken pipe|ocket closed|DistNetworkError")
 _METHOD = "forkserver" if hasattr(os, "fork") else "spawn"
 
 
@@ -71,10 +75,22 @@ class _End:
     stack: str = ""
 
     @property
+    def where(self) -> tuple[str, int] | None:
+        """The innermost line of a stack that faulthandler wrote."""
+        found = _FRAME.search(self.stack)
+        return (found[1], int(found[2])) if found else None
+
+    @property
+    def waits(self) -> bool:
+        """For a peer, which is then the one to blame: in a wait, inside torch, or at a connection that was cut."""
+        line = "".join(linecache.getline(*self.where)) if self.where else ""
+        inside = self.where is not None and "/torch/" in self.where[0]
+        return inside or "wait(" in line or bool(_CUT.search(self.error))
+
+    @property
     def blame(self) -> tuple[bool, bool, int, int]:
-        """Sorts the rank that explains the others first: those that wait for it end too."""
-        waiting = "/torch/distributed/" in self.stack or "onnection" in self.error or "ocket" in self.error
-        return self.how == "returned", waiting, ["died", "raised", "hung", "returned"].index(self.how), self.rank
+        """Sorts the rank that explains the others first."""
+        return self.how == "returned", self.waits, ["died", "raised", "hung", "returned"].index(self.how), self.rank
 
 
 def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
@@ -101,9 +117,9 @@ def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
                 process.kill()
             for process in processes:
                 process.join()
-        first = min(ends, key=lambda end: end.blame)
-        if first.how != "returned":
-            _raise(first, Path(home), timeout)
+        ends_by_blame = sorted(ends, key=lambda end: end.blame)
+        if ends_by_blame[0].how != "returned":
+            _raise(ends_by_blame, Path(home), timeout)
     return [end.value for end in ends]
 
 
@@ -152,14 +168,17 @@ def _end_of(rank: int, pipe: Connection, process: Any) -> _End:
     return _End(rank, "died", error=how)
 
 
-def _raise(end: _End, home: Path, timeout: float) -> None:
+def _raise(ends: list[_End], home: Path, timeout: float) -> NoReturn:
+    """An error that names the first of `ends`."""
+    end = ends[0]
     said = "\n".join(_text(home / f"{end.rank}.out").splitlines()[-20:])
     if isinstance(end.value, UserError):
         raise end.value
     if end.how == "hung":
-        frames = [line.strip() for line in end.stack.splitlines() if line.strip().startswith("File")]
-        where = f"; it is in {frames[0].removeprefix('File ')}" if frames else ""
-        raise RankError(end.rank, f"rank {end.rank} gave no answer within {timeout:.0f} s{where}", end.stack)
+        place = f"; it is in {end.where[0]}, line {end.where[1]}" if end.where else ""
+        others = [str(other.rank) for other in ends[1:] if other.how == "hung"]
+        along = f"; with it hang {', '.join(others)}" if others else ""
+        raise RankError(end.rank, f"rank {end.rank} gave no answer within {timeout:.0f} s{place}{along}", end.stack)
     verb = "died by" if end.how == "died" else "failed with"
     raise RankError(end.rank, f"rank {end.rank} {verb} {end.error}", f"{end.stack}\n{said}".strip())
 

@@ -84,10 +84,10 @@ def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for case, verdict in judged:
         layout = verdict.job.layout
-        degrees = ", ".join(f"{axis}={n}" for axis in ("dp", "cp", "tp") if (n := getattr(layout, axis)) > 1)
+        degrees = " ".join(f"{axis}={n}" for axis in ("dp", "cp", "tp") if (n := getattr(layout, axis)) > 1)
         groups.setdefault((case.variant or case.job.model.name, degrees or "dp=1"), []).append(verdict)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("model", "ranks", "layouts", "hold", "worst gradient", "worst parameter", "traffic"):
+    for name in ("model", "ranks", "hold", "worst\ngradient", "worst\nparameter", "traffic"):
         left = name in ("model", "ranks", "traffic")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for (model, degrees), verdicts in groups.items():
@@ -98,8 +98,7 @@ def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
         table.add_row(
             model,
             degrees,
-            str(len(verdicts)),
-            Text(str(held), "green" if held == len(verdicts) else "bold red"),
+            Text(f"{held}/{len(verdicts)}", "green" if held == len(verdicts) else "bold red"),
             *(_size(error) if error else "-" for error in errors),
             _mark(all(count.holds for verdict in verdicts for count in verdict.traffic)),
         )
@@ -118,6 +117,7 @@ def row(verdict: Verdict, variant: str = "") -> dict[str, Any]:
         "dtype": job.train.dtype,
         "passed": verdict.passed,
         "problems": verdict.problems,
+        "details": verdict.details,
         "bound": bound_of(job),
         "losses": [{"layout": found, "reference": wanted} for found, wanted in verdict.losses],
         "norms": [{"layout": found, "reference": wanted} for found, wanted in verdict.norms],

@@ -41,12 +41,13 @@ class Judge:
 
     def __call__(self, job: Job) -> Verdict:
         measure = "fivefold.prove.measure:measure"
+        start = time.perf_counter()
         try:
             reference = self._reference(job)
             start = time.perf_counter()
             found = ranks.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
         except ranks.RankError as error:
-            return Verdict(job, self.patience, broken=str(error), details=error.details)
+            return Verdict(job, time.perf_counter() - start, broken=str(error), details=error.details)
         return Verdict.of(job, found, closed_forms(job), time.perf_counter() - start)
 
     def _reference(self, job: Job) -> Path:

@@ -1,5 +1,7 @@
 """Collectives start while backward and forward go on, in one order on all ranks, and few buffers are alive."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,7 +11,7 @@ from fivefold.layout import Layout
 from fivefold.parallel.data import Replicated
 from fivefold.presets import preset
 from fivefold.train.adam import Optimizer
-from tests.parallel.data.world import CONFIG, accumulate, make, microbatches
+from tests.parallel.data.world import CONFIG, accumulate, each, make, microbatches, whole
 from tests.ranks import run_ranks
 
 DEEP = preset("tiny", layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
@@ -68,54 +70,51 @@ def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]
     return backward, book.lines, alive
 
 
+@cache
+def diaries() -> list[list[tuple[list[str], list[str], int]]]:
+    return run_ranks(2, each, diary, [(stage,) for stage in range(3)])
+
+
 @pytest.mark.parametrize(("stage", "kind"), [(0, "allreduce"), (1, "reduce_scatter"), (2, "reduce_scatter")])
 def test_a_reduction_starts_as_soon_as_its_bucket_is_final(stage: int, kind: str) -> None:
     """Head and last norm are too small for a bucket here and join the last block."""
-    for backward, _, most in run_ranks(2, diary, stage):
+    for rank in diaries():
+        backward, _, most = rank[stage]
         assert backward == ["block 3", kind, "block 2", kind, "block 1", kind, "block 0", kind, kind]
         assert most == (5 if stage < 2 else 2)
 
 
 def test_new_weights_are_gathered_under_the_next_forward() -> None:
-    for _, forward, _ in run_ranks(2, diary, 1):
-        assert forward == ["allgather"] * 5 + [f"block {layer}" for layer in range(4)]
-    for _, forward, _ in run_ranks(2, diary, 2):  # two at a time: each has a buffer of its own
-        gathered = ["allgather", "allgather", "allgather"]
-        assert forward == [*gathered, "allgather", "block 0", "allgather", "block 1", "block 2", "block 3"]
+    for _, (_, first, _), (_, second, _) in diaries():
+        assert first == ["allgather"] * 5 + [f"block {layer}" for layer in range(4)]
+        gathered = ["allgather", "allgather", "allgather"]  # two at a time: in stage 2 each has a buffer of its own
+        assert second == [*gathered, "allgather", "block 0", "allgather", "block 1", "block 2", "block 3"]
 
 
-def absent(rank: int, world: int, stage: int) -> list[float]:
-    """In the second step rank 1 has one block left: no gradient comes for the others there."""
+def absent(rank: int, world: int, stage: int) -> tuple[float, float]:
+    """A second step in which rank 1 leaves out its middle blocks: the norms of this rank's own and of the summed gradient."""
+    name = "layers.2.mlp.up.weight"
     model, verbs, weights, mesh = make(DEEP, Layout(dp=world, zero=stage, microbatches=2), torch.float64)
     parts, count = microbatches(DEEP, mesh, 0, 4 * world, ())
+    own = torch.zeros(DEEP.ffn, DEEP.hidden, dtype=torch.float64)
+    for tokens, targets, mask in parts:
+        loss = verbs.loss_sum(model(tokens), targets, mask) / count
+        own += torch.autograd.grad(loss, model.get_parameter(name))[0]
     accumulate(model, verbs, weights, parts, count)
     weights.publish()
     if rank == 1:
-        model.layers = model.layers[:1]
+        model.layers = torch.nn.ModuleList([model.layers[0], model.layers[3]])
     accumulate(model, verbs, weights, parts, count)
-    up = weights.masters["layers.2.mlp.up.weight"].grad
-    assert up is not None
-    return [weights.globally("layers.2.mlp.up.weight", up).full_tensor().norm().item()]
+    summed = weights.masters[name].grad
+    assert summed is not None
+    return own.norm().item(), whole(weights.globally(name, summed)).norm().item()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameters_without_a_gradient_on_one_rank_count_as_zero_and_nothing_hangs(stage: int) -> None:
-    alone = run_ranks(2, only_rank_0)[0]
-    assert alone > 0
-    for [norm] in run_ranks(2, absent, stage):
-        assert norm == pytest.approx(alone, rel=1e-10)
-
-
-def only_rank_0(rank: int, world: int) -> float:
-    """The gradient that rank 0 has by itself."""
-    model, verbs, _, mesh = make(DEEP, Layout(dp=world), torch.float64)
-    parts, count = microbatches(DEEP, mesh, 0, 4 * world, ())
-    total = torch.zeros(DEEP.ffn, DEEP.hidden, dtype=torch.float64)
-    weight = model.get_parameter("layers.2.mlp.up.weight")
-    for tokens, targets, mask in parts:
-        loss = verbs.loss_sum(model(tokens), targets, mask) / count
-        total += torch.autograd.grad(loss, weight)[0]
-    return total.norm().item()
+def test_parameters_without_a_gradient_on_one_rank_count_as_zero_and_nothing_hangs() -> None:
+    first, second = run_ranks(2, each, absent, [(stage,) for stage in range(3)])
+    for (own, a), (_, b) in zip(first, second, strict=True):
+        assert own > 0
+        assert a == b == pytest.approx(own, rel=1e-10)
 
 
 def test_consecutive_units_join_until_a_bucket_is_large_enough() -> None:

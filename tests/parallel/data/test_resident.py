@@ -1,11 +1,10 @@
 """A stage's name is a promise about bytes: they are measured between microbatches, and equal the table."""
 
-import pytest
 import torch
 
 from fivefold.layout import Layout
 from fivefold.train.adam import Optimizer
-from tests.parallel.data.world import CONFIG, EVEN, make, microbatches
+from tests.parallel.data.world import CONFIG, EVEN, each, make, microbatches
 from tests.ranks import run_ranks
 
 P, N = EVEN.parameter_count, 2  # every dim 0 of EVEN divides by N
@@ -31,27 +30,28 @@ def table(parameters: int, gradients: int, masters: int) -> dict[str, int]:
     return {"parameters": parameters, "gradients": gradients, "masters": masters}
 
 
-@pytest.mark.parametrize(
-    ("stage", "expected", "moments"),
-    [
-        (0, table(2 * P, 4 * P, 4 * P), 8 * P),
-        (1, table(2 * P, 4 * P, 4 * P // N), 8 * P // N),
-        (2, table(2 * P, 4 * P // N, 4 * P // N), 8 * P // N),
-        (3, table(4 * P // N, 4 * P // N, 0), 8 * P // N),  # the masters are the parameters
-    ],
-)
-def test_bfloat16(stage: int, expected: dict[str, int], moments: int) -> None:
-    for seen, state in run_ranks(N, held, Layout(dp=N, zero=stage, microbatches=2), torch.bfloat16):
-        assert seen[:2] == [expected, expected]
-        assert seen[2] == (expected | {"gradients": 0} if stage == 3 else expected)
-        assert state == moments
+LAYOUTS = [Layout(dp=N, zero=stage, microbatches=2) for stage in range(4)]
+BFLOAT16 = [
+    (table(2 * P, 4 * P, 4 * P), 8 * P),
+    (table(2 * P, 4 * P, 4 * P // N), 8 * P // N),
+    (table(2 * P, 4 * P // N, 4 * P // N), 8 * P // N),
+    (table(4 * P // N, 4 * P // N, 0), 8 * P // N),  # the masters are the parameters
+]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_float32_weights_are_their_own_masters(stage: int) -> None:
-    for seen, _ in run_ranks(N, held, Layout(dp=N, zero=stage, microbatches=2), torch.float32):
-        assert {one["masters"] for one in seen} == {0}
-        assert {one["parameters"] for one in seen} == {4 * P // (N if stage == 3 else 1)}
+def test_bfloat16() -> None:
+    for rank in run_ranks(N, each, held, [(layout, torch.bfloat16) for layout in LAYOUTS]):
+        for layout, (seen, state), (expected, moments) in zip(LAYOUTS, rank, BFLOAT16, strict=True):
+            assert seen[:2] == [expected, expected]
+            assert seen[2] == (expected | {"gradients": 0} if layout.zero == 3 else expected)
+            assert state == moments
+
+
+def test_float32_weights_are_their_own_masters() -> None:
+    for rank in run_ranks(N, each, held, [(layout, torch.float32) for layout in LAYOUTS]):
+        for layout, (seen, _) in zip(LAYOUTS, rank, strict=True):
+            assert {one["masters"] for one in seen} == {0}
+            assert {one["parameters"] for one in seen} == {4 * P // (N if layout.zero == 3 else 1)}
 
 
 def test_one_device_has_gradients_only_while_they_are_needed() -> None:

@@ -1,6 +1,8 @@
 """What the tests of data parallelism share: a small model, its data, one process as the reference, and ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,10 +76,10 @@ def reference(spec: ModelSpec, count: int, empty: tuple[int, ...] = (), dtype: t
 
 
 def make(
-    spec: ModelSpec, layout: Layout, dtype: torch.dtype, minimum: int = 1000
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, minimum: int = 1000, device: str = "cpu"
 ) -> tuple[Decoder, Local, Weights, Mesh]:
     """A model on this rank. Buckets are small here, so that there are several."""
-    mesh = Mesh.of(layout, torch.device("cpu"))
+    mesh = Mesh.of(layout, torch.device(device))
     verbs = TensorParallel(spec, mesh) if layout.tp > 1 else Local()
     with torch.device("meta"):
         model = Decoder(spec, layout.recompute, verbs=verbs)
@@ -95,7 +97,7 @@ def microbatches(
     spec: ModelSpec, mesh: Mesh, step: int, count: int, empty: tuple[int, ...]
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], int]:
     """This dp rank's part of the batch, cut up; and the global count of targets."""
-    batch = samples(spec, step, count, empty)
+    batch = [part.to(mesh.device) for part in samples(spec, step, count, empty)]
     mine = [part.chunk(mesh.dp.size)[mesh.dp.rank].chunk(mesh.layout.microbatches) for part in batch]
     return list(zip(*mine, strict=True)), int(batch[2].sum())
 
@@ -119,9 +121,10 @@ def train(
     count: int,
     empty: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> Run:
     """The same training as `reference`, in a layout."""
-    model, verbs, weights, mesh = make(spec, layout, dtype)
+    model, verbs, weights, mesh = make(spec, layout, dtype, device=device)
     optimizer = Optimizer(weights, spec, CONFIG, mesh)
     run = Run()
     for step in range(STEPS):
@@ -139,6 +142,11 @@ def train(
     weights.ready()
     run.model.update({name: whole(p.detach()) for name, p in model.named_parameters()})
     return run
+
+
+def each(rank: int, world: int, function: Callable[..., Any], cases: list[tuple[Any, ...]]) -> list[Any]:
+    """Several calls of a function in one start of the ranks, which costs more than most of them."""
+    return [function(rank, world, *case) for case in cases]
 
 
 def whole(tensor: Tensor) -> Tensor:

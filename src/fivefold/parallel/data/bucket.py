@@ -79,6 +79,8 @@ class Bucket:
     @torch.no_grad()
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Take in a gradient, widened on the way."""
+        if self.gathering is not None:  # else the buffer that holds them would be overwritten, here and elsewhere
+            raise RuntimeError(f"{slot.name} was used before its new weights had come: its block's forward did not run")
         if self.table is None:
             self.table = self._empty(self.wide)
         for place, part in slot.pairs(self.table, gradient):
