@@ -14,7 +14,7 @@ def whole(tensor: Tensor) -> Tensor:
         # gloo gathers host tensors only: the same ranks and groups, as a mesh of CPUs
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         names = mesh.mesh_dim_names
-        mesh = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)  # type: ignore[arg-type]
+        mesh = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
         tensor = DTensor.from_local(
             tensor.to_local().cpu(),
             mesh,
@@ -23,4 +23,4 @@ def whole(tensor: Tensor) -> Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    return tensor.detach().full_tensor().cpu().clone()
+    return tensor.full_tensor().detach().cpu().clone()

@@ -39,7 +39,9 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         measured.norms.append((norm.item(), target.norm))
         measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
         measured.errors.append(compare.number("norm", step, norm.item(), target.norm, bound))
-        measured.errors.extend(compare.gradients(_whole(engine.gradients()), target.gradients, step, bound))
+        measured.errors.extend(
+            compare.gradients(_whole(engine.gradients()), target.gradients, wanted.zeros, step, bound)
+        )
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
         with counter:
             engine.step(rate if batch.loss_tokens else None, norm)

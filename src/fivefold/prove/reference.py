@@ -3,10 +3,11 @@
 Nothing here comes from `parallel/`, nor from the engine and the optimizer that are being judged.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from fivefold.data.batch import Batch
@@ -15,6 +16,7 @@ from fivefold.model.init import initialise
 from fivefold.model.loss import loss_sum
 from fivefold.model.place import Place
 from fivefold.prove.batches import make_batch
+from fivefold.prove.compare import zeros
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
 from fivefold.train.device import DTYPES, choose_device
@@ -32,19 +34,24 @@ class Step:
 class Reference:
     steps: list[Step]
     parameters: dict[str, Tensor]  # after the last step, in full precision
+    zeros: set[str] = field(default_factory=set)  # gradients that are zero in theory
 
     def save(self, path: Path) -> None:
         rows = [(step.loss, step.norm, step.gradients) for step in self.steps]
-        torch.save((rows, self.parameters), path)
+        torch.save((rows, self.parameters, sorted(self.zeros)), path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        rows, parameters = torch.load(path, mmap=True)
-        return cls([Step(*row) for row in rows], parameters)
+        rows, parameters, names = torch.load(path, mmap=True)
+        return cls([Step(*row) for row in rows], parameters, set(names))
 
 
 def write_reference(rank: Rank, job: Job, path: Path) -> None:
-    run_reference(job, choose_device(job.train.device, rank.number)).save(path)
+    device = choose_device(job.train.device, rank.number)
+    reference = run_reference(job, device)
+    exact = replace(job, train=replace(job.train, dtype="float64", steps=1))
+    reference.zeros.update(zeros(run_reference(exact, torch.device("cpu")).steps[0].gradients))
+    reference.save(path)
 
 
 def run_reference(job: Job, device: torch.device) -> Reference:
