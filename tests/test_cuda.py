@@ -12,8 +12,8 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.dropout import Dropout
 from fivefold.model.init import draw, initialise
 from fivefold.model.place import Place
-from fivefold.presets import preset
 from fivefold.parallel.mesh import Mesh
+from fivefold.presets import preset
 from fivefold.train.config import read_job
 from fivefold.train.device import make_repeatable
 from fivefold.train.loop import Trainer

@@ -10,7 +10,9 @@ PURE = [
     "fivefold.spec", "fivefold.presets", "fivefold.hf_config", "fivefold.layout", "fivefold.cluster",
     "fivefold.accelerators", "fivefold.reading", "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli",
     "fivefold.train.config", "fivefold.train.rate", "fivefold.train.preflight", "fivefold.train.world",
-    "fivefold.data.prepare", "fivefold.data.batch",
+    "fivefold.data.prepare", "fivefold.data.batch", "fivefold.sharding", "fivefold.buckets", "fivefold.wire",
+    "fivefold.plan.traffic", "fivefold.plan.memory", "fivefold.prove.verify", "fivefold.prove.layouts",
+    "fivefold.prove.curve", "fivefold.prove.attention",
 ]  # fmt: skip
 
 
@@ -35,7 +37,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 from typer.testing import CliRunner
 from fivefold.cli import app
-for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', 'train --help', 'data prepare --help'):
+for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', 'train --help', 'verify --help', 'data prepare --help'):
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, (line, result.output)
 print('fine')

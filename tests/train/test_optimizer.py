@@ -10,8 +10,8 @@ from fivefold.model.loss import loss_sum
 from fivefold.parallel.data import Weights, spread
 from fivefold.parallel.mesh import Mesh
 from fivefold.presets import preset
-from fivefold.train.adam import Optimizer
 from fivefold.train.config import OptimizerConfig
+from fivefold.train.optimizer import Optimizer
 
 SPEC = preset("tiny", layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=12, vocab=23)
 CPU = torch.device("cpu")

@@ -1,8 +1,8 @@
 """The data of a proof: made from a seed, and as unpleasant as real data can be.
 
 Tokens are uniform, so that every row of the vocabulary is met. Loss masks are unequal: samples keep between a tenth and
-all of their targets, one keeps none, and in each step one data-parallel rank has no target at all, a different one each
-time. A mean of means would show. Documents have random lengths, so that they begin and end inside the shares of context
+all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a different
+one each time. A mean of means would show. Documents have random lengths, so that they begin and end inside the shares of context
 parallel ranks and reach across them.
 """
 
@@ -34,11 +34,11 @@ def _mask(rng: np.random.Generator, size: int, seq: int, dp: int, step: int) -> 
     mask = rng.random((size, seq)) < shares[:, None]
     if size > 1:
         mask[rng.integers(size)] = False
-    if dp > 1:
-        share = size // dp
-        mask[(empty := step % dp * share) : empty + share] = False
-    if not mask.any():  # two samples, or two ranks: somebody has to learn something
-        mask[(step % dp * (size // dp) - 1) % size] = True
+    share, empty = size // dp, step // 2 % dp
+    if dp > 1 and step % 2:  # in the other steps every rank has something to add
+        mask[empty * share : (empty + 1) * share] = False
+    if not mask.any():  # one or two samples: somebody has to learn something
+        mask[empty * share - 1] = True
     return mask
 
 

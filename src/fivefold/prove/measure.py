@@ -6,10 +6,10 @@ Every rank compares for itself: ranks that hold the same thing may disagree, and
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.whole import whole
 from fivefold.prove import compare
 from fivefold.prove.batches import make_batch
 from fivefold.prove.ranks import Rank, named
@@ -54,4 +54,4 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Collective: every rank gathers the same names in the same order."""
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in sorted(tensors.items())}
+    return {name: whole(tensor) for name, tensor in sorted(tensors.items())}

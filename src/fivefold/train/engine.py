@@ -19,7 +19,7 @@ from fivefold.parallel.tensor import TensorParallel
 from fivefold.parallel.verbs import verbs_of
 from fivefold.train.config import Job
 from fivefold.train.device import DTYPES
-from fivefold.train.adam import Optimizer
+from fivefold.train.optimizer import Optimizer
 
 
 class Engine:

@@ -1,69 +1,74 @@
-"""AdamW over float32 (or float64) weights, whatever the model computes in.
+"""AdamW over the full-precision shards of the weights, wherever they lie.
 
-In bfloat16 the model holds bfloat16 weights and this holds their float32 masters: each microbatch's gradients are added
-to the master's float32 gradient as soon as autograd has made them, the step is taken on the masters, and the rounded
-result goes back into the model. In float32 and float64 the weights are their own masters.
+Every rank steps on its own shards; the only thing that the ranks must agree on is the norm by which they clip.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+import torch.distributed as dist
+from torch import Tensor
 
+from fivefold.parallel.data import Weights
+from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
 from fivefold.train.config import OptimizerConfig
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class Optimizer:
-    def __init__(self, model: nn.Module, spec: ModelSpec, config: OptimizerConfig, compute: torch.dtype):
-        """Takes a freshly initialised model in full precision and leaves it in `compute`."""
-        self.clip = config.clip
-        self.weights = dict(model.named_parameters())
-        self.masters = self.weights
-        if compute == torch.bfloat16:
-            self.masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in self.weights.items()}
-            model.to(compute)
-            for name, weight in self.weights.items():
-                weight.register_post_accumulate_grad_hook(_adder(self.masters[name]))
+    def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh):
+        self.weights, self.mesh, self.clip = weights, mesh, config.clip
         # Decay pulls matrices towards zero; a norm's scale, a bias and an embedding row have no reason to go there.
         decayed = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
+        stepped = {name: p for name, p in weights.masters.items() if p.numel()}  # fewer rows than ranks: some have none
         groups = [
-            {"params": [p for name, p in self.masters.items() if name in decayed], "weight_decay": config.weight_decay},
-            {"params": [p for name, p in self.masters.items() if name not in decayed], "weight_decay": 0.0},
+            {"params": [p for name, p in stepped.items() if name in decayed], "weight_decay": config.weight_decay},
+            {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        # As AdamW itself would at its first step; here, so that all ranks have the same entries at any time.
+        for master in weights.masters.values():
+            moments = {key: torch.zeros_like(master, requires_grad=False) for key in _MOMENTS}
+            self.adam.state[master] = {"step": torch.zeros((), device=master.device)} | moments
 
     def gradient_norm(self) -> Tensor:
-        """The norm over all parameters, before clipping."""
-        return get_total_norm(p.grad for p in self.masters.values() if p.grad is not None)
+        """The norm over all parameters of the model, before clipping: in float64, and the same on every rank."""
+        mine = [p.grad for name, p in self.weights.masters.items() if p.grad is not None and self.weights.counts(name)]
+        if mine:
+            norms = torch._foreach_norm(mine, 2, dtype=torch.float64)
+            square = torch.stack(norms).square().sum()
+        else:
+            square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.world.size > 1:
+            dist.all_reduce(square, group=self.mesh.world.group)
+        return square.sqrt()
 
+    @torch.no_grad()
     def step(self, rate: float | None, norm: Tensor) -> None:
         """One update at `rate` (None: no update), with gradients scaled down to `clip` where their `norm` is above it.
 
-        The gradients are gone afterwards.
+        The gradients are gone afterwards, and the new weights are on their way to the model.
         """
         if rate is not None:
             if self.clip:
-                clip_grads_with_norm_(self.masters.values(), self.clip, norm)
+                gradients = [p.grad for p in self.weights.masters.values() if p.grad is not None and p.numel()]
+                scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             for group in self.adam.param_groups:
                 group["lr"] = rate
             self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
-        if self.masters is not self.weights:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
+        self.weights.publish()
 
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter name the master and AdamW's two moments, as parts of the whole; they share memory with this."""
+        kept: dict[str, dict[str, Tensor]] = {}
+        for name, master in self.weights.masters.items():
+            local = {"master": master.detach()} | {key: self.adam.state[master][key] for key in _MOMENTS}
+            kept[name] = {key: self.weights.globally(name, value) for key, value in local.items()}
+        return kept
 
-def _adder(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """Moves a weight's new gradient into the master's, widening it on the way."""
-
-    def add(weight: Tensor) -> None:
-        assert weight.grad is not None  # this runs right after autograd has set it
-        if master.grad is None:
-            master.grad = weight.grad.to(master.dtype)
-        else:
-            master.grad.add_(weight.grad)
-        weight.grad = None
-
-    return add
+    def resident(self) -> int:
+        """Bytes of the two moments on this rank."""
+        moments = [state[key] for state in self.adam.state.values() for key in _MOMENTS]
+        return sum(moment.numel() * moment.element_size() for moment in moments)

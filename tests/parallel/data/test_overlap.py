@@ -10,7 +10,7 @@ from fivefold.buckets import buckets, held
 from fivefold.layout import Layout
 from fivefold.parallel.data import Replicated
 from fivefold.presets import preset
-from fivefold.train.adam import Optimizer
+from fivefold.train.optimizer import Optimizer
 from tests.parallel.data.world import CONFIG, accumulate, each, make, microbatches, whole
 from tests.ranks import run_ranks
 
@@ -92,7 +92,7 @@ def test_new_weights_are_gathered_under_the_next_forward() -> None:
 
 
 def absent(rank: int, world: int, stage: int) -> tuple[float, float]:
-    """A second step in which rank 1 leaves out its middle blocks: the norms of this rank's own and of the summed gradient."""
+    """A second step in which rank 1 leaves out its middle blocks: norms of the own and of the summed gradient."""
     name = "layers.2.mlp.up.weight"
     model, verbs, weights, mesh = make(DEEP, Layout(dp=world, zero=stage, microbatches=2), torch.float64)
     parts, count = microbatches(DEEP, mesh, 0, 4 * world, ())

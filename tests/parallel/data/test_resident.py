@@ -3,7 +3,7 @@
 import torch
 
 from fivefold.layout import Layout
-from fivefold.train.adam import Optimizer
+from fivefold.train.optimizer import Optimizer
 from tests.parallel.data.world import CONFIG, EVEN, each, make, microbatches
 from tests.ranks import run_ranks
 

@@ -7,7 +7,7 @@ from fivefold.layout import Layout
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.presets import preset
 from fivefold.spec import ModelSpec
-from fivefold.train.adam import Optimizer
+from fivefold.train.optimizer import Optimizer
 from tests.parallel.data.world import CONFIG, SMALL, accumulate, each, make, microbatches
 from tests.ranks import run_ranks
 

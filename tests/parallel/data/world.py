@@ -16,10 +16,11 @@ from fivefold.model.place import Place
 from fivefold.parallel.data import FullySharded, Replicated, Weights
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.whole import whole
 from fivefold.presets import preset
 from fivefold.spec import ModelSpec
-from fivefold.train.adam import Optimizer
 from fivefold.train.config import OptimizerConfig
+from fivefold.train.optimizer import Optimizer
 
 SEED, S, STEPS = 7, 6, 3
 BOUND = 1e-10  # float64, max|a-b| / max|b|
@@ -147,10 +148,6 @@ def train(
 def each(rank: int, world: int, function: Callable[..., Any], cases: list[tuple[Any, ...]]) -> list[Any]:
     """Several calls of a function in one start of the ranks, which costs more than most of them."""
     return [function(rank, world, *case) for case in cases]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.parallel.mesh import Axis
-
-# Into tensors that exist already; torch 2.13 has new names for them and warns of the old ones.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from fivefold.parallel.staging import Work, all_gather_into, reduce_scatter_into
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,8 @@ class Bucket:
         )
         self.begun: set[str] = set()  # parameters with a gradient in the table
         self.accumulated = False  # stage 2: the shard holds earlier microbatches
-        self.summing: dist.Work | None = None
-        self.gathering: dist.Work | None = None
+        self.summing: Work | None = None
+        self.gathering: Work | None = None
         self.gathered: Tensor | None = None  # [parts, L] of new weights, while they are on their way
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
@@ -106,7 +103,7 @@ class Bucket:
             self.summing = dist.all_reduce(self.table, group=group, async_op=True)
         else:
             into = self.own(self.table) if self.stage == 1 or self.accumulated else self.shard
-            self.summing = _reduce_scatter(into, self.table.view(-1), group=group, async_op=True)
+            self.summing = reduce_scatter_into(into, self.table.view(-1), self.zero)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -156,7 +153,7 @@ class Bucket:
         self.gathered = self._empty(self.compute) if room is None else room.view(self.parts, self.length)
         own = self.own(self.gathered)
         torch._foreach_copy_([slot.of_master(own) for slot in self.slots], [slot.master for slot in self.slots])
-        self.gathering = _all_gather(self.gathered.view(-1), own, group=self.zero.group, async_op=True)
+        self.gathering = all_gather_into(self.gathered.view(-1), own, self.zero)
 
     @torch.no_grad()
     def receive_weights(self) -> None:

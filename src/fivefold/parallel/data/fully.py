@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fivefold.buckets import layers_of, unit_of
 from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, wide
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.staging import stage
 from fivefold.spec import ModelSpec
 
 
@@ -87,6 +88,8 @@ def _shard(model: nn.Module, blocks: list[str], mesh: Mesh, compute: torch.dtype
         # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        if mesh.zero.staged:
+            stage(sharded)
         found.append(sharded)
     return found
 
