@@ -37,7 +37,8 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 from typer.testing import CliRunner
 from fivefold.cli import app
-for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', 'train --help', 'verify --help', 'data prepare --help'):
+helps = ('train --help', 'verify --help', 'data prepare --help')
+for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', *helps):
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, (line, result.output)
 print('fine')
