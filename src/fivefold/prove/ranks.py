@@ -96,6 +96,7 @@ class _End:
 def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
     """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
     context = get_context(_METHOD)
     if _METHOD == "forkserver":
         context.set_forkserver_preload(_PRELOAD)
