@@ -2,8 +2,8 @@
 
 Tokens are uniform, so that every row of the vocabulary is met. Loss masks are unequal: samples keep between a tenth and
 all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a different
-one each time. A mean of means would show. Documents have random lengths, so that they begin and end inside the shares of context
-parallel ranks and reach across them.
+one each time. A mean of means would show. Documents have random lengths, so that they begin and end inside the shares
+of context parallel ranks and reach across them.
 """
 
 import numpy as np

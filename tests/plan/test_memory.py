@@ -1,0 +1,50 @@
+"""What the planner says a rank holds is what it holds."""
+
+import pytest
+import torch
+
+from fivefold.layout import Layout
+from fivefold.parallel.mesh import Mesh
+from fivefold.plan.memory import State, state
+from fivefold.presets import preset
+from fivefold.prove.batches import make_batch
+from fivefold.train.config import Job, read_job
+from fivefold.train.engine import Engine
+from tests.ranks import run_ranks
+
+# Every dim divides by 4, so shards are equal; the vocabulary does not have to.
+SMALL = ["model.layers=2", "model.hidden=32", "model.head_dim=8", "model.ffn=48", "model.vocab=64", "data.seq=8"]
+LAYOUTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2,sp", "tp=2,dp=2,zero=2", "cp=2,dp=2,zero=3"]
+
+
+def job_of(layout: str, dtype: str) -> Job:
+    return read_job(None, [*SMALL, f"layout={layout},microbatches=2", "train.batch=8", f"train.dtype={dtype}"])
+
+
+def resident(rank: int, world: int, layout: str, dtype: str) -> State:
+    """Between the microbatches' end and the optimizer's step, where all three are held."""
+    job = job_of(layout, dtype)
+    engine = Engine(job, Mesh.of(job.layout, torch.device("cpu")))
+    for step in range(2):
+        engine.accumulate(make_batch(job, step))
+        held = engine.weights.resident()
+        engine.step(1e-3, engine.gradient_norm())
+    return State(held["parameters"], held["gradients"], held["masters"] + engine.optimizer.resident())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resident_bytes_are_those_of_the_table(layout: str, dtype: str) -> None:
+    job = job_of(layout, dtype)
+    assert set(run_ranks(job.layout.world, resident, layout, dtype)) == {state(job.model, job.layout, dtype)}
+
+
+@pytest.mark.parametrize(("zero", "bytes_per_parameter"), [(0, 18), (1, 2 + 4 + 12 / 8), (2, 2 + 16 / 8), (3, 16 / 8)])
+def test_mixed_precision_adam_is_the_textbook_s_18_bytes_and_what_zero_leaves_of_them(
+    zero: int, bytes_per_parameter: float
+) -> None:
+    """2 for the bfloat16 weight, 4 for its gradient, 12 for master and moments: ZeRO's (arXiv 1910.02054) 16 with a
+    float32 gradient instead of a bfloat16 one. Stage 3 gathers the bfloat16 weight and does not keep it."""
+    spec = preset("llama3-8b")
+    total = state(spec, Layout(dp=8, zero=zero), "bfloat16").total
+    assert total == pytest.approx(bytes_per_parameter * spec.parameter_count, rel=1e-6)
