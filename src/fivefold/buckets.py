@@ -41,6 +41,11 @@ class Held:
     def size(self) -> int:
         return len(self.rows) * self.width
 
+    @property
+    def late(self) -> bool:
+        """Whether a schedule that splits backward computes its gradient apart: the weights of linears."""
+        return self.parameter.kind == "linear"
+
     def share(self, parts: int, index: int) -> range:
         """The rows (of the whole parameter) that ZeRO gives to rank `index` of `parts`."""
         mine = chunk(len(self.rows), parts, index)
@@ -74,6 +79,7 @@ class Grouping:
     held: tuple[Held, ...]
     units: tuple[str, ...]  # "top", "layers.3", "bottom": in the order in which backward finishes them
     partial: bool  # gradients are summed over tp too
+    late: bool = False  # gradients come from weight-gradient passes of their own
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,30 +93,39 @@ class Grouping:
         return parts * sum(one.share_size(parts) for one in self.held)
 
 
-def buckets(parameters: Iterable[Held], minimum: int = MINIMUM) -> list[Grouping]:
-    """The buckets, in the order in which backward completes them. Forward needs them in the opposite order."""
+def buckets(parameters: Iterable[Held], minimum: int = MINIMUM, split: bool = False) -> list[Grouping]:
+    """The buckets, in the order in which backward completes them. Forward needs them in the opposite order.
+
+    `split`: the schedule computes the gradients of linears apart from the rest, so they have buckets of their own.
+    """
     units: dict[str, list[Held]] = {}
     for one in parameters:
         units.setdefault(unit_of(one.name), []).append(one)
     order = sorted(units, key=_when_finished)
-    both = [_join({unit: units[unit] for unit in order}, partial, minimum) for partial in (False, True)]
-    return sorted((group for groups in both for group in groups), key=lambda group: order.index(group.units[-1]))
+    groups: list[Grouping] = []
+    for partial in (False, True):
+        for late in (False, True) if split else (False,):
+            chosen = {
+                unit: [one for one in units[unit] if (one.tp.partial, split and one.late) == (partial, late)]
+                for unit in order
+            }
+            groups += _join(chosen, partial, late, minimum)
+    return sorted(groups, key=lambda group: order.index(group.units[-1]))
 
 
-def _join(units: dict[str, list[Held]], partial: bool, minimum: int) -> list[Grouping]:
+def _join(units: dict[str, list[Held]], partial: bool, late: bool, minimum: int) -> list[Grouping]:
     groups: list[Grouping] = []
     names: list[str] = []
     members: list[Held] = []
-    for unit, parameters in units.items():
-        mine = [one for one in parameters if one.tp.partial is partial]
+    for unit, mine in units.items():
         if mine:
             names.append(unit)
             members += mine
         if sum(one.size for one in members) >= minimum:
-            groups.append(Grouping(tuple(members), tuple(names), partial))
+            groups.append(Grouping(tuple(members), tuple(names), partial, late))
             names, members = [], []
     if members:
-        groups.append(Grouping(tuple(members), tuple(names), partial))
+        groups.append(Grouping(tuple(members), tuple(names), partial, late))
     return groups
 
 

@@ -21,7 +21,7 @@ def made(config: OptimizerConfig, dtype: torch.dtype) -> tuple[nn.Module, Weight
     mesh = Mesh.of(Layout(), CPU)
     with torch.device("meta"):
         model = Decoder(SPEC)
-    weights = spread(model, SPEC, mesh, dtype, seed=3)
+    weights = spread([model], SPEC, mesh, dtype, seed=3)
     return model, weights, Optimizer(weights, SPEC, config, mesh)
 
 

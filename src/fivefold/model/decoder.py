@@ -17,6 +17,7 @@ from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.model.recompute import recomputed
 from fivefold.spec import ModelSpec
+from fivefold.stages import Stage
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -98,39 +99,57 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens [B, S] in, logits [B, S, V] out. Parameter names are those of `spec.parameters()`.
 
-    `verbs` say how a layer's steps are done: on this device alone, or together with other ranks.
+    `verbs` say how a layer's steps are done: on this device alone, or together with other ranks. With a `stage` it is a
+    part of the model: one that is not the first takes the residual stream [B, S, E] in, one that is not the last gives
+    it out.
     """
 
-    def __init__(self, spec: ModelSpec, recompute: Recompute = "none", seed: int = 0, verbs: Local | None = None):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        recompute: Recompute = "none",
+        seed: int = 0,
+        verbs: Local | None = None,
+        stage: Stage | None = None,
+    ):
         super().__init__()
-        self.spec, self.verbs = spec, verbs or Local()
-        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
-        self.positions = nn.Embedding(spec.context, spec.hidden) if spec.positions == "learned" else None
+        stage = stage or Stage(0, range(spec.layers), first=True, last=True)
+        self.spec, self.verbs, self.stage = spec, verbs or Local(), stage
+        embeds, learned = stage.first or (stage.last and spec.tied), stage.first and spec.positions == "learned"
+        self.embedding = nn.Embedding(spec.vocab, spec.hidden) if embeds else None
+        self.positions = nn.Embedding(spec.context, spec.hidden) if learned else None
         self.dropout = Dropout(spec.dropout, seed, "embedding")
-        self.layers = nn.ModuleList(Block(spec, self.verbs, layer, seed) for layer in range(spec.layers))
-        self.norm = norm(spec, spec.hidden)
-        self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.layers = nn.ModuleDict({str(n): Block(spec, self.verbs, n, seed) for n in stage.layers})
+        self.norm = norm(spec, spec.hidden) if stage.last else None
+        self.head = nn.Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self.run_block = recomputed(recompute)
         self._rotations = torch.empty(0)
 
-    def forward(self, tokens: Tensor, place: Place | None = None) -> Tensor:
-        place = place or Place.of(tokens)
-        rotation, sight, here = self.rotation(place), self.verbs.sight(place), self.verbs.residual(place)
-        x = self.verbs.embed(self.embedding, tokens)  # [B, S, E]
-        if self.positions is not None:
-            x = x + self.verbs.look_up(self.positions, here.positions)
-        x = self.dropout(x, here)
-        for block in self.layers:
+    def forward(self, x: Tensor, place: Place | None = None) -> Tensor:
+        place = place or Place.of(x)
+        here = self.verbs.residual(place)
+        if self.stage.first:
+            assert self.embedding is not None
+            x = self.verbs.embed(self.embedding, x)  # [B, S, E]
+            if self.positions is not None:
+                x = x + self.verbs.look_up(self.positions, here.positions)
+            x = self.dropout(x, here)
+        rotation, sight = self.rotation(place, x.dtype), self.verbs.sight(place)
+        for block in self.layers.values():
             x = self.run_block(block, x, here, rotation, sight)
-        return self.verbs.logits(self.verbs.norm(self.norm, x), self.embedding if self.head is None else self.head)
+        if self.norm is None:
+            return x
+        table = self.head or self.embedding
+        assert table is not None
+        return self.verbs.logits(self.verbs.norm(self.norm, x), table)
 
-    def rotation(self, place: Place) -> tuple[Tensor, Tensor] | None:
+    def rotation(self, place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
-        dtype = torch.float64 if self.embedding.weight.dtype == torch.float64 else torch.float32
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         table = self._rotations
-        if table.shape[0] < place.length or table.dtype != dtype or table.device != place.positions.device:
-            self._rotations = table = rope.tables(self.spec, place.length).to(place.positions.device, dtype)
+        if table.shape[0] < place.length or table.dtype != wide or table.device != place.positions.device:
+            self._rotations = table = rope.tables(self.spec, place.length).to(place.positions.device, wide)
         cos, sin = table[place.positions].unbind(2)
         return cos[:, None], sin[:, None]

@@ -30,12 +30,12 @@ class Block:
             model = Decoder(shape.spec, verbs=verbs)
         if isinstance(verbs, TensorParallel):
             verbs.shard(model)
-        self.weights = spread(model, shape.spec, mesh, DTYPES[shape.dtype], seed=0)
-        attention = model.layers[0].attention
+        self.weights = spread([model], shape.spec, mesh, DTYPES[shape.dtype], seed=0)
+        attention = model.layers["0"].attention
         assert isinstance(attention, Attention)
         self.attention = attention
         place = Place.of(torch.zeros(shape.batch, shape.seq, dtype=torch.int64))
-        self.rotation, self.sight = model.rotation(place), verbs.sight(place)
+        self.rotation, self.sight = model.rotation(place, DTYPES[shape.dtype]), verbs.sight(place)
 
     def run(self, x: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         """Output and input gradient; the weights' gradients are left where the optimizer would find them."""

@@ -31,7 +31,7 @@ class Engine:
             self.model = Decoder(job.model, job.layout.recompute, job.train.seed, self.verbs)
         if isinstance(self.verbs, TensorParallel):
             self.verbs.shard(self.model)
-        self.weights = spread(self.model, job.model, mesh, DTYPES[job.train.dtype], job.train.seed)
+        self.weights = spread([self.model], job.model, mesh, DTYPES[job.train.dtype], job.train.seed)
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
 
     def accumulate(self, batch: Batch) -> Tensor:

@@ -51,7 +51,7 @@ def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(tables)
-    for layer, block in enumerate(model.layers):
+    for layer, block in ((int(number), block) for number, block in model.layers.items()):
         block.register_full_backward_pre_hook(written(layer))
         block.register_forward_hook(written(layer))
     [(tokens, targets, mask)], count = microbatches(DEEP, mesh, 0, 2 * world, ())
@@ -103,7 +103,7 @@ def absent(rank: int, world: int, stage: int) -> tuple[float, float]:
     accumulate(model, verbs, weights, parts, count)
     weights.publish()
     if rank == 1:
-        model.layers = torch.nn.ModuleList([model.layers[0], model.layers[3]])
+        model.layers = torch.nn.ModuleDict({number: model.layers[number] for number in ("0", "3")})
     accumulate(model, verbs, weights, parts, count)
     summed = weights.masters[name].grad
     assert summed is not None

@@ -88,9 +88,9 @@ def make(
         verbs.shard(model)
     weights: Weights
     if layout.zero == 3:
-        weights = FullySharded(model, spec, mesh, dtype, SEED)
+        weights = FullySharded([model], spec, mesh, dtype, SEED)
     else:
-        weights = Replicated(model, spec, mesh, dtype, SEED, minimum)
+        weights = Replicated([model], spec, mesh, dtype, SEED, minimum)
     return model, verbs, weights, mesh
 
 

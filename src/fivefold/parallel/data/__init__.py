@@ -1,6 +1,6 @@
 """Data parallelism: one model on many ranks, each with its own tokens, and ZeRO's shards of what they all hold.
 
-    weights = spread(model, spec, mesh, torch.bfloat16, seed)   # from the meta device to drawn weights
+    weights = spread([model], spec, mesh, torch.bfloat16, seed)   # from the meta device to drawn weights
     for number, microbatch in enumerate(microbatches, start=1):
         with weights.microbatch(last=number == len(microbatches)):
             loss(model(microbatch)).backward()
@@ -11,6 +11,7 @@
 Stages 0, 1 and 2 are buckets of our own (`replicated`), stage 3 and hybrid sharding are FSDP2 (`fully`).
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.parallel.data.fully import FullySharded
+from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.replicated import Replicated
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
@@ -31,8 +33,12 @@ class Weights(Protocol):
     masters: dict[str, nn.Parameter]
     """By global name, this rank's shard in full precision; `grad` is set by `finish` and gone after `publish`."""
 
-    def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward passes of one microbatch; `last` of the step."""
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+        """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
+        other will follow in this step."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """A gradient that does not come from autograd: one of a weight-gradient pass of its own."""
 
     def finish(self) -> None:
         """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
@@ -53,11 +59,15 @@ class Weights(Protocol):
         """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
 
 
-def spread(model: nn.Module, spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int) -> Weights:
-    """Take a decoder on the meta device, whose parameters are plain or DTensors over tp, and give it its weights.
+def spread(
+    stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, split: bool = False
+) -> Weights:
+    """Take decoders on the meta device, this rank's stages, whose parameters are plain or DTensors over tp, and give
+    them their weights.
 
-    Afterwards it is on the mesh's device, computes in `compute`, and reports its gradients.
+    Afterwards they are on the mesh's device, compute in `compute`, and report their gradients; with `split`, those of
+    linears are reported by whoever computes them.
     """
     if mesh.layout.zero == 3 and mesh.zero.size * mesh.replicate.size > 1:
-        return FullySharded(model, spec, mesh, compute, seed)
-    return Replicated(model, spec, mesh, compute, seed)
+        return FullySharded(stages, spec, mesh, compute, seed)
+    return Replicated(stages, spec, mesh, compute, seed, split=split)

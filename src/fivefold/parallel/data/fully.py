@@ -6,7 +6,7 @@ scattered in full precision every microbatch. With `replicate`, that happens wit
 gradients are summed over the copies once a step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.buckets import layers_of, unit_of
+from fivefold.buckets import Held, layers_of, unit_of
+from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, wide
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.staging import stage
@@ -23,25 +24,35 @@ from fivefold.spec import ModelSpec
 
 
 class FullySharded:
-    def __init__(self, model: nn.Module, spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int):
-        self.mesh, self.held = mesh, held_by(model, spec, mesh)
-        model.to(wide(compute))
-        self.modules = _shard(model, layers_of({unit_of(name) for name in self.held}), mesh, compute)
-        model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
+    def __init__(self, stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int):
+        self.mesh = mesh
+        self.held: dict[str, Held] = {}
+        self.modules: list[FSDPModule] = []
         self.parameters: dict[str, DTensor] = {}
         self.masters: dict[str, nn.Parameter] = {}
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            self.parameters[name] = parameter
-            one, local = self.held[name], parameter._local_tensor
-            draw_rows(spec, one, one.share(mesh.zero.size, mesh.zero.rank), local, seed)
-            self.masters[name] = nn.Parameter(local.detach())
+        self.roots: list[FSDPModule] = []
+        for model in stages:
+            held = held_by(model, spec, mesh)
+            model.to(wide(compute))
+            self.modules += _shard(model, layers_of({unit_of(name) for name in held}), mesh, compute)
+            self.roots.append(self.modules[-1])
+            self.held |= held
+            model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                self.parameters[name] = parameter
+                one, local = self.held[name], parameter._local_tensor
+                draw_rows(spec, one, one.share(mesh.zero.size, mesh.zero.rank), local, seed)
+                self.masters[name] = nn.Parameter(local.detach())
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1:
-            self.modules[-1].set_requires_all_reduce(last)
+            self.roots[stage].set_requires_all_reduce(last)
         yield
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        raise NotImplementedError("zero=3 has no weight-gradient passes of their own")
 
     def finish(self) -> None:
         for name, parameter in self.parameters.items():

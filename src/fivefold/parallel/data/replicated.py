@@ -6,7 +6,7 @@ and 2) the new weights are gathered while the next forward runs: a block waits f
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fivefold.buckets import BOTTOM, MINIMUM, TOP, Grouping, Held, buckets, layers_of
 from fivefold.parallel.data.bucket import Bucket, Slot
 from fivefold.parallel.data.loose import Loose
+from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, local_of, wide
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
@@ -25,29 +26,49 @@ _AHEAD = 2  # stage 2: buckets of new weights on their way at a time, each in a 
 
 class Replicated:
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, minimum: int = MINIMUM
+        self,
+        stages: Sequence[nn.Module],
+        spec: ModelSpec,
+        mesh: Mesh,
+        compute: torch.dtype,
+        seed: int,
+        minimum: int = MINIMUM,
+        split: bool = False,
     ):
+        """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
         self.mesh = mesh
         self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
-        self.held = held_by(model, spec, mesh)
-        model.to(compute).to_empty(device=mesh.device)
-        self.parameters = dict(model.named_parameters())
+        per_stage = [held_by(model, spec, mesh) for model in stages]
+        self.held = {name: one for held in per_stage for name, one in held.items()}
+        for model in stages:
+            model.to(compute).to_empty(device=mesh.device)
+        self.parameters = {name: p for model in stages for name, p in model.named_parameters()}
         self.weights = {name: local_of(p) for name, p in self.parameters.items()}
         self.masters = {name: self._draw(spec, one, seed) for name, one in self.held.items()}
-        groups = buckets(self.held.values(), minimum)
+        # A bucket never spans stages, which finish at different times; a tied embedding is the first stage's.
+        seen: set[str] = set()
+        groups: list[tuple[int, Grouping]] = []
+        for number, held in enumerate(per_stage):
+            fresh = [one for name, one in held.items() if name not in seen]
+            seen |= held.keys()
+            groups += [(number, group) for group in buckets(fresh, minimum, split)]
+        self.loose = Loose({}, {})
         if mesh.zero.size == 1:
-            self.loose, groups = self._loosen(groups), [group for group in groups if group.partial]
-        else:
-            self.loose = Loose({}, {})
-        self.buckets = [self._bucket(group, compute) for group in groups]
+            self.loose = self._loosen([group for _, group in groups])
+            groups = [(number, group) for number, group in groups if group.partial]
+        self.buckets = [self._bucket(group, compute) for _, group in groups]
         self.home = {slot.name: (i, slot) for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
-        self.missing: list[set[str]] = []  # of each bucket, in order, what has yet to come before its reduction
+        self.groups = groups
+        self.missing: dict[int, set[str]] = {}  # of each bucket to be reduced, in order, what has yet to come
         self.flying: deque[Bucket] = deque()  # reductions that have been started and not waited for
         self.unsent: deque[Bucket] = deque()  # buckets whose new weights are still to be gathered, in forward's order
         for name in self.held:
             self._listen(name)
         if self.stage:
-            self._set_gates(model, groups)
+            for number, model in enumerate(stages):
+                self._set_gates(
+                    model, [(b, g) for b, (of, g) in zip(self.buckets, groups, strict=True) if of == number]
+                )
 
     # ---- making --------------------------------------------------------------------------------------------------
 
@@ -94,12 +115,12 @@ class Replicated:
 
         parameter.register_post_accumulate_grad_hook(came)
 
-    def _set_gates(self, model: nn.Module, groups: list[Grouping]) -> None:
+    def _set_gates(self, model: nn.Module, buckets: list[tuple[Bucket, Grouping]]) -> None:
         """A module's forward waits for the weights that are needed from there on."""
-        units = {unit for group in groups for unit in group.units}
+        units = {unit for _, group in buckets for unit in group.units}
         blocks = layers_of(units)
         gates = {block: block for block in blocks} | {BOTTOM: "", TOP: blocks[-1] if blocks else ""}
-        for bucket, group in zip(self.buckets, groups, strict=True):
+        for bucket, group in buckets:
             for gate in {gates[unit] for unit in group.units}:
                 model.get_submodule(gate).register_forward_pre_hook(self._gate(bucket))
 
@@ -112,15 +133,17 @@ class Replicated:
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
         reduces = last or self.stage == 2
-        self.missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets] if reduces else []
-        self.turn = 0  # the bucket that is reduced next
-        yield
+        self.missing = {}
         if reduces:
-            for missing in self.missing:  # gradients that will not come
-                missing.clear()
-            self._reduce_what_is_final()
+            for number, (of, group) in enumerate(self.groups):
+                if of == stage and part in ("all", "weights" if group.late else "inputs"):
+                    self.missing[number] = set(group.names)
+        yield
+        for missing in self.missing.values():  # gradients that will not come
+            missing.clear()
+        self._reduce_what_is_final()
         if self.stage == 2:
             self._settle(0)
 
@@ -131,16 +154,17 @@ class Replicated:
             return
         index, slot = self.home[name]
         self.buckets[index].add(slot, gradient)
-        if self.missing:
+        if index in self.missing:
             self.missing[index].discard(name)
             self._reduce_what_is_final()
 
     def _reduce_what_is_final(self) -> None:
-        while self.turn < len(self.buckets) and not self.missing[self.turn]:
-            if self.turn == 0:
-                self.ready()  # weights that no forward here has waited for: on all ranks they come before the first sum
-            bucket = self.buckets[self.turn]
-            self.turn += 1
+        while self.missing:
+            number = next(iter(self.missing))
+            if self.missing[number]:
+                return
+            del self.missing[number]
+            bucket = self.buckets[number]
             bucket.reduce()
             self.flying.append(bucket)
             if self.stage == 2:

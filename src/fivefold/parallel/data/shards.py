@@ -24,7 +24,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
-    """The parameters of this rank's model, which may hold only some of the layers."""
+    """The parameters of one of this rank's stages."""
     here = {name for name, _ in model.named_parameters()}
     whole = held(spec, mesh.layout, mesh.tp.rank)
     return {name: one for name, one in whole.items() if name in here}

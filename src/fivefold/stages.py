@@ -1,0 +1,77 @@
+"""Stages: which layers each pipeline stage holds; the first also has the embedding, the last the norm and the head.
+
+stages_of(spec, layout, seq)    # one Stage each; their layers add up to the model's, in order
+"""
+
+from dataclasses import dataclass
+
+from fivefold.layout import Layout
+from fivefold.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Stage:
+    index: int
+    layers: range  # global numbers: layer 17 is layer 17 on any rank
+    first: bool  # has the embedding, and positions
+    last: bool  # has the norm and the head
+
+    def names(self, spec: ModelSpec) -> list[str]:
+        """Its parameters, in the model's order. A tied embedding is held by both ends."""
+        tied_head = self.last and spec.tied
+        found = []
+        for parameter in spec.parameters():
+            part, _, rest = parameter.name.partition(".")
+            if part == "layers":
+                mine = int(rest.partition(".")[0]) in self.layers
+            elif part == "embedding":
+                mine = self.first or tied_head
+            else:
+                mine = self.first if part == "positions" else self.last
+            if mine:
+                found.append(parameter.name)
+        return found
+
+
+def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
+    """The stages of a layout: as its `split` says, or balanced."""
+    sizes = layout.split or balanced(spec, layout.stages, seq)
+    found, start = [], 0
+    for index, size in enumerate(sizes):
+        layers = range(start, start + size)
+        found.append(Stage(index, layers, first=index == 0, last=index == len(sizes) - 1))
+        start += size
+    return tuple(found)
+
+
+def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
+    """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
+
+    All layers cost the same, so trying every size of the two ends and dealing out the rest evenly finds the best.
+    """
+    if stages == 1:
+        return (spec.layers,)
+    layer, bottom, top = costs(spec, seq)
+    best: tuple[tuple[float, float], tuple[int, ...]] | None = None
+    for first in range(spec.layers + 1):
+        for last in range(spec.layers + 1 - first):
+            rest, inner = spec.layers - first - last, stages - 2
+            if inner == 0 and rest:
+                continue
+            each, more = divmod(rest, inner) if inner else (0, 0)
+            middle = [each] * (inner - more) + [
+                each + 1
+            ] * more  # later stages hold fewer microbatches: the larger ones
+            load = [first * layer + bottom, *(size * layer for size in middle), last * layer + top]
+            score = (max(load), sum(one * one for one in load))
+            if best is None or score < best[0]:
+                best = score, (first, *middle, last)
+    assert best is not None
+    return best[1]
+
+
+def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
+    """Forward FLOPs of a token in one layer, in the embedding (an addition a feature) and in the head."""
+    linears = sum(p.size for p in spec.block_parameters(0) if p.kind == "linear")
+    layer = 2 * linears + 2 * seq * spec.heads * spec.head_dim  # the causal half of scores and mixture
+    return float(layer), float(spec.hidden), 2.0 * spec.vocab * spec.hidden
