@@ -9,8 +9,9 @@ gradient must also be summed over tp have buckets of their own, since only they 
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from fivefold.layout import Layout
 from fivefold.sharding import TensorShard, chunk, over_tp
@@ -80,6 +81,7 @@ class Grouping:
     units: tuple[str, ...]  # "top", "layers.3", "bottom": in the order in which backward finishes them
     partial: bool  # gradients are summed over tp too
     late: bool = False  # gradients come from weight-gradient passes of their own
+    shared: bool = False  # gradients are summed over the two ends of the pipeline too
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,28 +95,31 @@ class Grouping:
         return parts * sum(one.share_size(parts) for one in self.held)
 
 
-def buckets(parameters: Iterable[Held], minimum: int = MINIMUM, split: bool = False) -> list[Grouping]:
+def buckets(
+    parameters: Iterable[Held], minimum: int = MINIMUM, split: bool = False, shared: Collection[str] = ()
+) -> list[Grouping]:
     """The buckets, in the order in which backward completes them. Forward needs them in the opposite order.
 
-    `split`: the schedule computes the gradients of linears apart from the rest, so they have buckets of their own.
+    `split`: the schedule computes the gradients of linears apart from the rest, so they have buckets of their own; so
+    have parameters that are `shared` with another stage.
     """
     units: dict[str, list[Held]] = {}
     for one in parameters:
         units.setdefault(unit_of(one.name), []).append(one)
     order = sorted(units, key=_when_finished)
     groups: list[Grouping] = []
-    for partial in (False, True):
-        for late in (False, True) if split else (False,):
-            chosen = {
-                unit: [one for one in units[unit] if (one.tp.partial, split and one.late) == (partial, late)]
-                for unit in order
-            }
-            groups += _join(chosen, partial, late, minimum)
+    for kind in product((False, True), repeat=3):
+        chosen = {unit: [one for one in units[unit] if _kind(one, split, shared) == kind] for unit in order}
+        groups += [Grouping(members, names, *kind) for members, names in _join(chosen, minimum)]
     return sorted(groups, key=lambda group: order.index(group.units[-1]))
 
 
-def _join(units: dict[str, list[Held]], partial: bool, late: bool, minimum: int) -> list[Grouping]:
-    groups: list[Grouping] = []
+def _kind(one: Held, split: bool, shared: Collection[str]) -> tuple[bool, bool, bool]:
+    return one.tp.partial, split and one.late, one.name in shared
+
+
+def _join(units: dict[str, list[Held]], minimum: int) -> Iterator[tuple[tuple[Held, ...], tuple[str, ...]]]:
+    """Consecutive units' parameters until they are enough, and the names of those units."""
     names: list[str] = []
     members: list[Held] = []
     for unit, mine in units.items():
@@ -122,11 +127,10 @@ def _join(units: dict[str, list[Held]], partial: bool, late: bool, minimum: int)
             names.append(unit)
             members += mine
         if sum(one.size for one in members) >= minimum:
-            groups.append(Grouping(tuple(members), tuple(names), partial, late))
+            yield tuple(members), tuple(names)
             names, members = [], []
     if members:
-        groups.append(Grouping(tuple(members), tuple(names), partial, late))
-    return groups
+        yield tuple(members), tuple(names)
 
 
 def unit_of(name: str) -> str:

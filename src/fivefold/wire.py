@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from fivefold.layout import Layout
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"]
-AXES = ("dp", "cp", "tp", "pp", "replicate", "zero", "data", "world")
+AXES = ("dp", "cp", "tp", "pp", "replicate", "zero", "data", "world", "ends")
 
 
 class Traffic(NamedTuple):

@@ -61,7 +61,7 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
     verbs = TensorParallel(spec, mesh)
     with torch.device("meta"):
         model = Decoder(spec, layout.recompute, seed=5, verbs=verbs).double()
-    verbs.shard(model)
+    verbs.adopt(model)
     full = dict(plain(spec).named_parameters())
     for name, parameter in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")

@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,11 @@ from torch.nn import functional as F
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.prepare import prepare
 from fivefold.errors import TrainingError
+from fivefold.layout import Layout
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Microbatch
 from fivefold.train.config import Job, read_job
+from fivefold.train.engine import Engine
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import preflight
 from fivefold.train.records import Evaluation, Step
@@ -145,6 +150,10 @@ def test_bfloat16_masters_take_steps_that_bfloat16_cannot(tokens: Path) -> None:
     assert torch.equal(before[name].to(torch.bfloat16), dict(made.engine.model.named_parameters())[name])
 
 
+def share_of_loss(engine: Engine, count: int, logits: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+    return engine._loss_sum(logits, microbatch) / count
+
+
 def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
     """Sixteen microbatches in bfloat16 sums would lose the small ones; against the same gradients added in float64."""
     job = small_job(tokens, "train.dtype=bfloat16", "train.batch=16", "layout.microbatches=16", "optimizer.clip=0")
@@ -152,11 +161,11 @@ def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
     batch = batch_of(made, 0)
     exact: dict[str, torch.Tensor] = {}
     for part in batch.split(16):
-        alone = trainer(job)
-        with alone.engine.weights.microbatch(last=True):
-            (alone.engine.loss(part, training=True) / batch.loss_tokens).backward()
-        alone.engine.weights.finish()
-        for name, master in alone.engine.weights.masters.items():
+        alone = trainer(msgspec.structs.replace(job, layout=Layout())).engine
+        share = partial(share_of_loss, alone, batch.loss_tokens)
+        alone.pipeline.run([alone._microbatch(part)], share)
+        alone.weights.finish()
+        for name, master in alone.weights.masters.items():
             assert master.grad is not None
             exact[name] = exact.get(name, 0) + master.grad.double()
     made.engine.accumulate(batch)

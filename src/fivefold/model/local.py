@@ -12,6 +12,9 @@ from fivefold.model.place import Place
 
 
 class Local:
+    def adopt(self, model: nn.Module) -> None:
+        """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""
+
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
         """The rows of a table that is as tall as the vocabulary; [B, S] -> [B, S, E]."""
         return table(tokens)

@@ -4,7 +4,7 @@ Order of the axes, fastest last: (dp, pp, cp, tp). Ranks that talk most sit next
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fivefold.layout import Layout
+from fivefold.schedule.catalogue import placement
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,12 @@ class Axis:
     rank: int = 0  # this process's place along the axis
     mesh: DeviceMesh | None = None  # one-dimensional; None where there is no process group at all
     staged: bool = False  # tensors are on a GPU and gloo moves them: see `parallel.staging`
+    bare: dist.ProcessGroup | None = None  # where the ranks are no axis of the DeviceMesh
 
     @property
     def group(self) -> dist.ProcessGroup:
+        if self.bare is not None:
+            return self.bare
         assert self.mesh is not None, f"the {self.name} axis has one rank and no process group"
         return self.mesh.get_group()
 
@@ -36,11 +40,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a layout, and three that are made of them.
+    """The axes of a layout, and those that are made of them.
 
     data   dp x cp: the ranks that hold the same weights and other tokens
     zero   what ZeRO shards over: data, or with hybrid sharding dp/replicate x cp
     world  all
+    ends   the two pipeline ranks with the first and the last stage, which share a tied embedding
     """
 
     layout: Layout
@@ -53,7 +58,9 @@ class Mesh:
     data: Axis = Axis("data")
     zero: Axis = Axis("zero")
     world: Axis = Axis("world")
+    ends: Axis = Axis("ends")
     root: DeviceMesh | None = None
+    lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: communicators for the pipeline's messages
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> Self:
@@ -76,7 +83,14 @@ class Mesh:
         meshes["world"] = root._flatten("world")
         staged = device.type == "cuda" and dist.get_backend() == "gloo"
         axes = {name: Axis(name, mesh.size(), mesh.get_local_rank(), mesh, staged) for name, mesh in meshes.items()}
-        return cls(layout, device, root=root, **axes)
+        lines = root.mesh.movedim(list(sizes).index("pp"), -1).reshape(-1, layout.pp).tolist()
+        axes["ends"] = _ends(layout, axes["pp"], lines)
+        lanes = _groups(lines, 2 * layout.chunks) if layout.pp > 1 and dist.get_backend() == "nccl" else ()
+        return cls(layout, device, root=root, lanes=lanes, **axes)
+
+    def lane(self, number: int) -> dist.ProcessGroup:
+        """The group for messages of one direction and chunk: NCCL matches in order, gloo by tag."""
+        return self.lanes[number] if self.lanes else self.pp.group
 
     def plane(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
@@ -84,6 +98,23 @@ class Mesh:
         with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.root[names] if len(names) > 1 else getattr(self, names[0]).mesh
+
+
+def _ends(layout: Layout, pp: Axis, lines: list[list[int]]) -> Axis:
+    last = placement(layout.schedule, layout.pp, layout.chunks).owner[-1]
+    if last == 0:
+        return Axis("ends")
+    if layout.pp == 2:
+        return replace(pp, name="ends")
+    (group,) = _groups([[line[0], line[last]] for line in lines], 1)
+    if pp.rank not in (0, last):
+        return Axis("ends")
+    return Axis("ends", 2, int(pp.rank == last), staged=pp.staged, bare=group)
+
+
+def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:
+    """`count` communicators over the list that this rank is in. All ranks make all of them, in one order."""
+    return tuple(dist.new_subgroups_by_enumeration(lists)[0] for _ in range(count))
 
 
 def backend(device: torch.device, local_ranks: int) -> str:

@@ -31,6 +31,7 @@ from fivefold.parallel.collectives import (
     scatter_sequence,
     wait,
 )
+from fivefold.parallel.later import Deferral, Later, Target
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.vocabulary import VocabularyLoss
 from fivefold.sharding import TensorShard, chunk, kv_head, over_tp
@@ -40,21 +41,23 @@ from fivefold.spec import ModelSpec
 class TensorParallel(Local):
     """Weights are DTensors on the tp axis; the verbs compute with this rank's part and say what its gradient is."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh):
-        self.spec, self.axis, self.sp = spec, mesh.tp, mesh.layout.sp
+    def __init__(self, spec: ModelSpec, mesh: Mesh, later: Later | None = None):
+        """With `later`, linears can put off the gradients of their weights."""
+        self.spec, self.axis, self.sp, self.later = spec, mesh.tp, mesh.layout.sp, later
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
         self.table = over_tp(spec, mesh.layout)
         self.shards: dict[tuple[nn.Module, str], TensorShard] = {}
+        self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
 
-    def shard(self, model: nn.Module) -> None:
+    def adopt(self, model: nn.Module) -> None:
         """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
         assert self.axis.mesh is not None
-        for name, shard in self.table.items():
+        for name, whole in list(model.named_parameters()):
+            shard = self.table[name]
             owner, _, kind = name.rpartition(".")
             module = model.get_submodule(owner)
-            whole = module.get_parameter(kind)
             shape = list(whole.shape)
             if shard.dim is not None:
                 shape[shard.dim] = len(chunk(shape[shard.dim], self.axis.size, self.axis.rank))
@@ -64,7 +67,7 @@ class TensorParallel(Local):
                 local, self.axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
             )
             setattr(module, kind, nn.Parameter(weight))
-            self.shards[module, kind] = shard
+            self.shards[module, kind], self.names[module] = shard, owner
 
     def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
         """This rank's part of a parameter; a gradient that is a summand says so, and whoever gathers it adds up."""
@@ -95,15 +98,24 @@ class TensorParallel(Local):
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [self._of_these_heads(linear, "weight") for linear in linears]
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
-        return Columns.apply(self.axis, self.sp, x, *weights, *biases)
+        return Columns.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
     def _of_these_heads(self, linear: nn.Linear, kind: str) -> Tensor:
         """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
         local = self.local(linear, kind)
         return local if self.shards[linear, kind].dim is not None else local[self.kv_rows]
 
+    def _deferral(self, *linears: nn.Linear) -> Deferral | None:
+        if self.later is None:
+            return None
+        targets = []
+        for linear in linears:
+            rows = self.kv_rows if self.shards[linear, "weight"].dim is None else None
+            targets.append(Target(f"{self.names[linear]}.weight", rows, linear.weight.shape[0]))
+        return Deferral(self.later, tuple(targets))
+
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        y = Rows.apply(self.axis, self.sp, x, self.local(linear))
+        y = Rows.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
         return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
 
     # ---- the vocabulary ----------------------------------------------------------------------------------------------
@@ -121,7 +133,9 @@ class TensorParallel(Local):
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
-        return Columns.apply(self.axis, self.sp, x, self.local(table), None)[0]
+        # A tied table has a gradient from the embedding too, and is not put off.
+        deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
+        return Columns.apply(self.axis, self.sp, deferral, x, self.local(table), None)[0]
 
     def loss_sum(
         self, logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
@@ -131,14 +145,40 @@ class TensorParallel(Local):
         )
 
 
+class Split(Local):
+    """On one tp rank: the linears of `Local`, to the bit, whose weights' gradients can be put off."""
+
+    def __init__(self, later: Later):
+        self.later, self.axis = later, Axis("tp")
+        self.names: dict[nn.Module, str] = {}
+
+    def adopt(self, model: nn.Module) -> None:
+        self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+    def _deferral(self, *linears: nn.Linear) -> Deferral:
+        return Deferral(self.later, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
+
+    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        return Columns.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
+
+    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return self.columns(x, linear)[0]
+
+    def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
+        return self.columns(x, table)[0] if isinstance(table, nn.Linear) else super().logits(x, table)
+
+
 class Columns(Function):
     """y_i = x W_i^T + b_i for several W_i, each rank with its rows of them: one input, so one gradient to sum."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, axis: Axis, sp: bool, deferral: Deferral | None, x: Tensor, *parameters: Any
+    ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]  # a bias may be None
-        ctx.axis, ctx.sp, ctx.biased = axis, sp, [bias is not None for bias in biases]
+        ctx.axis, ctx.sp, ctx.deferral, ctx.biased = axis, sp, deferral, [bias is not None for bias in biases]
         ctx.save_for_backward(x, *weights)
 
         def compute() -> tuple[Tensor, ...]:
@@ -149,28 +189,33 @@ class Columns(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        axis, sp = ctx.axis, ctx.sp
+        axis, sp, deferral = ctx.axis, ctx.sp, ctx.deferral
         x, *weights = ctx.saved_tensors
-        gathering = all_gather(x, axis) if sp else x
+        put_off = deferral is not None and deferral.collecting
+        gathering = all_gather(x, axis) if sp and not put_off else x
         flat = [gradient.flatten(0, 1) for gradient in gradients]
-        dx = flat[0] @ weights[0]
-        for gradient, weight in zip(flat[1:], weights[1:], strict=True):
-            dx = torch.addmm(dx, gradient, weight)
+        # The last one first, as autograd would: one rank of this is `Local` to the bit.
+        dx = flat[-1] @ weights[-1]
+        for gradient, weight in zip(flat[-2::-1], weights[-2::-1], strict=True):
+            dx += gradient @ weight
         dx = dx.unflatten(0, gradients[0].shape[:2])
         reducing = scatter_sequence(dx, axis) if sp else all_reduce(dx, axis)
+        for_biases = [g.sum(0) if biased else None for g, biased in zip(flat, ctx.biased, strict=True)]
+        if put_off:
+            deferral.leave(lambda: (gather_sequence(x, axis) if sp else x).flatten(0, 1), flat)
+            return None, None, None, wait(reducing), *[None] * len(weights), *for_biases
         # The weights' gradients are computed while the input's is summed.
         whole = (arrange_sequence(wait(gathering), axis) if sp else x).flatten(0, 1)
         for_weights = [gradient.T @ whole for gradient in flat]
-        for_biases = [g.sum(0) if biased else None for g, biased in zip(flat, ctx.biased, strict=True)]
-        return None, None, wait(reducing), *for_weights, *for_biases
+        return None, None, None, wait(reducing), *for_weights, *for_biases
 
 
 class Rows(Function):
     """y = sum over ranks of x W^T, each rank with its columns of W and those features of x."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.axis, ctx.sp = axis, sp
+    def forward(ctx: Any, axis: Axis, sp: bool, deferral: Deferral | None, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.axis, ctx.sp, ctx.deferral = axis, sp, deferral
         ctx.save_for_backward(x, weight)
         (y,) = kept(lambda: (_reduce(axis, sp, F.linear(x, weight)),), 1, x)
         return y
@@ -178,8 +223,12 @@ class Rows(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        dy = gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
-        return None, None, dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1)
+        dy = (gather_sequence(gradient, ctx.axis) if ctx.sp else gradient).flatten(0, 1)
+        dx = (dy @ weight).unflatten(0, x.shape[:2])
+        if ctx.deferral is not None and ctx.deferral.collecting:
+            ctx.deferral.leave(lambda: x.flatten(0, 1), [dy])
+            return None, None, None, dx, None
+        return None, None, None, dx, dy.T @ x.flatten(0, 1)
 
 
 class Reduce(Function):

@@ -7,15 +7,19 @@ from torch import Tensor
 from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.parallel.context import Context
+from fivefold.parallel.later import Later
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor import Split, TensorParallel
 from fivefold.spec import ModelSpec
 
 
-def verbs_of(spec: ModelSpec, mesh: Mesh) -> Local:
-    if mesh.tp.size == 1:
-        return Local() if mesh.cp.size == 1 else OverContext(mesh)
-    return TensorParallel(spec, mesh) if mesh.cp.size == 1 else OverBoth(spec, mesh)
+def verbs_of(spec: ModelSpec, mesh: Mesh, later: Later | None = None) -> Local:
+    """With `later`, linears that can put off the gradients of their weights."""
+    if mesh.tp.size > 1:
+        return TensorParallel(spec, mesh, later) if mesh.cp.size == 1 else OverBoth(spec, mesh, later)
+    if later is not None:
+        return Split(later) if mesh.cp.size == 1 else SplitOverContext(mesh, later)
+    return Local() if mesh.cp.size == 1 else OverContext(mesh)
 
 
 class OverContext(Local):
@@ -32,6 +36,12 @@ class OverContext(Local):
 
 
 class OverBoth(OverContext, TensorParallel):
-    def __init__(self, spec: ModelSpec, mesh: Mesh):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, later: Later | None = None):
         OverContext.__init__(self, mesh)
-        TensorParallel.__init__(self, spec, mesh)
+        TensorParallel.__init__(self, spec, mesh, later)
+
+
+class SplitOverContext(OverContext, Split):
+    def __init__(self, mesh: Mesh, later: Later):
+        OverContext.__init__(self, mesh)
+        Split.__init__(self, later)

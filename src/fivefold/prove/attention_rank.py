@@ -29,7 +29,7 @@ class Block:
         with torch.device("meta"):
             model = Decoder(shape.spec, verbs=verbs)
         if isinstance(verbs, TensorParallel):
-            verbs.shard(model)
+            verbs.adopt(model)
         self.weights = spread([model], shape.spec, mesh, DTYPES[shape.dtype], seed=0)
         attention = model.layers["0"].attention
         assert isinstance(attention, Attention)

@@ -85,7 +85,7 @@ def make(
     with torch.device("meta"):
         model = Decoder(spec, layout.recompute, verbs=verbs)
     if isinstance(verbs, TensorParallel):
-        verbs.shard(model)
+        verbs.adopt(model)
     weights: Weights
     if layout.zero == 3:
         weights = FullySharded([model], spec, mesh, dtype, SEED)

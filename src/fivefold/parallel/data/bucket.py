@@ -47,9 +47,9 @@ class Slot:
 
 
 class Bucket:
-    def __init__(self, slots: list[Slot], zero: Axis, tp: Axis | None, stage: int, compute: torch.dtype):
-        """`tp` is the axis over which gradients are summed too, if they are."""
-        self.slots, self.zero, self.tp, self.stage, self.compute = slots, zero, tp, stage, compute
+    def __init__(self, slots: list[Slot], zero: Axis, also: Axis | None, stage: int, compute: torch.dtype):
+        """`also` is the axis over which gradients are summed too, if they are."""
+        self.slots, self.zero, self.also, self.stage, self.compute = slots, zero, also, stage, compute
         self.parts, self.row = (zero.size, zero.rank) if stage else (1, 0)
         self.length = sum(slot.length for slot in slots)
         self.wide, self.device = slots[0].master.dtype, slots[0].master.device
@@ -117,10 +117,10 @@ class Bucket:
             self.accumulated, self.table = True, None
             self.begun.clear()
 
-    def sum_over_tp(self) -> None:
-        """Once a step: start the sum over the ranks that each have seen a part of the tokens or heads."""
-        if self.tp is not None:
-            self.summing = dist.all_reduce(self.shard, group=self.tp.group, async_op=True)
+    def sum_over_others(self) -> None:
+        """Once a step: start the sum over tp ranks that saw other tokens or heads, or the other end of the pipeline."""
+        if self.also is not None:
+            self.summing = dist.all_reduce(self.shard, group=self.also.group, async_op=True)
 
     def hand_over(self) -> None:
         """The sums are complete: they are the masters' gradients."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,7 @@ from fivefold.spec import ModelSpec
 class FullySharded:
     def __init__(self, stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int):
         self.mesh = mesh
+        self.shared = {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
         self.held: dict[str, Held] = {}
         self.modules: list[FSDPModule] = []
         self.parameters: dict[str, DTensor] = {}
@@ -60,6 +62,8 @@ class FullySharded:
             # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
             assert parameter._local_tensor.data_ptr() == master.data_ptr(), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
+            if name in self.shared:
+                dist.all_reduce(master.grad, group=self.mesh.ends.group)
 
     def publish(self) -> None:
         for name, parameter in self.parameters.items():
@@ -69,7 +73,8 @@ class FullySharded:
         """The masters are the model's weights."""
 
     def counts(self, name: str) -> bool:
-        return counts(self.held[name], self.mesh, sharded=True)
+        copied = name in self.shared and self.mesh.ends.rank > 0
+        return not copied and counts(self.held[name], self.mesh, sharded=True)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=True)

@@ -38,6 +38,7 @@ class Replicated:
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
         self.mesh = mesh
         self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
+        self.shared = {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
         for model in stages:
@@ -51,11 +52,11 @@ class Replicated:
         for number, held in enumerate(per_stage):
             fresh = [one for name, one in held.items() if name not in seen]
             seen |= held.keys()
-            groups += [(number, group) for group in buckets(fresh, minimum, split)]
+            groups += [(number, group) for group in buckets(fresh, minimum, split, self.shared)]
         self.loose = Loose({}, {})
         if mesh.zero.size == 1:
             self.loose = self._loosen([group for _, group in groups])
-            groups = [(number, group) for number, group in groups if group.partial]
+            groups = [(number, group) for number, group in groups if group.partial or group.shared]
         self.buckets = [self._bucket(group, compute) for _, group in groups]
         self.home = {slot.name: (i, slot) for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
         self.groups = groups
@@ -81,14 +82,14 @@ class Replicated:
         draw_rows(spec, one, one.rows, exact, seed)
         if exact is weight:
             parameter = self.parameters[one.name]
-            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor)
+            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor) and one.name not in self.shared
             return parameter if own else nn.Parameter(weight[first : first + len(mine)])
         weight.copy_(exact)
         return nn.Parameter(exact[first : first + len(mine)].clone() if parts > 1 else exact)
 
     def _loosen(self, groups: list[Grouping]) -> Loose:
-        """With nobody to share them, only gradients that are summed over tp need a bucket."""
-        names = [name for group in groups if not group.partial for name in group.names]
+        """With nobody to shard over, only gradients that others have a part in need a bucket."""
+        names = [name for group in groups if not (group.partial or group.shared) for name in group.names]
         return Loose({name: self.weights[name] for name in names}, {name: self.masters[name] for name in names})
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
@@ -97,8 +98,8 @@ class Replicated:
             length = one.share_size(self.mesh.zero.size if self.stage else 1)
             slots.append(Slot(one.name, self.weights[one.name], self.masters[one.name], offset, length))
             offset += length
-        tp = self.mesh.tp if group.partial else None
-        return Bucket(slots, self.mesh.zero, tp, self.stage, compute)
+        also = self.mesh.tp if group.partial else self.mesh.ends if group.shared else None
+        return Bucket(slots, self.mesh.zero, also, self.stage, compute)
 
     def _listen(self, name: str) -> None:
         parameter = self.parameters[name]
@@ -108,7 +109,8 @@ class Replicated:
         def came(_: Tensor) -> None:
             gradient = parameter.grad
             parameter.grad = None
-            assert gradient is not None  # this runs right after autograd has set it
+            if gradient is None:
+                return  # it was put off, and will be added by whoever computes it
             if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != self.held[name].tp.partial:
                 raise RuntimeError(f"the gradient of {name} came as {gradient.placements[0]} over tp")
             self.add(name, local_of(gradient))
@@ -177,7 +179,7 @@ class Replicated:
     def finish(self) -> None:
         self._settle(0)
         for bucket in self.buckets:
-            bucket.sum_over_tp()
+            bucket.sum_over_others()
         self.loose.hand_over()
         for bucket in self.buckets:
             bucket.hand_over()
@@ -210,7 +212,8 @@ class Replicated:
     # ---- looking -------------------------------------------------------------------------------------------------
 
     def counts(self, name: str) -> bool:
-        return counts(self.held[name], self.mesh, sharded=self.stage > 0)
+        copied = name in self.shared and self.mesh.ends.rank > 0
+        return not copied and counts(self.held[name], self.mesh, sharded=self.stage > 0)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)

@@ -1,0 +1,172 @@
+"""The pipeline: runs a Schedule, action by action, on this rank's stages.
+
+The Schedule is the very object that is checked, simulated and drawn. Receives are posted where it says and waited for
+by their consumers; sends are handed over and drained at the end. What a stage computes is the same in every schedule,
+and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.errors import TrainingError
+from fivefold.model.decoder import Decoder
+from fivefold.model.place import Place
+from fivefold.parallel.channels import Channels, Message
+from fivefold.parallel.data import Weights
+from fivefold.parallel.later import Later, Work
+from fivefold.schedule.actions import Action, Kind
+from fivefold.schedule.schedule import Schedule
+
+Watch = Callable[[Action], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What every stage may need of some samples: they are read on all ranks, and only the residual stream travels."""
+
+    tokens: Tensor  # [B, S], like the next two
+    targets: Tensor
+    mask: Tensor
+    place: Place
+
+
+class Pipeline:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: dict[int, Decoder],
+        weights: Weights,
+        later: Later,
+        channels: Channels,
+        watch: Watch | None = None,
+    ):
+        """`rank` is this one's place along pp, `stages` those it owns by number; `watch` surrounds every action."""
+        self.order, self.stages = schedule.ranks[rank], stages
+        self.weights, self.later, self.channels = weights, later, channels
+        self.watch: Watch = watch or (lambda action: nullcontext())
+        self.chunk = {stage: number for number, stage in enumerate(stages)}
+        self.final = set({(action.kind, action.stage): action for action in self.order}.values())  # the last of each
+        self.peak = 0  # the most (stage, microbatch) activations held at once, so far
+
+    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
+        """All forward and backward passes. The losses of the last stage by microbatch; on other ranks there are none.
+
+        `loss_of` makes of the last stage's logits what is differentiated.
+        """
+        self.microbatches, self.loss_of = microbatches, loss_of
+        self.losses: list[Tensor] = []
+        self.arriving: dict[tuple[Kind, int, int], Message | Tensor] = {}
+        self.inputs: dict[tuple[int, int], Tensor] = {}
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.put_off: dict[tuple[int, int], list[Work]] = {}
+        live: set[tuple[int, int]] = set()
+        for action in self.order:
+            with self.watch(action):
+                self._do(action)
+            if action.kind is Kind.FORWARD:
+                live.add((action.stage, action.microbatch))
+                self.peak = max(self.peak, len(live))
+            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                live.remove((action.stage, action.microbatch))
+        self.channels.drain()
+        return self.losses
+
+    def look(self, microbatch: Microbatch, loss_of: Callable[[Tensor, Microbatch], Tensor]) -> Tensor | None:
+        """One microbatch forward through all stages, and its loss on the rank that has the last."""
+        left: Tensor | None = None  # by the stage before, where it is on this rank too
+        loss = None
+        for stage, model in self.stages.items():
+            x = microbatch.tokens
+            if not model.stage.first:
+                received = Action(Kind.RECV_ACTIVATION, stage, 0)
+                x = left if left is not None else self.channels.receive(received, self._shape(microbatch)).wait()
+            y = model(x, microbatch.place)
+            left = None
+            if model.stage.last:
+                loss = loss_of(y, microbatch)
+            elif stage + 1 in self.stages:
+                left = y
+            else:
+                self.channels.send(Action(Kind.SEND_ACTIVATION, stage, 0), y)
+        self.channels.drain()
+        return loss
+
+    def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:
+        """Of the residual stream that travels."""
+        model = next(iter(self.stages.values()))
+        return (*model.verbs.residual(microbatch.place).positions.shape, model.spec.hidden)
+
+    def _do(self, action: Action) -> None:
+        kind, stage, number, _ = action
+        place = stage, number
+        match kind:
+            case Kind.FORWARD:
+                self._forward(action)
+            case Kind.BACKWARD:
+                with self.weights.microbatch(action in self.final, self.chunk[stage]):
+                    self._backward(action)
+            case Kind.INPUT_GRAD:
+                last = action in self.final
+                with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.later.collecting() as works:
+                    self._backward(action)
+                self.put_off[place] = works
+            case Kind.WEIGHT_GRAD:
+                with self.weights.microbatch(action in self.final, self.chunk[stage], "weights"):
+                    for work in self.put_off.pop(place):
+                        work()
+            case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
+                self.arriving[kind, stage, number] = self.channels.receive(
+                    action, self._shape(self.microbatches[number])
+                )
+            case Kind.SEND_ACTIVATION:
+                self.channels.send(action, self.outputs[place].detach())
+            case Kind.SEND_GRADIENT:
+                self.channels.send(action, self._input_gradient(place))
+
+    def _forward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        model, microbatch = self.stages[stage], self.microbatches[number]
+        x = microbatch.tokens
+        if not model.stage.first:
+            x = self._take(action, Kind.RECV_ACTIVATION).requires_grad_()
+            self.inputs[stage, number] = x
+        y = model(x, microbatch.place)
+        if model.stage.last:
+            loss = self.loss_of(y, microbatch)
+            self.losses.append(loss.detach())
+            self.outputs[stage, number] = loss
+            return
+        self.outputs[stage, number] = y
+        if stage + 1 in self.stages:  # a neighbour on this very rank
+            self.arriving[Kind.RECV_ACTIVATION, stage + 1, number] = y.detach()
+
+    def _backward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        model, y = self.stages[stage], self.outputs.pop((stage, number))
+        slope = None if model.stage.last else self._take(action, Kind.RECV_GRADIENT)
+        torch.autograd.backward(y, slope)
+        if stage - 1 in self.stages:
+            self.arriving[Kind.RECV_GRADIENT, stage - 1, number] = self._input_gradient((stage, number))
+
+    def _input_gradient(self, place: tuple[int, int]) -> Tensor:
+        gradient = self.inputs.pop(place).grad
+        assert gradient is not None
+        return gradient
+
+    def _take(self, action: Action, kind: Kind) -> Tensor:
+        """What an action consumes: a message that has been asked for, or what a neighbour on this rank left."""
+        here = self.arriving.pop((kind, action.stage, action.microbatch))
+        if isinstance(here, Tensor):
+            return here
+        try:
+            return here.wait()
+        except RuntimeError as error:
+            what = "activation" if kind is Kind.RECV_ACTIVATION else "gradient"
+            raise TrainingError(
+                f"{action} waited for its {what} from pipeline rank {here.from_rank}, and it did not come: {error}"
+            ) from error
