@@ -24,13 +24,6 @@ def test_problems_of_job_data_and_directory_come_together(tmp_path: Path) -> Non
     assert "not a directory that can be written to" in found[-2]
 
 
-@pytest.mark.parametrize("setting", ["schedule=interleaved", "pp=2", "split=4"])
-def test_a_pipeline_is_described_but_not_run(tokens: Path, setting: str) -> None:
-    found = problems_of(f"data.path={tokens}", f"layout={setting}", "data.seq=16", "train.eval_samples=1")
-    assert "no pipeline runs yet" in found[-1]
-    assert setting.split("=")[0] in found[-1]
-
-
 def test_a_layout_of_other_ranks_than_there_are_is_refused_with_both_ways_out(tokens: Path) -> None:
     [problem] = problems_of(f"data.path={tokens}", "layout=dp=2,zero=1", "data.seq=16", "train.eval_samples=1")
     assert "needs 2 ranks" in problem

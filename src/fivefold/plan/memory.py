@@ -13,11 +13,12 @@ more where a full-precision master is kept beside a bfloat16 weight.
 """
 
 from dataclasses import dataclass
-from math import prod
 
+from fivefold.buckets import held
 from fivefold.layout import Layout
-from fivefold.sharding import chunk, over_tp
+from fivefold.schedule.catalogue import placement
 from fivefold.spec import ModelSpec
+from fivefold.stages import stages_of
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -36,7 +37,7 @@ class State:
 
 
 def state(spec: ModelSpec, layout: Layout, dtype: str) -> State:
-    """What the first rank holds, which holds the most: uneven shards are largest there."""
+    """What a rank holds at most: uneven shards are largest on the first of their axis."""
     compute = BYTES[dtype]
     full = max(4, compute)
     moments = 2 * full
@@ -51,13 +52,9 @@ def state(spec: ModelSpec, layout: Layout, dtype: str) -> State:
 
 
 def _held(spec: ModelSpec, layout: Layout, ranks: int) -> int:
-    """Parameters of the first of tp x `ranks` ranks: a chunk over tp, and of that a chunk of the rows."""
-    table = over_tp(spec, layout)
-    total = 0
-    for parameter in spec.parameters():
-        shape = list(parameter.shape)
-        dim = table[parameter.name].dim
-        if dim is not None:
-            shape[dim] = len(chunk(shape[dim], layout.tp, 0))
-        total += prod((len(chunk(shape[0], ranks, 0)), *shape[1:]))
-    return total
+    """Parameters of the first of tp x `ranks` ranks, of the pipeline rank that has the most."""
+    parts = held(spec, layout)
+    stages = stages_of(spec, layout, spec.context)
+    owners = placement(layout.schedule, layout.pp, layout.chunks)
+    names = [{name for stage in mine for name in stages[stage].names(spec)} for mine in owners.of_rank]
+    return max(sum(parts[name].share_size(ranks) for name in held_here) for held_here in names)

@@ -8,14 +8,9 @@ from pathlib import Path
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.errors import UserError
-from fivefold.layout import Layout
 from fivefold.train.config import Job
-from fivefold.words import either
 
 _SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
-
-
-_PIPELINE = ("pp", "schedule", "chunks", "split")
 
 
 @dataclass(frozen=True)
@@ -30,12 +25,6 @@ class Sources:
 def preflight(job: Job, world: int) -> Sources:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
     problems = job.problems(world)
-    if piped := [field for field in _PIPELINE if getattr(job.layout, field) != getattr(Layout(), field)]:
-        settings = ", ".join(f"{field}={getattr(job.layout, field)}" for field in piped)
-        problems.append(
-            f"layout {settings} can be described, checked and simulated, but no pipeline runs yet; nearest: leave "
-            f"{either(piped)} out"
-        )
     problems += [*_packages(job), *_run_directory(Path(job.run.dir).expanduser())]
     sources = _open(job, problems)
     if problems or sources is None:

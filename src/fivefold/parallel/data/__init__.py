@@ -69,5 +69,5 @@ def spread(
     linears are reported by whoever computes them.
     """
     if mesh.layout.zero == 3 and mesh.zero.size * mesh.replicate.size > 1:
-        return FullySharded(stages, spec, mesh, compute, seed)
+        return FullySharded(stages, spec, mesh, compute, seed, split=split)
     return Replicated(stages, spec, mesh, compute, seed, split=split)

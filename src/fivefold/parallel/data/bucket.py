@@ -97,6 +97,8 @@ class Bucket:
                 for place, _ in slot.pairs(self.table, slot.weight):
                     place.zero_()
         if self.zero.size == 1:
+            if self.stage == 2 and not self.accumulated:
+                self.shard.copy_(self.own(self.table))
             return
         group = self.zero.group
         if self.stage == 0:

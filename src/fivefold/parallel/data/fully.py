@@ -4,10 +4,13 @@ A rank holds a share of the rows of every parameter, in full precision: its mast
 the compute dtype for its forward and again for its backward, and released after each; its gradients are reduce-
 scattered in full precision every microbatch. With `replicate`, that happens within each copy, and the shards of the
 gradients are summed over the copies once a step.
+
+Gradients of weight-gradient passes of their own come after FSDP2 has let go of a block. They need no weights, only a
+sum: buckets take them, as in stage 2, and their shards accumulate beside FSDP2's.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.buckets import Held, layers_of, unit_of
+from fivefold.buckets import MINIMUM, Grouping, Held, buckets, layers_of, unit_of
+from fivefold.parallel.data.bucket import Bucket, Slot
 from fivefold.parallel.data.part import Part
+from fivefold.parallel.data.reducer import Reducer
 from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, wide
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.staging import stage
@@ -25,7 +30,16 @@ from fivefold.spec import ModelSpec
 
 
 class FullySharded:
-    def __init__(self, stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int):
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        spec: ModelSpec,
+        mesh: Mesh,
+        compute: torch.dtype,
+        seed: int,
+        minimum: int = MINIMUM,
+        split: bool = False,
+    ):
         self.mesh = mesh
         self.shared = {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
         self.held: dict[str, Held] = {}
@@ -47,17 +61,44 @@ class FullySharded:
                 draw_rows(spec, one, one.share(mesh.zero.size, mesh.zero.rank), local, seed)
                 self.masters[name] = nn.Parameter(local.detach())
 
+        self.late = self._late(stages, spec, compute, minimum) if split else Reducer([], [], always=True)
+
+    def _late(self, stages: Sequence[nn.Module], spec: ModelSpec, compute: torch.dtype, minimum: int) -> Reducer:
+        groups = [
+            (number, group)
+            for number, model in enumerate(stages)
+            for group in buckets(held_by(model, spec, self.mesh).values(), minimum, split=True)
+            if group.late
+        ]
+        return Reducer([self._bucket(group, compute) for _, group in groups], groups, always=True)
+
+    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+        slots, offset = [], 0
+        for one in group.held:
+            length = one.share_size(self.mesh.zero.size)
+            shape = (len(one.rows), one.width)
+            weight = torch.empty(shape, device="meta")  # FSDP2 has the real one, when it has it
+            slots.append(Slot(one.name, weight, self.masters[one.name], offset, length))
+            offset += length
+        return Bucket(slots, self.mesh.zero, self.mesh.tp if group.partial else None, 2, compute)
+
     @contextmanager
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
-        if self.mesh.replicate.size > 1:
+        if self.mesh.replicate.size > 1 and part != "weights":
             self.roots[stage].set_requires_all_reduce(last)
-        yield
+        with self.late.microbatch(last, stage, part) if part == "weights" else nullcontext():
+            yield
 
     def add(self, name: str, gradient: Tensor) -> None:
-        raise NotImplementedError("zero=3 has no weight-gradient passes of their own")
+        self.late.add(name, gradient)
 
     def finish(self) -> None:
+        self.late.finish()
+        for bucket in self.late.buckets if self.mesh.replicate.size > 1 else ():
+            dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
         for name, parameter in self.parameters.items():
+            if name in self.late.home:
+                continue
             master, gradient = self.masters[name], parameter.grad
             # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
             assert parameter._local_tensor.data_ptr() == master.data_ptr(), f"{name} has moved in memory"
@@ -68,6 +109,8 @@ class FullySharded:
     def publish(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
+        for bucket in self.late.buckets:
+            bucket.forget()
 
     def ready(self) -> None:
         """The masters are the model's weights."""
@@ -83,12 +126,13 @@ class FullySharded:
         seen: set[int] = set()
         gradients = [p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor)]
         gathered, summed = [], []
+        late = [tensor for bucket in self.late.buckets for tensor in bucket.held()]
         for group in _groups(self.modules):
             gathered += [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
             summed += [group._partial_reduce_output] if group._partial_reduce_output is not None else []
         return {
             "parameters": bytes_of((*self.masters.values(), *gathered), seen),
-            "gradients": bytes_of((*gradients, *summed), seen),
+            "gradients": bytes_of((*gradients, *summed, *late), seen),
             "masters": 0,
         }
 

@@ -6,8 +6,8 @@ and 2) the new weights are gathered while the next forward runs: a block waits f
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fivefold.buckets import BOTTOM, MINIMUM, TOP, Grouping, Held, buckets, laye
 from fivefold.parallel.data.bucket import Bucket, Slot
 from fivefold.parallel.data.loose import Loose
 from fivefold.parallel.data.part import Part
+from fivefold.parallel.data.reducer import Reducer
 from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, local_of, wide
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
@@ -58,10 +59,7 @@ class Replicated:
             self.loose = self._loosen([group for _, group in groups])
             groups = [(number, group) for number, group in groups if group.partial or group.shared]
         self.buckets = [self._bucket(group, compute) for _, group in groups]
-        self.home = {slot.name: (i, slot) for i, bucket in enumerate(self.buckets) for slot in bucket.slots}
-        self.groups = groups
-        self.missing: dict[int, set[str]] = {}  # of each bucket to be reduced, in order, what has yet to come
-        self.flying: deque[Bucket] = deque()  # reductions that have been started and not waited for
+        self.reducer = Reducer(self.buckets, groups, always=self.stage == 2)
         self.unsent: deque[Bucket] = deque()  # buckets whose new weights are still to be gathered, in forward's order
         for name in self.held:
             self._listen(name)
@@ -134,55 +132,19 @@ class Replicated:
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
-        reduces = last or self.stage == 2
-        self.missing = {}
-        if reduces:
-            for number, (of, group) in enumerate(self.groups):
-                if of == stage and part in ("all", "weights" if group.late else "inputs"):
-                    self.missing[number] = set(group.names)
-        yield
-        for missing in self.missing.values():  # gradients that will not come
-            missing.clear()
-        self._reduce_what_is_final()
-        if self.stage == 2:
-            self._settle(0)
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+        return self.reducer.microbatch(last, stage, part)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """A gradient has come, from autograd or from a weight-gradient pass of its own; it may be the bucket's last."""
-        if name not in self.home:
+        if name in self.reducer.home:
+            self.reducer.add(name, gradient)
+        else:
             self.loose.add(name, gradient)
-            return
-        index, slot = self.home[name]
-        self.buckets[index].add(slot, gradient)
-        if index in self.missing:
-            self.missing[index].discard(name)
-            self._reduce_what_is_final()
-
-    def _reduce_what_is_final(self) -> None:
-        while self.missing:
-            number = next(iter(self.missing))
-            if self.missing[number]:
-                return
-            del self.missing[number]
-            bucket = self.buckets[number]
-            bucket.reduce()
-            self.flying.append(bucket)
-            if self.stage == 2:
-                self._settle(1)  # one buffer fills while one is on its way
-
-    def _settle(self, allowed: int) -> None:
-        while len(self.flying) > allowed:
-            self.flying.popleft().settle()
 
     def finish(self) -> None:
-        self._settle(0)
-        for bucket in self.buckets:
-            bucket.sum_over_others()
+        self.reducer.finish()
         self.loose.hand_over()
-        for bucket in self.buckets:
-            bucket.hand_over()
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
