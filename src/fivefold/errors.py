@@ -19,5 +19,9 @@ class TrainingError(Exception):
     """A run that cannot go on: a sentence with the step and the values. Ends the command with exit code 1."""
 
 
+class PeerLost(TrainingError):
+    """This rank cannot go on because of another one. Every rank says its own, and with them who was waiting for whom."""
+
+
 class Note(UserWarning):
     """Something that is done otherwise than asked; the command says so in one line and goes on."""

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from fivefold.layout import Layout
+from fivefold.schedule.catalogue import placement
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"]
 AXES = ("dp", "cp", "tp", "pp", "replicate", "zero", "data", "world", "ends")
@@ -52,10 +53,11 @@ def times(row: Traffic, steps: int) -> Traffic:
 
 
 def sizes(layout: Layout) -> dict[str, int]:
-    """Ranks along each axis."""
+    """Ranks along each axis. The ends of a pipeline are two ranks, if they are not one (V placements)."""
     shards = layout.dp // layout.replicate * layout.cp
     degrees = {axis: getattr(layout, axis) for axis in ("dp", "cp", "tp", "pp", "replicate")}
-    return degrees | {"zero": shards, "data": layout.dp * layout.cp, "world": layout.world}
+    ends = 1 + (placement(layout.schedule, layout.pp, layout.chunks).owner[-1] > 0)
+    return degrees | {"zero": shards, "data": layout.dp * layout.cp, "world": layout.world, "ends": ends}
 
 
 def same_axis(layout: Layout, axis: str) -> str:
@@ -63,6 +65,8 @@ def same_axis(layout: Layout, axis: str) -> str:
     degrees = {"shard": layout.dp // layout.replicate} | sizes(layout)
     data = ("replicate", "shard", "cp")
     made_of = {"dp": data[:2], "zero": data[1:], "data": data, "world": (*data, "tp", "pp")}
+    if layout.pp == 2 == degrees["ends"]:
+        made_of["ends"] = ("pp",)
 
     def ranks(name: str) -> set[str]:
         return {part for part in made_of.get(name, (name,)) if degrees[part] > 1}

@@ -81,27 +81,60 @@ def test_a_run_leaves_its_job_its_metrics_and_its_environment(tmp_path, tokens: 
     assert [r["loss"] for r in repeated[:3]] == [r["loss"] for r in records[:3]]  # to the bit
 
 
-def test_ctrl_c_stops_a_run_and_keeps_its_metrics(tmp_path, tokens: Path) -> None:
-    words = ["train", f"data.path={tokens}", *FAST, "train.steps=100000"]
+def started(tmp_path: Path, tokens: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
+    """A run that has made its first step, and its metrics."""
+    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", "data.seq=16", "train.steps=100000"]
     run = subprocess.Popen(
-        [sys.executable, "-m", "fivefold", *words],
+        [*command, "model.layers=1", "train.eval_samples=0", *words],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
     )
     metrics = tmp_path / "runs/run/metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 90
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return run, metrics
+
+
+def ranks_of(run: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(("nproc", "layout"), [(1, "dp=1"), (2, "dp=2,zero=1")])
+def test_ctrl_c_stops_all_ranks_in_a_sentence_and_keeps_the_metrics(
+    tmp_path: Path, tokens: Path, nproc: int, layout: str
+) -> None:
+    run, metrics = started(tmp_path, tokens, "--nproc", str(nproc), f"layout={layout}")
+    ranks = ranks_of(run) if nproc > 1 else []
     run.send_signal(signal.SIGINT)
     try:
-        out, _ = run.communicate(timeout=30)
+        out, err = run.communicate(timeout=40)
     finally:
-        run.kill()  # whatever happens, nothing trains on
+        run.kill()
     assert run.returncode == 130
-    assert "stopped" in out
+    assert "stopped; the metrics up to here are kept" in out
+    assert "Traceback" not in err
+    assert nproc == 1 or len(ranks) == nproc
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert all(json.loads(line)["kind"] == "step" for line in metrics.read_text().splitlines())
+
+
+def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path: Path, tokens: Path) -> None:
+    run, _ = started(tmp_path, tokens, "--nproc", "2", "layout=tp=2")
+    ranks = ranks_of(run)
+    os.kill(ranks[1], signal.SIGKILL)
+    try:
+        _, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 1
+    assert err.strip().splitlines()[-1] == "rank 1 was ended by SIGKILL"
+    assert "Traceback" not in err
+    assert "rank 0 lost its connection to another rank" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_made(tmp_path, tokens: Path) -> None:

@@ -1,5 +1,6 @@
 """AdamW over masters, on one device: equal to torch's own on the same gradients."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,17 +60,19 @@ def test_float32_on_one_device_is_stock_adamw_to_the_bit() -> None:
             assert a.grad is None
 
 
-def test_gradients_above_the_limit_are_scaled_down_to_it() -> None:
-    model, weights, optimizer = made(OptimizerConfig(clip=0.01), torch.float64)
+@pytest.mark.parametrize("clip", [0.01, 1e6, 0.0])
+def test_gradients_above_the_limit_are_scaled_down_to_it_and_others_left_alone(clip: float) -> None:
+    model, weights, optimizer = made(OptimizerConfig(clip=clip), torch.float64)
     with weights.microbatch(last=True):
         backward(model, 0)
     weights.finish()
     norm = optimizer.gradient_norm()
-    assert norm > 0.01
+    assert 0.01 < norm < 1e6
+    scale = clip / (norm + 1e-6) if clip == 0.01 else 1.0
     before = {name: p.grad.clone() for name, p in weights.masters.items() if p.grad is not None}
     optimizer.step(1e-3, norm)
     for name, moments in optimizer.state().items():
-        torch.testing.assert_close(moments["exp_avg"], 0.1 * before[name] * 0.01 / (norm + 1e-6))
+        torch.testing.assert_close(moments["exp_avg"], 0.1 * before[name] * scale)
 
 
 def test_without_a_rate_nothing_changes_and_the_gradients_are_gone() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.train.world import World, current_world, first_host, launch
+from fivefold.train.launch import launch
+from fivefold.train.world import World, current_world, first_host
 
 
 def test_a_plain_process_is_a_world_of_one() -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fivefold import __version__
 from fivefold.cli import bench, curve, data, models, schedules, train, verify
-from fivefold.errors import Note, TrainingError, UserError
+from fivefold.errors import Note, PeerLost, TrainingError, UserError
 
 app = typer.Typer(
     name="fivefold",
@@ -60,7 +60,8 @@ def main() -> None:
             console.print(_error(problem))
         sys.exit(2)
     except TrainingError as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks saw the same: one says it
+        # What all ranks have seen one says, and each who it was waiting for.
+        if isinstance(error, PeerLost) or os.environ.get("RANK", "0") == "0":
             console.print(_error(str(error)))
         sys.exit(1)
 

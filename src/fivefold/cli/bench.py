@@ -65,3 +65,40 @@ def attention(
     else:
         report(Console(highlight=False), shape, result)
     raise typer.Exit(0 if result.close else 1)
+
+
+@app.command(short_help="Pipeline schedules against their ideal and torch's.  [dim]fivefold bench pipeline[/]")
+def pipeline(
+    pp: Annotated[int, typer.Option(help="Ranks that share the layers.")] = 2,
+    microbatches: Annotated[int, typer.Option(help="Pieces of the batch.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 384,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each contender, in turns.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Time a step under 1f1b, zb-h1 and zb-v on real ranks.
+
+    Each is held against its ideal: one process's time, shared by the ranks, plus
+    the schedule's own bubble, simulated from the durations of this machine. And
+    against torch.distributed.pipelining with the same stages. All take turns, one
+    step each, and their gradients must agree. One rank has one thread.
+
+    [dim]Examples:[/]
+
+      fivefold bench pipeline
+
+      fivefold bench pipeline --microbatches 4 --hidden 512 --rounds 15
+
+      fivefold bench pipeline --pp 4 --layers 16 --json
+    """
+    from fivefold.prove import bench_pipeline
+
+    shape = bench_pipeline.Shape(pp, microbatches, hidden, layers, seq, batch, rounds)
+    result = bench_pipeline.measure(shape)
+    if as_json:
+        typer.echo(json.dumps(bench_pipeline.as_json(shape, result)))
+    else:
+        bench_pipeline.report(Console(highlight=False), shape, result)
+    raise typer.Exit(0 if bench_pipeline.agree(result) else 1)

@@ -1,11 +1,12 @@
 """`fivefold train`: a job file, changes on top, and a run."""
 
+import signal
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from fivefold.errors import UserError
+from fivefold.errors import PeerLost, UserError
 
 SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
 
@@ -42,8 +43,9 @@ def train(
       fivefold train job.toml --check
     """
     from fivefold.train.config import read_job, to_toml
+    from fivefold.train.launch import launch
     from fivefold.train.preflight import preflight
-    from fivefold.train.world import current_world, launch
+    from fivefold.train.world import current_world
 
     path, changes = split(job or [])
     if nproc < 1:
@@ -63,11 +65,28 @@ def train(
     from fivefold.train.run import run_job
 
     console = Console(highlight=False, quiet=world.rank > 0)
+    stopping = _Stop()
     try:
         run_job(resolved, sources, world, console)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError, PeerLost) as error:
+        # A rank that is told to stop may first see the end of its connection to one that has stopped already.
+        if not isinstance(error, KeyboardInterrupt) and not stopping.asked:
+            raise
         console.print("stopped; the metrics up to here are kept")
         raise typer.Exit(130) from None
+
+
+class _Stop:
+    """Whether Ctrl-C was pressed, for exceptions that come of it."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+        raise KeyboardInterrupt
 
 
 def split(words: list[str]) -> tuple[str | None, list[str]]:

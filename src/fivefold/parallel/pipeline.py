@@ -18,7 +18,7 @@ from fivefold.model.place import Place
 from fivefold.parallel.channels import Channels, Message
 from fivefold.parallel.data import Weights
 from fivefold.parallel.later import Later, Work
-from fivefold.schedule.actions import Action, Kind
+from fivefold.schedule.actions import GRADIENT_MAKERS, LAST_READERS, Action, Kind
 from fivefold.schedule.schedule import Schedule
 
 Watch = Callable[[Action], AbstractContextManager[None]]
@@ -50,7 +50,12 @@ class Pipeline:
         self.weights, self.later, self.channels = weights, later, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
         self.chunk = {stage: number for number, stage in enumerate(stages)}
-        self.final = set({(action.kind, action.stage): action for action in self.order}.values())  # the last of each
+        # The last of each stage to make gradients in I and in W; B is both, and a schedule may use all three.
+        self.final = {
+            action
+            for kinds in (GRADIENT_MAKERS, LAST_READERS)
+            for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
+        }
         self.peak = 0  # the most (stage, microbatch) activations held at once, so far
 
     def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
@@ -107,18 +112,16 @@ class Pipeline:
         match kind:
             case Kind.FORWARD:
                 self._forward(action)
+            case Kind.BACKWARD if self.weights.halves:
+                self._input_half(action)
+                self._weight_half(action)
             case Kind.BACKWARD:
                 with self.weights.microbatch(action in self.final, self.chunk[stage]):
                     self._backward(action)
             case Kind.INPUT_GRAD:
-                last = action in self.final
-                with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.later.collecting() as works:
-                    self._backward(action)
-                self.put_off[place] = works
+                self._input_half(action)
             case Kind.WEIGHT_GRAD:
-                with self.weights.microbatch(action in self.final, self.chunk[stage], "weights"):
-                    for work in self.put_off.pop(place):
-                        work()
+                self._weight_half(action)
             case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
                 self.arriving[kind, stage, number] = self.channels.receive(
                     action, self._shape(self.microbatches[number])
@@ -127,6 +130,17 @@ class Pipeline:
                 self.channels.send(action, self.outputs[place].detach())
             case Kind.SEND_GRADIENT:
                 self.channels.send(action, self._input_gradient(place))
+
+    def _input_half(self, action: Action) -> None:
+        stage, last = action.stage, action in self.final
+        with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.later.collecting() as works:
+            self._backward(action)
+        self.put_off[stage, action.microbatch] = works
+
+    def _weight_half(self, action: Action) -> None:
+        with self.weights.microbatch(action in self.final, self.chunk[action.stage], "weights"):
+            for work in self.put_off.pop((action.stage, action.microbatch)):
+                work()
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch

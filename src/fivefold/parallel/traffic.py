@@ -11,7 +11,6 @@ it counts on fake tensors and fake process groups as well. An operator that it d
 Receives, waits and barriers carry no bytes of their own, and a group of one rank moves nothing: they are not counted.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.parallel.mesh import Mesh
 from fivefold.wire import AXES, Kind, Traffic, total, wire
 
-_SPACES = ("c10d", "_c10d_functional", "_dtensor")
+SPACES = ("c10d", "_c10d_functional", "_dtensor")  # of the operators that communicate
 # The beginnings of the operators' names, without underscores and "_base", which tell variants of one thing apart.
 _KINDS: dict[str, Kind | None] = {
     "allreduce": "all-reduce",
@@ -65,16 +64,15 @@ class TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace in _SPACES and (kind := _kind(func)) is not None:
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            given |= kwargs or {}
-            ranks = _ranks(_group(given))
+        if func.namespace in SPACES and (kind := _kind(func)) is not None:
+            given = given_to(func, args, kwargs)
+            ranks = ranks_of(given)
             if len(ranks) > 1:
                 payload = max(_bytes(side) for side in (*given.values(), result))
-                self.events.append(Event(self._axis(ranks), kind, payload, len(ranks)))
+                self.events.append(Event(self.axis(ranks), kind, payload, len(ranks)))
         return result
 
-    def _axis(self, ranks: tuple[int, ...]) -> str:
+    def axis(self, ranks: tuple[int, ...]) -> str:
         """Ranks that are no axis of the mesh keep their numbers for a name, and so are seen."""
         return self.axes.get(ranks) or "ranks " + "+".join(map(str, ranks))
 
@@ -82,19 +80,32 @@ class TrafficCounter(TorchDispatchMode):
         return total(Traffic(e.axis, e.kind, 1, e.payload, wire(e.kind, e.payload, e.size)) for e in self.events)
 
 
-def _kind(func: Callable[..., Any]) -> Kind | None:
-    name = func._schema.name.partition("::")[2].replace("_", "")  # type: ignore[attr-defined]
+def _kind(func: Any) -> Kind | None:
+    name = name_of(func)
     for beginning, kind in _KINDS.items():
         if name.startswith(beginning):
             return kind
     raise NotImplementedError(f"the traffic counter does not know the operator {name}")
 
 
-def _group(given: dict[str, Any]) -> dist.ProcessGroup:
-    """Functional collectives are given a group's name, the others the group itself, wrapped for the dispatcher."""
+def name_of(func: Any) -> str:
+    """Of an operator, without the underscores that tell variants of one thing apart."""
+    return func._schema.name.partition("::")[2].replace("_", "")
+
+
+def given_to(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | (
+        kwargs or {}
+    )
+
+
+def ranks_of(given: dict[str, Any]) -> tuple[int, ...]:
+    """Who takes part. Functional collectives are given a group's name, the others the group itself, wrapped for the
+    dispatcher."""
     if "group_name" in given:
-        return _resolve_process_group(given["group_name"])
-    return dist.ProcessGroup.unbox(given["process_group"])
+        return _ranks(_resolve_process_group(given["group_name"]))
+    return _ranks(dist.ProcessGroup.unbox(given["process_group"]))
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """One rank of a proof: run the layout, hold every step against the reference, count what moves.
 
-Every rank compares for itself: ranks that hold the same thing may disagree, and one of them is then wrong.
+Every rank compares for itself what its stages hold: ranks that hold the same thing may disagree, and one of them is
+then wrong.
 """
 
+import hashlib
 from pathlib import Path
 
 from torch import Tensor
@@ -31,6 +33,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     mesh = Mesh.of(job.layout, device)
     engine, wanted = Engine(job, mesh), Reference.load(reference)
     bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
+    mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
     for step, target in enumerate(wanted.steps, start=1):
         batch = make_batch(job, step - 1)
         with counter:
@@ -39,19 +42,25 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         measured.norms.append((norm.item(), target.norm))
         measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
         measured.errors.append(compare.number("norm", step, norm.item(), target.norm, bound))
-        measured.errors.extend(
-            compare.gradients(_whole(engine.gradients()), target.gradients, wanted.zeros, step, bound)
-        )
+        gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
+        measured.errors.extend(compare.gradients(_whole(engine.gradients()), gradients, wanted.zeros, step, bound))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
         with counter:
             engine.step(rate if batch.loss_tokens else None, norm)
     with counter:
         engine.weights.ready()  # weights that would have been gathered under the next forward
     measured.traffic.extend(counter.rows())
-    measured.errors.extend(compare.parameters(_whole(engine.parameters()), wanted.parameters, job, bound))
+    found = _whole(engine.parameters())
+    parameters = {name: wanted.parameters[name] for name in wanted.parameters if name in mine}
+    measured.errors.extend(compare.parameters(found, parameters, job, bound))
+    measured.digests.update({name: _digest(parameter) for name, parameter in found.items()})
     return measured
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Collective: every rank gathers the same names in the same order."""
     return {name: whole(tensor) for name, tensor in sorted(tensors.items())}
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()

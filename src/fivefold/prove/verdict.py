@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from fivefold.prove.compare import Error, worst
+from fivefold.prove.compare import Error, bound_of, worst
 from fivefold.train.config import Job
 from fivefold.wire import Kind, Traffic, times
 
@@ -13,12 +13,13 @@ _KINDS = ("loss", "norm", "gradient", "parameter")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found. Pairs are (the layout's, the reference's), one a step."""
+    """What one rank found. Pairs are (the layout's, the reference's), one a step. Tensors are those of its stages."""
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)  # of all steps
+    digests: dict[str, str] = field(default_factory=dict)  # of the parameters after the last step
 
 
 @dataclass(frozen=True)
@@ -49,39 +50,69 @@ class Verdict:
     norms: list[tuple[float, float]] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)  # of every comparison, the worst over ranks
     traffic: list[Count] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)  # ranks that hold the same parameter and other bits of it
     broken: str = ""  # why there is nothing to compare: a rank died, hung or raised
     details: str = ""  # its stack
 
     @classmethod
     def of(cls, job: Job, measured: list[Measured], expected: list[list[Traffic]], seconds: float) -> "Verdict":
-        """`expected` has a step's traffic of each tp rank."""
-        compared = zip(*(one.errors for one in measured), strict=True)
-        errors = [max(same, key=lambda e: math.inf if math.isnan(e.value) else e.value) for same in compared]
-        return cls(job, seconds, measured[0].losses, measured[0].norms, errors, _counts(job, measured, expected))
+        """`expected` has a step's traffic of each rank."""
+        errors = _worst_over_ranks(job, measured)
+        first, counts = measured[0], _counts(job, measured, expected)
+        return cls(job, seconds, first.losses, first.norms, errors, counts, _torn(measured))
 
     def worst(self, what: str) -> Error | None:
         return worst(error for error in self.errors if error.what == what)
 
     @property
     def problems(self) -> list[str]:
-        """What broke; else the failed comparisons, the worst of each kind by name; then the traffic."""
+        """What broke; else the failed comparisons, the worst of each kind by name; copies that differ; the traffic."""
         if self.broken:
             return [self.broken]
         failed = [error for error in self.errors if not error.holds]
         firsts = [e for what in _KINDS if (e := worst(error for error in failed if error.what == what)) is not None]
         more = [f"{count} more comparisons fail"] if (count := len(failed) - len(firsts)) else []
-        return [*map(str, firsts), *more, *(str(count) for count in self.traffic if not count.holds)]
+        counts = [str(count) for count in self.traffic if not count.holds]
+        others = [f"{len(self.torn) - 1} more parameters differ so"] if len(self.torn) > 1 else []
+        return [*map(str, firsts), *more, *self.torn[:1], *others, *counts]
 
     @property
     def passed(self) -> bool:
         return bool(self.errors) and not self.problems
 
 
+def _worst_over_ranks(job: Job, measured: list[Measured]) -> list[Error]:
+    """Every comparison, by the rank that is worst off; a parameter that no rank has compared fails."""
+    found: dict[tuple[str, str, int], Error] = {}
+    for error in (error for one in measured for error in one.errors):
+        key = error.what, error.name, error.step
+        found[key] = max(found.get(key, error), error, key=lambda e: math.inf if math.isnan(e.value) else e.value)
+    steps, bound = job.train.steps, bound_of(job)
+    for parameter in job.model.parameters():
+        wanted = [("gradient", step) for step in range(1, steps + 1)] + [("parameter", steps)]
+        for what, step in wanted:
+            key = what, parameter.name, step
+            found.setdefault(key, Error(*key, math.inf, bound, "is held by no rank"))
+    return list(found.values())
+
+
+def _torn(measured: list[Measured]) -> list[str]:
+    """Copies of a parameter after the last step: they have to be equal to the bit, or they drift apart."""
+    firsts: dict[str, tuple[int, str]] = {}
+    found: dict[str, str] = {}
+    for rank, one in enumerate(measured):
+        for name, digest in one.digests.items():
+            first, known = firsts.setdefault(name, (rank, digest))
+            if known != digest:
+                found.setdefault(name, f"ranks {first} and {rank} hold {name}, and not the same bits of it")
+    return list(found.values())
+
+
 def _counts(job: Job, measured: list[Measured], expected: list[list[Traffic]]) -> list[Count]:
     """For each row the first rank that differs from the closed form, or what all agree on."""
     chosen: dict[tuple[str, Kind], Count] = {}
     for rank, one in enumerate(measured):
-        wanted = {row[:2]: times(row, job.train.steps) for row in expected[rank % job.layout.tp]}  # tp varies fastest
+        wanted = {row[:2]: times(row, job.train.steps) for row in expected[rank]}
         seen = {row[:2]: row for row in one.traffic}
         for key in {**wanted, **seen}:
             nothing = Traffic(*key, 0, 0, Fraction())

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from fivefold.layout import Layout
-from fivefold.plan.traffic import expected
+from fivefold.plan.traffic import Seat, expected
 from fivefold.prove import ranks
 from fivefold.prove.verdict import Verdict
 from fivefold.train.config import Job
@@ -62,12 +62,13 @@ class Judge:
 
 
 def closed_forms(job: Job) -> list[list[Traffic]]:
-    """What each tp rank should send in a step."""
-    train = job.train
-    return [
-        expected(
+    """What each rank should send in a step."""
+    train, seats = job.train, [Seat.of(job.layout, rank) for rank in range(job.layout.world)]
+    forms = {
+        seat: expected(
             job.model, job.layout, job.data.seq, train.batch, train.dtype,
-            tp_rank=tp_rank, smoothing=train.label_smoothing > 0,
+            seat=seat, smoothing=train.label_smoothing > 0,
         )
-        for tp_rank in range(job.layout.tp)
-    ]  # fmt: skip
+        for seat in set(seats)
+    }  # fmt: skip
+    return [forms[seat] for seat in seats]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,19 +74,3 @@ def leave(world: World) -> None:
 
     if world.joined and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def launch(nproc: int, arguments: list[str]) -> int:
-    """Run `python -m ARGUMENTS` as `nproc` ranks of this machine through torchrun; 0, or the first failure's code."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    threads = max(1, (os.cpu_count() or 1) // nproc)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    try:
-        run(parse_args(["--standalone", f"--nproc-per-node={nproc}", "-m", *arguments]))
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        print(f"rank {failure.local_rank} failed with exit code {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    return 0

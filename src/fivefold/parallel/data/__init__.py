@@ -33,6 +33,9 @@ class Weights(Protocol):
     masters: dict[str, nn.Parameter]
     """By global name, this rank's shard in full precision; `grad` is set by `finish` and gone after `publish`."""
 
+    halves: bool
+    """Whether every backward pass is to come in two halves, because in this schedule some do."""
+
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
         """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
         other will follow in this step."""

@@ -40,7 +40,7 @@ class FullySharded:
         minimum: int = MINIMUM,
         split: bool = False,
     ):
-        self.mesh = mesh
+        self.mesh, self.halves = mesh, split
         self.shared = {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
         self.held: dict[str, Held] = {}
         self.modules: list[FSDPModule] = []
@@ -151,6 +151,10 @@ def _shard(model: nn.Module, blocks: list[str], mesh: Mesh, compute: torch.dtype
         if mesh.zero.staged:
             stage(sharded)
         found.append(sharded)
+    # In backward each one gathers the weights of the one below ahead; the lowest nothing. FSDP2 by itself goes by the
+    # order of past forwards, and under a pipeline would gather those of another microbatch or stage, which nobody uses.
+    for below, sharded in zip((found[0], *found), found, strict=False):
+        sharded.set_modules_to_backward_prefetch([below])
     return found
 
 

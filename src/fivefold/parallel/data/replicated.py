@@ -37,7 +37,7 @@ class Replicated:
         split: bool = False,
     ):
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
-        self.mesh = mesh
+        self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
         self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
         self.shared = {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
         per_stage = [held_by(model, spec, mesh) for model in stages]

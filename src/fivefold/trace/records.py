@@ -1,0 +1,153 @@
+"""What a traced rank brings home: spans of time, in seconds of one clock, and nothing of torch."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Self
+
+from fivefold.schedule.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    Action,
+    Kind,
+)
+from fivefold.schedule.engine import Span
+from fivefold.schedule.schedule import Schedule
+from fivefold.trace.intervals import Interval
+from fivefold.wire import Kind as Collective
+
+
+class Wait(NamedTuple):
+    """The rank stood still for others. `during` is the action that it was in, if any."""
+
+    axis: str
+    what: str  # all-reduce ... | send | receive | barrier
+    start: float
+    end: float
+    during: Action | None = None
+
+    @property
+    def message(self) -> bool:
+        """Between stages; the other waits are for collectives, and for the ring of cp."""
+        return self.axis == "pp" and self.what in ("send", "receive")
+
+
+class Flight(NamedTuple):
+    """A collective or a send, from its start to its end; where that is not known, to the end of the wait for it."""
+
+    axis: str
+    kind: Collective
+    payload: int  # bytes
+    start: float
+    end: float
+    during: Action | None = None
+
+
+class Window(NamedTuple):
+    """A step of the training loop."""
+
+    step: int
+    start: float
+    end: float
+
+
+class Update(NamedTuple):
+    """Part of the optimizer's work."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    rank: int
+    name: str  # where it is: "dp 0, pp 1"
+    line: int  # which pipeline it is in: the ranks of a line hold the stages of one copy of the model
+    place: int  # along the line
+    steps: tuple[Window, ...]
+    actions: tuple[Span, ...]  # compute, without the wait for what it consumes
+    updates: tuple[Update, ...]
+    waits: tuple[Wait, ...]
+    flights: tuple[Flight, ...]
+    untraced: float | None = None  # seconds of a step that was not traced, the median
+    clock_error: float = 0.0  # seconds by which its clock may be off rank 0's
+
+    def on_clock(self, offset: float) -> Self:
+        """With `offset` added to all times."""
+
+        def moved(spans: tuple) -> tuple:  # type: ignore[type-arg]
+            return tuple(span._replace(start=span.start + offset, end=span.end + offset) for span in spans)
+
+        parts = {name: moved(getattr(self, name)) for name in ("steps", "actions", "updates", "waits", "flights")}
+        return replace(self, **parts)
+
+    def within(self, window: Window) -> list[Span]:
+        """The actions of a step."""
+        return [span for span in self.actions if window.start <= span.start < window.end]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All ranks' records, by rank, and the schedule that they ran."""
+
+    schedule: Schedule
+    ranks: tuple[RankTrace, ...]
+    layout: str = ""
+
+    @cached_property
+    def lines(self) -> list[list[RankTrace]]:
+        """The ranks of each pipeline, in its order."""
+        found: dict[int, list[RankTrace]] = defaultdict(list)
+        for rank in sorted(self.ranks, key=lambda rank: rank.place):
+            found[rank.line].append(rank)
+        return [found[line] for line in sorted(found)]
+
+    @property
+    def steps(self) -> int:
+        return len(self.ranks[0].steps)
+
+    def spans(self, line: list[RankTrace], step: int) -> list[list[Span]]:
+        """What each rank of a line computed in its `step`-th traced step."""
+        return [rank.within(rank.steps[step]) for rank in line]
+
+    def run(self, line: list[RankTrace], step: int) -> Interval:
+        """From the first start to the last end of a line's actions: one run of the schedule."""
+        spans = [span for rank in self.spans(line, step) for span in rank]
+        return min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0)
+
+
+_CONSUMERS: dict[Kind, tuple[int, tuple[Kind, ...]]] = {
+    SEND_ACTIVATION: (1, (FORWARD,)),
+    SEND_GRADIENT: (-1, (BACKWARD, INPUT_GRAD)),
+}
+
+
+def land(trace: Trace) -> Trace:
+    """Sends end at the latest when their consumer starts. The sender itself learns of it only when it next waits."""
+    landed: dict[int, RankTrace] = {}
+    for line in trace.lines:
+        starts = [
+            {span.action[:3]: span.start for rank in trace.spans(line, step) for span in rank}
+            for step in range(trace.steps)
+        ]
+        for rank in line:
+            flights = tuple(flight._replace(end=min(flight.end, _used(flight, rank, starts))) for flight in rank.flights)
+            landed[rank.rank] = replace(rank, flights=flights)
+    return replace(trace, ranks=tuple(landed[rank.rank] for rank in trace.ranks))
+
+
+def _used(flight: Flight, rank: RankTrace, starts: list[dict[tuple[Kind, int, int], float]]) -> float:
+    """When the consumer of a message started; infinity for what is no message."""
+    if flight.during is None or flight.during.kind not in _CONSUMERS or flight.kind != "send":
+        return float("inf")
+    ahead, kinds = _CONSUMERS[flight.during.kind]
+    number = next((n for n, window in enumerate(rank.steps) if window.start <= flight.start < window.end), None)
+    if number is None:
+        return float("inf")
+    place = flight.during.stage + ahead, flight.during.microbatch
+    times = [starts[number][kind, *place] for kind in kinds if (kind, *place) in starts[number]]
+    return max(flight.start, min(times, default=float("inf")))
