@@ -35,6 +35,7 @@ SCHEDULES = {
     "auto": 1,
 }
 CHUNKED = ("interleaved", "bfs")
+VEE = ("zb-v", "v-half", "v-min", "dualpipe-v")  # down the ranks and up again: the first has the last stage, too
 LEAST = {"interleaved": 1, "dualpipe-v": 2}  # microbatches that a schedule cannot do without, times pp
 
 
@@ -213,6 +214,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             found.append(
                 f"pp={self.pp} x chunks={self.chunks} makes {self.stages} stages, and {spec.name} has {spec.layers} "
                 f"layers, an embedding and a head to fill them; nearest: {nearest}"
+            )
+        both_ends = self.chunks > 1 and (self.schedule in VEE or self.pp == 1)
+        if spec.tied and both_ends and self.zero == 3 and self.dp * self.cp > 1:
+            found.append(
+                f"zero=3 gathers and releases the weights of each stage by itself, and schedule={self.schedule} has the "
+                f"tied embedding of {spec.name} in two stages of one rank; nearest: zero=2, or schedule=zb-h1"
             )
         return found
 

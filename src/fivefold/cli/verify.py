@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
 # Models of its own size, so that a layout takes a second: the families of the presets, narrow.
-_NARROW = ("model.layers=2", "model.hidden=64", "model.ffn=96")
+_NARROW = ("model.hidden=64", "model.ffn=96")
+_LAYERS = 2  # more where a layout has more stages
 _SHOWN = 10  # failing layouts of a sweep that are told in full
 _STACK = 8  # lines of the stack of a rank that failed
 
@@ -33,7 +34,9 @@ def verify(
     dtype: Annotated[Literal["float64", "float32", "bfloat16"], typer.Option(help="Of compute.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
-    batch: Annotated[int, typer.Option(help="Sequences of a global batch.")] = 8,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world.")
+    ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="On cuda, ranks may share a GPU.")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Every legal layout of --world ranks.")] = False,
     world: Annotated[int | None, typer.Option(help="With --all: how many ranks; default: 4.")] = None,
@@ -59,9 +62,11 @@ def verify(
 
       fivefold verify --layout tp=2,sp model.kv_heads=1 --dtype float32
 
+      fivefold verify --layout dp=2,tp=2,pp=2,microbatches=4,schedule=zb-h1
+
       fivefold verify --all --world 4
 
-      fivefold verify --all --world 4 --sample 30 --json
+      fivefold verify --all --world 8 --sample 30 --json
     """
     from fivefold.prove.layouts import Case, all_cases, covered, pairwise
     from fivefold.prove.verify import Judge
@@ -70,13 +75,19 @@ def verify(
         raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
     if not everything and (world is not None or sample is not None):
         raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
-    narrow = [] if not model.startswith("tiny") else list(_NARROW)
+    world = world or 4
+    deepen = model.startswith("tiny") and not any(one.startswith("model.layers=") for one in changes or [])
+    if batch is None:
+        batch = max(8, 2 * world) if everything else 8
+    narrow = list(_NARROW) if model.startswith("tiny") else []
+    if deepen:
+        narrow.append(f"model.layers={_layers('dp=1' if everything else layout)}")
     job = _job(
         layout if not everything else "dp=1", model, dtype, steps, seq, batch, device, [*narrow, *(changes or [])]
     )
-    total = all_cases(job, world or 4) if everything else [Case(job, "")]
+    total = all_cases(job, world, deepen) if everything else [Case(job, "")]
     if not total:
-        raise UserError(f"{job.model.name} has no legal layout of {world or 4} ranks at seq={seq}, batch={batch}")
+        raise UserError(f"{job.model.name} has no legal layout of {world} ranks at seq={seq}, batch={batch}")
     chosen = total if sample is None else pairwise(total, sample)
     try:
         with Judge(timeout) as judge:
@@ -89,6 +100,14 @@ def verify(
     else:
         _show_one(judged[0][1], as_json)
     raise typer.Exit(0 if all(verdict.passed for _, verdict in judged) else 1)
+
+
+def _layers(text: str) -> int:
+    """As many as a layout says, or as it needs to fill its stages; the ends may have none but embedding and head."""
+    from fivefold.layout import Layout
+
+    layout = Layout.parse(text)
+    return sum(layout.split) or max(_LAYERS, layout.stages - 2)
 
 
 def _job(
@@ -111,8 +130,6 @@ def _job(
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *changes])
     if problems := job.problems():
         raise UserError(problems)
-    if job.layout.pp > 1:
-        raise UserError(f"layout.pp={job.layout.pp} can be described but not run yet; nearest: pp=1")
     return job
 
 

@@ -229,7 +229,7 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
     embedding. A gradient that is a summand over tp is added up before it is reduce-scattered, parameter by parameter,
     in every microbatch. Gradients of linears that are computed apart go by buckets, as in stage 2.
     """
-    layout, parts, m = step.layout, sizes(step.layout)["zero"], step.layout.microbatches
+    parts, m = sizes(step.layout)["zero"], step.layout.microbatches
     for mine in step.held():
         gathered: dict[str, int] = {}  # by unit, elements of a share
         reduced: dict[str, int] = {}

@@ -238,9 +238,7 @@ def _costs(ours: Ours) -> Costs:
     stages = range(ours.engine.schedule.placement.stages)
     times = {kind: tuple(known.get((kind, n), 0.0) for n in stages) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
     both = tuple(known.get((BACKWARD, n), 0.0) for n in stages)
-    return Costs(
-        f=times[FORWARD], i=times[INPUT_GRAD], w=times[WEIGHT_GRAD], b=both, activation=(1.0,) * len(stages)
-    )
+    return Costs(f=times[FORWARD], i=times[INPUT_GRAD], w=times[WEIGHT_GRAD], b=both, activation=(1.0,) * len(stages))
 
 
 def _bubble(ours: Ours, costs: Costs) -> float:

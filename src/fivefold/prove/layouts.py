@@ -1,11 +1,21 @@
 """Every legal layout of a world, the models that make them stumble, and samples that still meet every pair.
 
-"Every" is: all products dp x cp x tp (no pp yet), all kinds of cp where cp > 1, sp on and off where tp > 1, ZeRO 0 to 3
-where dp x cp > 1, with every hybrid (replicate) at 3, every recompute, and one and two microbatches. The world's other
-settings do not change what is computed. The model asked for runs on all of them. `variants` of it, each a known way to
-go wrong, run on the least sample of layouts that meets every pair of settings.
+Without a pipeline "every" is: all products dp x cp x tp, all kinds of cp where cp > 1, sp on and off where tp > 1, ZeRO
+0 to 3 where dp x cp > 1, with every hybrid (replicate) at 3, every recompute, and one and two microbatches. The world's
+other settings do not change what is computed.
+
+With one, the product would be ten times as long, most of it the same thing again: a schedule does not know what its
+stages compute. So "every" is all products dp x cp x tp x pp with every schedule (but naive, which is gpipe in another
+order) and every ZeRO and hybrid; each of those once, with the rest (kinds of cp, sp, recompute; 1, p and 2p
+microbatches; layers that are balanced over the stages or pile up on the last) chosen such that every pair of settings
+is met, and more layouts where that takes more. What the batch has no microbatches for is left out.
+
+The model asked for runs on all of them; if it has too few layers for all the stages, and may be changed (`deepen`), on
+as many more as it takes. `variants` of it, each a known way to go wrong, run on the least sample of layouts that meets
+every pair of settings.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -13,13 +23,13 @@ from typing import get_args
 
 import msgspec
 
-from fivefold.layout import ContextKind, Layout, Recompute
+from fivefold.layout import SCHEDULES, ContextKind, Layout, Recompute
 from fivefold.spec import ModelSpec
 from fivefold.train.config import Job
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
 _MICROBATCHES = (1, 2)
-_FACTORS = ("dp", "cp", "tp", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches")
+_FACTORS = ("dp", "cp", "tp", "pp", "schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches")
 
 
 @dataclass(frozen=True)
@@ -30,25 +40,65 @@ class Case:
     variant: str  # how the model differs from the one asked for; empty: it is that one
 
 
-def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int) -> Iterator[Layout]:
-    for dp, cp, tp in product(_divisors(world), repeat=3):
-        if dp * cp * tp != world:
+def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
+    met: Counter[object] = Counter()
+    left: list[Layout] = []
+    for dp, cp, tp, pp in product(_divisors(world), repeat=4):
+        if dp * cp * tp * pp != world:
             continue
-        kinds = get_args(ContextKind) if cp > 1 else ("ring",)
         sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in _divisors(dp) if copies > 1]
-        for kind, sp, (zero, replicate), recompute, microbatches in product(
-            kinds,
-            (False, True) if tp > 1 else (False,),
-            sharded if dp * cp > 1 else [(0, 1)],
-            get_args(Recompute),
-            _MICROBATCHES,
-        ):
-            layout = Layout(
-                dp=dp, cp=cp, tp=tp, cp_kind=kind, sp=sp, zero=zero, replicate=replicate,
-                recompute=recompute, microbatches=microbatches,
-            )  # fmt: skip
-            if not layout.problems(spec, world=world, seq=seq, batch=batch):
-                yield layout
+        schedules = [name for name in SCHEDULES if name != "naive"] if pp > 1 else ["1f1b"]
+        for schedule, (zero, replicate) in product(schedules, sharded if dp * cp > 1 else [(0, 1)]):
+            base = Layout(dp=dp, cp=cp, tp=tp, pp=pp, schedule=schedule, zero=zero, replicate=replicate)
+            legal = [
+                layout
+                for layout in _rest(base, deep_enough(spec, base) if deepen else spec)
+                if not layout.problems(deep_enough(spec, layout) if deepen else spec, world=world, seq=seq, batch=batch)
+            ]
+            if pp == 1:
+                yield from legal
+            elif legal:
+                best = max(legal, key=lambda layout: _worth(layout, met))
+                met.update(_pairs(best))
+                left += [layout for layout in legal if layout is not best]
+                yield best
+    for layout in left:
+        if not _pairs(layout) <= met.keys():
+            met.update(_pairs(layout))
+            yield layout
+
+
+def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
+    """How many pairs of settings it would add, and how rare its others are."""
+    seen = [met[pair] for pair in _pairs(layout)]
+    return seen.count(0), -sum(seen)
+
+
+def _rest(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
+    """What is left to choose when the degrees, the schedule and ZeRO are given."""
+    piled = [(), _piled(spec.layers, base.stages)] if base.pp > 1 else [()]
+    for kind, sp, recompute, microbatches, split in product(
+        get_args(ContextKind) if base.cp > 1 else ("ring",),
+        (False, True) if base.tp > 1 else (False,),
+        get_args(Recompute),
+        (1, base.pp, 2 * base.pp) if base.pp > 1 else _MICROBATCHES,
+        piled,
+    ):
+        yield msgspec.structs.replace(
+            base, cp_kind=kind, sp=sp, recompute=recompute, microbatches=microbatches, split=split
+        )
+
+
+def _piled(layers: int, stages: int) -> tuple[int, ...]:
+    """A layer each for the last stages, none for the first, and all that are too many on the last."""
+    each = [int(stages - stage <= layers) for stage in range(stages)]
+    each[-1] += layers - sum(each)
+    return tuple(each)
+
+
+def deep_enough(spec: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model with as many layers as fill the stages; the ends may have none but embedding and head."""
+    return msgspec.structs.replace(spec, layers=max(spec.layers, layout.stages - 2))
 
 
 def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
@@ -65,12 +115,18 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
     return {name: variant for name, variant in made.items() if variant != spec and not variant.problems()}
 
 
-def all_cases(job: Job, world: int) -> list[Case]:
+def all_cases(job: Job, world: int, deepen: bool = False) -> list[Case]:
     """The job's model on every layout, and its variants on a pairwise cover of theirs."""
 
     def legal(spec: ModelSpec, variant: str) -> list[Case]:
-        layouts = legal_layouts(spec, world, job.data.seq, job.train.batch)
-        return [Case(msgspec.structs.replace(job, model=spec, layout=layout), variant) for layout in layouts]
+        layouts = legal_layouts(spec, world, job.data.seq, job.train.batch, deepen)
+        return [
+            Case(
+                msgspec.structs.replace(job, model=deep_enough(spec, layout) if deepen else spec, layout=layout),
+                variant,
+            )
+            for layout in layouts
+        ]
 
     cases = legal(job.model, "")
     for name, spec in variants(job.model).items():
@@ -87,7 +143,7 @@ def pairwise(cases: Sequence[Case], most: int | None = None) -> list[Case]:
     Greedy: always the case with the most pairs that are still to be met. What is asked for beyond a cover starts a
     second one among the rest.
     """
-    left = {number: _pairs(case) for number, case in enumerate(cases)}
+    left = {number: _pairs(case.job.layout, case.variant) for number, case in enumerate(cases)}
     wanted: set[object] = set()
     chosen: list[int] = []
     while left and (most is None or len(chosen) < most):
@@ -105,13 +161,13 @@ def pairwise(cases: Sequence[Case], most: int | None = None) -> list[Case]:
 
 def covered(sample: Sequence[Case], cases: Sequence[Case]) -> float:
     """The share of the pairs of settings that a sample meets."""
-    met, wanted = (set().union(*map(_pairs, some)) for some in (sample, cases))
+    met, wanted = (set().union(*(_pairs(case.job.layout, case.variant) for case in some)) for some in (sample, cases))
     return len(met) / len(wanted) if wanted else 1.0
 
 
-def _pairs(case: Case) -> set[object]:
-    settings = [("model", case.variant), *((name, getattr(case.job.layout, name)) for name in _FACTORS)]
-    return set(combinations(settings, 2))
+def _pairs(layout: Layout, variant: str = "") -> set[object]:
+    settings = [("model", variant), ("piled", bool(layout.split))]
+    return set(combinations([*settings, *((name, getattr(layout, name)) for name in _FACTORS)], 2))
 
 
 def _divisors(number: int) -> list[int]:

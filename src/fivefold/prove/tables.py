@@ -80,11 +80,11 @@ def in_order(counts: Sequence[Count]) -> list[Count]:
 
 
 def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
-    """A row for each model and each dp x cp x tp: how many of its layouts hold, and the worst of them."""
+    """A row for each model and each dp x cp x tp x pp: how many of its layouts hold, and the worst of them."""
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for case, verdict in judged:
         layout = verdict.job.layout
-        degrees = " ".join(f"{axis}={n}" for axis in ("dp", "cp", "tp") if (n := getattr(layout, axis)) > 1)
+        degrees = " ".join(f"{axis}={n}" for axis in ("dp", "cp", "tp", "pp") if (n := getattr(layout, axis)) > 1)
         groups.setdefault((case.variant or case.job.model.name, degrees or "dp=1"), []).append(verdict)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("model", "ranks", "hold", "worst\ngradient", "worst\nparameter", "traffic"):

@@ -16,6 +16,7 @@ from typing import Any
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, SEND_ACTIVATION, SEND_GRADIENT
 from fivefold.schedule.engine import Span
+from fivefold.schedule.simulate import Simulation
 from fivefold.trace.records import Flight, RankTrace
 from fivefold.trace.summary import Summary
 
@@ -75,7 +76,7 @@ class _Painter:
     def simulated(self, rank: RankTrace) -> Iterator[Event]:
         """The simulation starts where the measured run of the schedule did."""
         number = self.summary.line_of[rank.rank]
-        timeline = _one_by_one(self.summary.simulations[number].timeline[rank.place])
+        timeline = _one_by_one(self.summary.simulations[number], rank.place)
         for step in range(self.trace.steps):
             start, _ = self.trace.run(self.trace.lines[number], step)
             for span in timeline:
@@ -158,18 +159,12 @@ def _apart(flights: Sequence[Flight]) -> list[list[Flight]]:
     return lanes
 
 
-def _one_by_one(spans: Sequence[Span]) -> list[Span]:
-    """A joined pair covers one time twice; here its F ends where its B starts, as they ran."""
+def _one_by_one(simulation: Simulation, place: int) -> list[Span]:
+    """A rank's spans. A joined pair covers one time twice; here its F ends where its B starts, as they ran."""
     found: list[Span] = []
-    pending: Span | None = None
-    for span in spans:
-        if span.action.joined:
-            pending = span
-            continue
-        if pending is not None:
-            middle = (pending.start + pending.end) / 2
-            found += [pending._replace(end=middle), span._replace(start=middle)]
-            pending = None
-        else:
-            found.append(span)
+    for span in simulation.timeline[place]:
+        if found and found[-1].action.joined:
+            middle = span.start + simulation.costs.f[found[-1].action.stage]
+            found[-1], span = found[-1]._replace(end=middle), span._replace(start=middle)
+        found.append(span)
     return found

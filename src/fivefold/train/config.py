@@ -58,6 +58,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_every: int = 10  # steps between printed lines where there is no terminal
 
 
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    steps: int = 0  # to trace, into trace.json of the run's directory; 0: none
+    after: int = 3  # steps before the first of them
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""  # empty: the job file's, or "run"
     dir: str = "runs"  # the run's own directory is made inside; an existing one is never touched
@@ -70,6 +75,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
 
     def problems(self, world: int | None = None) -> list[str]:
@@ -82,6 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def _settings(self) -> list[str]:
         o, t, d, name = self.optimizer, self.train, self.data, self.run.name
+        traced, after = self.trace.steps, self.trace.after
         learned = self.model.positions == "learned"
         rules = [
             (0 < o.lr < math.inf, f"optimizer.lr={o.lr} must be a positive number"),
@@ -105,6 +112,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
                 f"nearest: data.seq={self.model.context}",
             ),
+            (traced >= 0, f"trace.steps={traced} must not be negative; 0 means none"),
+            (after >= 0, f"trace.after={after} must not be negative"),
+            (
+                min(traced, after) < 0 or not traced or after + traced <= t.steps,
+                f"trace.steps={traced} after trace.after={after} steps are more than train.steps={t.steps}; nearest: "
+                f"train.steps={after + traced}",
+            ),
             (Path(name).name == name != "..", f"run.name={name!r} must be a plain name, without slashes"),
         ]
         return [sentence for holds, sentence in rules if not holds]
@@ -115,6 +129,7 @@ SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "train": TrainConfig,
+    "trace": TraceConfig,
     "run": RunConfig,
 }
 

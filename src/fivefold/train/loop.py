@@ -6,8 +6,9 @@ Every rank runs it; what is said of a step is the same on all of them.
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.order import windows
@@ -22,13 +23,17 @@ from fivefold.train.preflight import Sources
 from fivefold.train.rate import learning_rate
 from fivefold.train.records import Evaluation, Step
 
+if TYPE_CHECKING:
+    from fivefold.trace.tracer import Tracer
+
 
 class Trainer:
     """A job's engine and data."""
 
     def __init__(self, job: Job, sources: Sources, mesh: Mesh):
         self.job, self.sources, self.mesh = job, sources, mesh
-        self.engine = Engine(job, mesh)
+        self.tracer = Tracer.of(job.trace, mesh)
+        self.engine = Engine(job, mesh, self.tracer.watch if self.tracer else None)
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
 
