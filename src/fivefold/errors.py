@@ -20,7 +20,7 @@ class TrainingError(Exception):
 
 
 class PeerLost(TrainingError):
-    """This rank cannot go on because of another one. Every rank says its own, and with them who was waiting for whom."""
+    """This rank cannot go on because of another one. Every rank says its own, so that one sees who waited for whom."""
 
 
 class Note(UserWarning):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold import __version__
-from fivefold.cli import bench, curve, data, models, schedules, train, verify
+from fivefold.cli import bench, curve, data, models, schedules, trace, train, verify
 from fivefold.errors import Note, PeerLost, TrainingError, UserError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("train", short_help=train.SHORT)(train.train)
 app.command("verify", short_help=verify.SHORT)(verify.verify)
 app.command("curve", short_help=curve.SHORT)(curve.curve)
+app.command("trace", short_help=trace.SHORT)(trace.trace)
 app.command("models", short_help=models.SHORT)(models.models)
 app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)

@@ -25,8 +25,8 @@ def train(
 ) -> None:
     """Train a model as a job file says; without one, a small Llama on Python's own source.
 
-    A job has the sections model, layout, data, optimizer, train and run, and
-    every setting has a default. The resolved job is printed, and saved with the
+    A job has the sections model, layout, data, optimizer, train, trace and run,
+    and every setting has a default. The resolved job is printed, and saved with the
     run's metrics in a new directory below run.dir. Under torchrun or Slurm's
     srun the same command joins the ranks that they started.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
@@ -188,6 +189,7 @@ class Columns(Function):
         return kept(compute, count, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         axis, sp, deferral = ctx.axis, ctx.sp, ctx.deferral
         x, *weights = ctx.saved_tensors
@@ -221,6 +223,7 @@ class Rows(Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dy = (gather_sequence(gradient, ctx.axis) if ctx.sp else gradient).flatten(0, 1)
@@ -240,6 +243,7 @@ class Reduce(Function):
         return _reduce(axis, sp, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, None, gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.mesh import Axis
@@ -49,6 +50,7 @@ class VocabularyLoss(Function):
         return loss.masked_fill(~mask, 0.0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         logits, lse, column, here, mask = ctx.saved_tensors
         slope = (_wide(logits) - lse[..., None]).exp()

@@ -135,7 +135,9 @@ def land(trace: Trace) -> Trace:
             for step in range(trace.steps)
         ]
         for rank in line:
-            flights = tuple(flight._replace(end=min(flight.end, _used(flight, rank, starts))) for flight in rank.flights)
+            flights = tuple(
+                flight._replace(end=min(flight.end, _used(flight, rank, starts))) for flight in rank.flights
+            )
             landed[rank.rank] = replace(rank, flights=flights)
     return replace(trace, ranks=tuple(landed[rank.rank] for rank in trace.ranks))
 

@@ -1,12 +1,12 @@
 """The tracer of one rank: told of every step and action, it keeps their times, and has the timer keep the rest.
 
-    tracer = Tracer(mesh, range(4, 7))
+    tracer = tracer_of(mesh, after=3, steps=2)
     engine = Engine(job, mesh, tracer.watch)
     with tracer.step(number):
         engine.accumulate(batch)
         with tracer.update("norm"):
             ...
-    tracer.result()
+    trace = tracer.after(number, engine.schedule)
 
 On CUDA, where calls return before their work is done, the rank waits for its own stream at the start and the end of all
 that is timed. That takes launches out of each other's shadow: a traced step is slower than others. Each span is an NVTX
@@ -19,13 +19,35 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import COMPUTE, Action
 from fivefold.schedule.engine import Span
+from fivefold.schedule.schedule import Schedule
 from fivefold.trace.clocks import against_rank_0
-from fivefold.trace.records import RankTrace, Update, Window
+from fivefold.trace.records import RankTrace, Trace, Update, Window
 from fivefold.trace.timer import Timer
+
+
+class Silent:
+    """A tracer of no steps: it keeps nothing and costs nothing."""
+
+    watch = None
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after(self, number: int, schedule: Schedule) -> Trace | None:
+        return None
+
+
+def tracer_of(mesh: Mesh, after: int, steps: int) -> "Tracer | Silent":
+    """Of `steps` steps, which are counted from 1, behind the first `after`."""
+    return Tracer(mesh, range(after + 1, after + steps + 1)) if steps else Silent()
 
 
 class Tracer:
@@ -89,7 +111,21 @@ class Tracer:
 
     # ---- what comes of it ------------------------------------------------------------------------------------------
 
+    def after(self, number: int, schedule: Schedule) -> Trace | None:
+        """When the last of the steps is over, all ranks' results together: rank 0 gets them. Every rank must ask."""
+        if number != self.traced[-1]:
+            return None
+        world, mine = self.mesh.world, self.result()
+        if world.size == 1:
+            return Trace(schedule, (mine,), str(self.mesh.layout))
+        gathered: list[RankTrace | None] | None = [None] * world.size if world.rank == 0 else None
+        dist.gather_object(mine, gathered, group=world.group, group_dst=0)
+        if gathered is None:
+            return None
+        return Trace(schedule, tuple(filter(None, gathered)), str(self.mesh.layout))
+
     def result(self) -> RankTrace:
+        """What this rank has seen."""
         mesh, end = self.mesh, max((window.end for window in self.windows), default=0.0)
         axes = [getattr(mesh, name) for name in ("dp", "pp", "cp", "tp")]
         return RankTrace(

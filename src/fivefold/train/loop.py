@@ -5,16 +5,17 @@ Every rank runs it; what is said of a step is the same on all of them.
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.order import windows
 from fivefold.data.prefetch import prefetch
 from fivefold.errors import TrainingError
 from fivefold.parallel.mesh import Mesh
+from fivefold.trace.records import Trace
+from fivefold.trace.tracer import tracer_of
 from fivefold.train.config import Job
 from fivefold.train.device import peak_flops, peak_memory
 from fivefold.train.engine import Engine
@@ -23,29 +24,33 @@ from fivefold.train.preflight import Sources
 from fivefold.train.rate import learning_rate
 from fivefold.train.records import Evaluation, Step
 
-if TYPE_CHECKING:
-    from fivefold.trace.tracer import Tracer
-
 
 class Trainer:
     """A job's engine and data."""
 
     def __init__(self, job: Job, sources: Sources, mesh: Mesh):
         self.job, self.sources, self.mesh = job, sources, mesh
-        self.tracer = Tracer.of(job.trace, mesh)
-        self.engine = Engine(job, mesh, self.tracer.watch if self.tracer else None)
+        self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
+        self.engine = Engine(job, mesh, self.tracer.watch)
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
 
-    def run(self, listeners: list[Listener]) -> Evaluation | None:
-        """All steps; returns the last look at the held-out data, if there is any."""
+    def run(self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None = None) -> Evaluation | None:
+        """All steps; returns the last look at the held-out data, if there is any.
+
+        `on_trace` is given the trace of the steps that the job wants traced, if it does, on rank 0.
+        """
         every, steps = self.job.train.eval_every, self.job.train.steps
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self.reads())))
             evaluation = None
             targets = 0
             for step, batch in enumerate(batches, start=1):
-                record = self.step(step, batch)
+                with self.tracer.step(step):
+                    record = self.step(step, batch)
+                trace = self.tracer.after(step, self.engine.schedule)
+                if trace is not None and on_trace is not None:
+                    on_trace(trace)
                 targets += record.loss_tokens
                 for listener in listeners:
                     listener.on_step(record)
@@ -71,15 +76,17 @@ class Trainer:
         """Step number `step`, counted from 1. A batch in which no target carries loss changes nothing."""
         start = time.perf_counter()
         loss = self.engine.accumulate(batch)
-        norm = self.engine.gradient_norm()
-        mean, norm_value = loss.item(), norm.item()
+        with self.tracer.update("norm"):
+            norm = self.engine.gradient_norm()
+            mean, norm_value = loss.item(), norm.item()
         if not (math.isfinite(mean) and math.isfinite(norm_value)):
             raise TrainingError(
                 f"step {step}: loss {mean} and gradient norm {norm_value} are not both finite; samples "
                 f"{batch.samples[0]} to {batch.samples[-1]}; the weights were not touched"
             )
         rate = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
-        self.engine.step(rate if batch.loss_tokens else None, norm)
+        with self.tracer.update("STEP"):
+            self.engine.step(rate if batch.loss_tokens else None, norm)
         seconds = time.perf_counter() - start
         tokens = batch.tokens.size
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds

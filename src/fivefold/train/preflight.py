@@ -8,6 +8,8 @@ from pathlib import Path
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.schedule.catalogue import build
 from fivefold.train.config import Job
 
 _SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
@@ -24,12 +26,21 @@ class Sources:
 
 def preflight(job: Job, world: int) -> Sources:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
-    problems = job.problems(world)
+    problems = job.problems(world) or _schedule(job.layout)
     problems += [*_packages(job), *_run_directory(Path(job.run.dir).expanduser())]
     sources = _open(job, problems)
     if problems or sources is None:
         raise UserError(problems)
     return sources
+
+
+def _schedule(layout: Layout) -> list[str]:
+    """What only the builder of a schedule knows."""
+    try:
+        build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks)
+    except UserError as error:
+        return error.problems
+    return []
 
 
 def _packages(job: Job) -> list[str]:

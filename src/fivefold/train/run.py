@@ -16,6 +16,7 @@ import fivefold
 from fivefold.data.entropy import entropy
 from fivefold.errors import PeerLost, UserError
 from fivefold.parallel.mesh import Mesh, backend
+from fivefold.trace.report import TraceFile
 from fivefold.train import world as worlds
 from fivefold.train.config import Job, to_toml
 from fivefold.train.device import check_bfloat16, check_memory, choose_device, make_repeatable
@@ -68,13 +69,15 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console) 
         listeners: list[Listener] = [MetricsFile(directory / "metrics.jsonl"), display]
         if job.run.tensorboard:
             listeners.append(TensorBoard(directory / "tensorboard"))
+        traced = TraceFile(directory / "trace.json")
         start = time.monotonic()
         try:
-            evaluation = trainer.run(listeners)
+            evaluation = trainer.run(listeners, traced)
         finally:
             for listener in listeners:
                 listener.close()
         show_end(console, display, evaluation, time.monotonic() - start, directory)
+        traced.show(console)
         return directory
     finally:
         worlds.leave(world)
