@@ -26,9 +26,11 @@ def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **tr
 
 def small_buckets() -> None:
     """Not a bug: a bucket for each unit of the decoder."""
-    from fivefold.parallel.data.replicated import Replicated
+    from fivefold.parallel.data import FullySharded, Replicated
 
-    Replicated.__init__.__defaults__ = (1,)  # its only default: the least size of a bucket
+    for kind in (FullySharded, Replicated):
+        assert kind.__init__.__defaults__ is not None
+        kind.__init__.__defaults__ = (1, *kind.__init__.__defaults__[1:])  # the first: the least size of a bucket
 
 
 # ---- bugs ----------------------------------------------------------------------------------------------------------
@@ -38,23 +40,24 @@ def mean_of_means() -> None:
     """Every microbatch is divided by its own count, and the results are averaged."""
     from fivefold.train.engine import Engine
 
-    accumulate, loss = Engine.accumulate, Engine.loss
+    accumulate, loss = Engine.accumulate, Engine._loss_sum
 
     def counting(self: Any, batch: Any) -> Any:
         self.global_count = batch.loss_tokens
         return accumulate(self, batch)
 
-    def mean(self: Any, batch: Any, training: bool) -> Any:
+    def mean(self: Any, logits: Any, microbatch: Any, *more: float) -> Any:
         parts = self.job.layout.dp * self.job.layout.microbatches
-        return loss(self, batch, training) * (self.global_count / parts / max(1, batch.loss_tokens))
+        count = max(1, int(microbatch.mask.sum()))
+        return loss(self, logits, microbatch, *more) * (self.global_count / parts / count)
 
-    Engine.accumulate, Engine.loss = counting, mean  # type: ignore[method-assign]
+    Engine.accumulate, Engine._loss_sum = counting, mean  # type: ignore[method-assign]
 
 
 def norms_are_not_summed_over_tp() -> None:
     from fivefold.parallel.data.bucket import Bucket
 
-    Bucket.sum_over_tp = lambda self: None  # type: ignore[method-assign]
+    Bucket.sum_over_others = lambda self: None  # type: ignore[method-assign]
 
 
 def gradients_are_divided_by_cp() -> None:
@@ -79,6 +82,35 @@ def the_ring_sees_one_key_too_late() -> None:
         return Tile(tile.queries, range(1, len(tile.keys) + 1)) if source < rank else tile
 
     context.ring_tile = shifted  # type: ignore[attr-defined]
+
+
+def the_ends_of_a_tied_embedding_are_not_summed() -> None:
+    norms_are_not_summed_over_tp()  # by the same method
+
+
+def a_weight_gradient_is_forgotten() -> None:
+    """The last piece of work of every weight-gradient pass."""
+    from fivefold.parallel.pipeline import Pipeline
+
+    weight_half = Pipeline._weight_half
+
+    def forgetful(self: Any, action: Any) -> None:
+        self.put_off[action.stage, action.microbatch].pop()
+        weight_half(self, action)
+
+    Pipeline._weight_half = forgetful  # type: ignore[method-assign]
+
+
+def microbatches_arrive_in_the_wrong_order() -> None:
+    """Of two activations the later one is taken first."""
+    from fivefold.parallel.channels import Channels
+
+    receive = Channels.receive
+
+    def swapped(self: Any, action: Any, shape: Any) -> Any:
+        return receive(self, action._replace(microbatch=action.microbatch ^ 1), shape)
+
+    Channels.receive = swapped  # type: ignore[method-assign]
 
 
 def a_gradient_stays_away() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fivefold.plan.traffic import expected
+from fivefold.plan.traffic import Seat, expected
 from fivefold.presets import preset
 from fivefold.prove import ranks
 from fivefold.prove.verdict import Verdict
@@ -66,7 +66,16 @@ def test_a_layout_computes_what_one_process_computes_and_sends_what_the_closed_f
         assert all(error.value < 1e-13 for error in verdict.errors)  # far below what is asked
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1,microbatches=2", "tp=2,cp=2,sp,zero=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2",
+        "dp=2,zero=1,microbatches=2",
+        "tp=2,cp=2,sp,zero=2,microbatches=2",
+        "dp=2,pp=2,zero=2,microbatches=2,schedule=zb-v",
+        "dp=2,pp=2,zero=3,microbatches=2,schedule=zb-h1",
+    ],
+)
 def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
     """A bucket for each unit of the decoder; models of this size fill only one."""
     one = job(layout)
@@ -74,12 +83,11 @@ def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
         one.layout.world, "fivefold.prove.measure:measure", one, judge._reference(one),
         BUGS + cases.small_buckets.__name__, timeout=60,
     )  # fmt: skip
-    forms = [
-        expected(one.model, one.layout, 16, 8, "float64", tp_rank=rank, minimum=1) for rank in range(one.layout.tp)
-    ]
+    seats = [Seat.of(one.layout, rank) for rank in range(one.layout.world)]
+    forms = [expected(one.model, one.layout, 16, 8, "float64", seat=seat, minimum=1) for seat in seats]
     verdict = Verdict.of(one, found, forms, 0.0)
     assert verdict.problems == []
-    if one.layout.zero:
+    if one.layout.zero and one.layout.pp == 1:
         gathers = [count.counted for count in verdict.traffic if count.counted.kind == "all-gather"]
         assert gathers[0].calls >= (one.model.layers + 2) * one.train.steps
 

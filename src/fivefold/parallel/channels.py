@@ -4,26 +4,55 @@ Shapes are known beforehand, so nothing but the tensors travels. On gloo a messa
 microbatch's; NCCL ignores tags and matches in order, so each direction and chunk has a communicator of its own there.
 """
 
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.parallel.lost import reason
 from fivefold.parallel.mesh import Mesh
-from fivefold.schedule.actions import RECV_ACTIVATION, SEND_ACTIVATION, Action, Channel
+from fivefold.schedule.actions import RECEIVES, RECV_ACTIVATION, SEND_ACTIVATION, Action, Channel
 from fivefold.schedule.schedule import Schedule
 
 
-class Message:
-    """One tensor on its way here."""
+class Silence(Exception):
+    """A peer did not send, or did not take, a message; the text says how long who was waited for, and with what end."""
 
-    def __init__(self, work: dist.Work, buffer: Tensor, device: torch.device, from_rank: int):
-        self.work, self.buffer, self.device, self.from_rank = work, buffer, device, from_rank
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor on its way, by the RECV or SEND that started it."""
+
+    action: Action
+    work: dist.Work
+    buffer: Tensor  # it must stay as it is until it is gone, or has come
+    device: torch.device  # where it is wanted
+    peer: str
+    patience: timedelta
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        """Until it has come, or has been taken."""
+        start = time.monotonic()
+        try:
+            self.work.wait(self.patience)
+        except RuntimeError as error:
+            why = reason(error)
+            if why is None:
+                raise
+            raise Silence(f"waited {time.monotonic() - start:.1f} s for {self}: {why}") from error
         return self.buffer.to(self.device)
+
+    def __str__(self) -> str:
+        what = "activation" if self.action.kind in (RECV_ACTIVATION, SEND_ACTIVATION) else "gradient"
+        if self.action.kind in RECEIVES:
+            return f"its {what} from {self.peer}"
+        return f"{self.peer} to take the {what} of {self.action}"
 
 
 class Channels:
@@ -33,7 +62,8 @@ class Channels:
         self.place = torch.device("cpu") if mesh.pp.staged else mesh.device
         chunk = self.placement.chunk
         self.groups = {c: mesh.lane(2 * chunk[c.boundary] + c.gradients) for c in self.placement.channels}
-        self.sent: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {c: deque() for c in self.placement.channels}
+        self.sent: dict[Channel, deque[Message]] = {c: deque() for c in self.placement.channels}
+        self.peers = [f"pipeline rank {peer} (rank {rank})" for peer, rank in enumerate(mesh.pp.ranks)]
 
     def receive(self, action: Action, shape: tuple[int, ...]) -> Message:
         """Post the receive of a RECV action."""
@@ -41,9 +71,9 @@ class Channels:
         channel = Channel(action.stage - (not gradients), gradients)
         source = self.placement.owner[channel.source]
         buffer = torch.empty(shape, dtype=self.dtype, device=self.place)
-        work = dist.irecv(buffer, group=self.groups[channel], group_src=source, tag=self._tag(channel, action))
-        assert work is not None
-        return Message(work, buffer, self.mesh.device, source)
+        with self._heard(source):
+            work = dist.irecv(buffer, group=self.groups[channel], group_src=source, tag=self._tag(channel, action))
+        return self._message(action, work, buffer, source)
 
     def send(self, action: Action, x: Tensor) -> None:
         """Hand x over, when fewer than `buffers` messages of its channel are under way."""
@@ -51,17 +81,33 @@ class Channels:
         channel = Channel(action.stage - gradients, gradients)
         under_way = self.sent[channel]
         while len(under_way) >= self.buffers:
-            under_way.popleft()[0].wait()
+            under_way.popleft().wait()
         x = x.to(self.place).contiguous()
         target = self.placement.owner[channel.target]
-        work = dist.isend(x, group=self.groups[channel], group_dst=target, tag=self._tag(channel, action))
+        with self._heard(target):
+            work = dist.isend(x, group=self.groups[channel], group_dst=target, tag=self._tag(channel, action))
+        under_way.append(self._message(action, work, x, target))
+
+    def drain(self) -> None:
+        """Wait until everything sent has been taken."""
+        for under_way in self.sent.values():
+            while under_way:
+                under_way.popleft().wait()
+
+    def _message(self, action: Action, work: dist.Work | None, buffer: Tensor, peer: int) -> Message:
         assert work is not None
-        under_way.append((work, x))  # x must stay as it is until it is gone
+        device = self.mesh.device if action.kind in RECEIVES else self.place
+        return Message(action, work, buffer, device, self.peers[peer], self.mesh.pp.patience)
+
+    @contextmanager
+    def _heard(self, peer: int) -> Iterator[None]:
+        """Around the start of a message: gloo refuses those of a connection that is known to be closed."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (why := reason(error)) is None:
+                raise
+            raise Silence(f"found {self.peers[peer]} gone: {why}") from error
 
     def _tag(self, channel: Channel, action: Action) -> int:
         return self.placement.channels.index(channel) * self.microbatches + action.microbatch
-
-    def drain(self) -> None:
-        for under_way in self.sent.values():
-            while under_way:
-                under_way.popleft()[0].wait()

@@ -73,7 +73,7 @@ class Exchange:
     """`x` on its way to the next rank of the ring, and the previous rank's on its way here; `wait` returns that."""
 
     def __init__(self, x: Tensor, axis: Axis):
-        self.home = x.device
+        self.home, self.patience = x.device, axis.patience
         self.sent = x.cpu() if axis.staged else x.contiguous()
         self.received = torch.empty_like(self.sent)
         to, source = ((axis.rank + step) % axis.size for step in (1, -1))
@@ -86,5 +86,5 @@ class Exchange:
 
     def wait(self) -> Tensor:
         for work in self.work:
-            work.wait()
+            work.wait(self.patience)
         return self.received.to(self.home)

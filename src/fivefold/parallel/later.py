@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Work = Callable[[], None]
@@ -60,6 +61,7 @@ class Deferral:
         """Put off dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""
         assert self.later.open is not None
 
+        @torch.no_grad()  # this is no part of a backward pass, in which nothing would be recorded anyway
         def work() -> None:
             x, report = inputs(), self.later.report
             assert report is not None

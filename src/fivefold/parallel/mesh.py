@@ -5,11 +5,13 @@ Order of the axes, fastest last: (dp, pp, cp, tp). Ranks that talk most sit next
 
 import warnings
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fivefold.layout import Layout
 from fivefold.schedule.catalogue import placement
@@ -25,6 +27,7 @@ class Axis:
     mesh: DeviceMesh | None = None  # one-dimensional; None where there is no process group at all
     staged: bool = False  # tensors are on a GPU and gloo moves them: see `parallel.staging`
     bare: dist.ProcessGroup | None = None  # where the ranks are no axis of the DeviceMesh
+    patience: timedelta = timedelta(0)  # for a message between two ranks; zero: the group's own
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -36,6 +39,11 @@ class Axis:
     @property
     def group_name(self) -> str:
         return self.group.group_name
+
+    @property
+    def ranks(self) -> list[int]:
+        """Their numbers in the world."""
+        return [0] if self.size == 1 else dist.get_process_group_ranks(self.group)
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,11 @@ class Mesh:
     lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: communicators for the pipeline's messages
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> Self:
-        """The mesh of `layout` over the process group, which all its ranks have joined."""
+    def of(cls, layout: Layout, device: torch.device, timeout: float | None = None) -> Self:
+        """The mesh of `layout` over the process group, which all its ranks have joined.
+
+        `timeout`: seconds after which a collective or message that a peer does not take part in is an error.
+        """
         if layout.world == 1:
             return cls(layout, device)
         sizes = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
@@ -86,6 +97,8 @@ class Mesh:
         lines = root.mesh.movedim(list(sizes).index("pp"), -1).reshape(-1, layout.pp).tolist()
         axes["ends"] = _ends(layout, axes["pp"], lines)
         lanes = _groups(lines, 2 * layout.chunks) if layout.pp > 1 and dist.get_backend() == "nccl" else ()
+        if timeout is not None:
+            axes = _limited(axes, lanes, timedelta(seconds=timeout))
         return cls(layout, device, root=root, lanes=lanes, **axes)
 
     def lane(self, number: int) -> dist.ProcessGroup:
@@ -98,6 +111,15 @@ class Mesh:
         with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.root[names] if len(names) > 1 else getattr(self, names[0]).mesh
+
+
+def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeout: timedelta) -> dict[str, Axis]:
+    """A DeviceMesh gives its groups torch's default of many minutes, whatever the world's is."""
+    for group in [*lanes, *(axis.group for axis in axes.values() if axis.size > 1)]:
+        _set_pg_timeout(timeout, group)
+    if dist.get_backend() == "nccl":  # its watchdog goes by the group's; a wait with one of its own blocks the host
+        return axes
+    return {name: replace(axis, patience=timeout) for name, axis in axes.items()}
 
 
 def _ends(layout: Layout, pp: Axis, lines: list[list[int]]) -> Axis:

@@ -5,19 +5,20 @@ by their consumers; sends are handed over and drained at the end. What a stage c
 and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fivefold.errors import TrainingError
+from fivefold.errors import PeerLost
 from fivefold.model.decoder import Decoder
 from fivefold.model.place import Place
-from fivefold.parallel.channels import Channels, Message
+from fivefold.parallel.channels import Channels, Message, Silence
 from fivefold.parallel.data import Weights
 from fivefold.parallel.later import Later, Work
+from fivefold.parallel.lost import reason, who
 from fivefold.schedule.actions import GRADIENT_MAKERS, LAST_READERS, Action, Kind
 from fivefold.schedule.schedule import Schedule
 
@@ -71,14 +72,15 @@ class Pipeline:
         self.put_off: dict[tuple[int, int], list[Work]] = {}
         live: set[tuple[int, int]] = set()
         for action in self.order:
-            with self.watch(action):
+            with self._named(str(action)), self.watch(action):
                 self._do(action)
             if action.kind is Kind.FORWARD:
                 live.add((action.stage, action.microbatch))
                 self.peak = max(self.peak, len(live))
             elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
                 live.remove((action.stage, action.microbatch))
-        self.channels.drain()
+        with self._named("the end of the step"):
+            self.channels.drain()
         return self.losses
 
     def look(self, microbatch: Microbatch, loss_of: Callable[[Tensor, Microbatch], Tensor]) -> Tensor | None:
@@ -86,20 +88,35 @@ class Pipeline:
         left: Tensor | None = None  # by the stage before, where it is on this rank too
         loss = None
         for stage, model in self.stages.items():
-            x = microbatch.tokens
-            if not model.stage.first:
-                received = Action(Kind.RECV_ACTIVATION, stage, 0)
-                x = left if left is not None else self.channels.receive(received, self._shape(microbatch)).wait()
-            y = model(x, microbatch.place)
-            left = None
-            if model.stage.last:
-                loss = loss_of(y, microbatch)
-            elif stage + 1 in self.stages:
-                left = y
-            else:
-                self.channels.send(Action(Kind.SEND_ACTIVATION, stage, 0), y)
-        self.channels.drain()
+            with self._named(f"{Action(Kind.FORWARD, stage, 0)} without gradients"):
+                x = microbatch.tokens
+                if not model.stage.first:
+                    received = Action(Kind.RECV_ACTIVATION, stage, 0)
+                    x = left if left is not None else self.channels.receive(received, self._shape(microbatch)).wait()
+                y = model(x, microbatch.place)
+                left = None
+                if model.stage.last:
+                    loss = loss_of(y, microbatch)
+                elif stage + 1 in self.stages:
+                    left = y
+                else:
+                    self.channels.send(Action(Kind.SEND_ACTIVATION, stage, 0), y)
+        with self._named("the end of the look"):
+            self.channels.drain()
         return loss
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Errors inside say what this rank was at; those for want of a peer are said in one sentence."""
+        try:
+            yield
+        except Silence as error:
+            raise PeerLost(f"{who(self.channels.mesh)}: {what} {error}") from error.__cause__
+        except Exception as error:
+            if isinstance(error, RuntimeError) and (why := reason(error)) is not None:
+                raise PeerLost(f"{who(self.channels.mesh)}: {what} lost a peer in a collective: {why}") from error
+            error.add_note(f"{who(self.channels.mesh)} was at {what}")
+            raise
 
     def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Of the residual stream that travels."""
@@ -175,12 +192,4 @@ class Pipeline:
     def _take(self, action: Action, kind: Kind) -> Tensor:
         """What an action consumes: a message that has been asked for, or what a neighbour on this rank left."""
         here = self.arriving.pop((kind, action.stage, action.microbatch))
-        if isinstance(here, Tensor):
-            return here
-        try:
-            return here.wait()
-        except RuntimeError as error:
-            what = "activation" if kind is Kind.RECV_ACTIVATION else "gradient"
-            raise TrainingError(
-                f"{action} waited for its {what} from pipeline rank {here.from_rank}, and it did not come: {error}"
-            ) from error
+        return here if isinstance(here, Tensor) else here.wait()

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from fivefold.schedule.actions import (
     BACKWARD,
@@ -79,11 +79,17 @@ class RankTrace:
     def on_clock(self, offset: float) -> Self:
         """With `offset` added to all times."""
 
-        def moved(spans: tuple) -> tuple:  # type: ignore[type-arg]
+        def moved(spans: Any) -> Any:
             return tuple(span._replace(start=span.start + offset, end=span.end + offset) for span in spans)
 
-        parts = {name: moved(getattr(self, name)) for name in ("steps", "actions", "updates", "waits", "flights")}
-        return replace(self, **parts)
+        return replace(
+            self,
+            steps=moved(self.steps),
+            actions=moved(self.actions),
+            updates=moved(self.updates),
+            waits=moved(self.waits),
+            flights=moved(self.flights),
+        )
 
     def within(self, window: Window) -> list[Span]:
         """The actions of a step."""

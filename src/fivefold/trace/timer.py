@@ -1,7 +1,7 @@
 """The traffic counter with a clock: when each collective and send started, and what the rank stood still for.
 
-It stands where the counter stands, in the dispatcher. There a call passes that starts a collective; the wait for it does
-not, since torch hands out a `Work` for that. So the timer puts one of its own in its place, which times its `wait`.
+It stands where the counter stands, in the dispatcher. There the call passes that starts a collective, and not the wait
+for it: torch hands out a `Work` for that. So the timer puts one of its own in its place, which times its `wait`.
 Functional collectives are waited for by an operator, which does pass.
 
 What it cannot see: when a collective of NCCL is over before anybody waits for it, and the waits for what NCCL has been
@@ -9,6 +9,7 @@ given in one batch (the ring of cp). They count as compute.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -106,8 +107,9 @@ class _TimedWork(dist.Work):
     def __init__(self, work: dist.Work, flight: _Open, timer: Timer):
         super().__init__()
         self.work, self.flight, self.timer = work, flight, timer
-        if timer.on_host and flight.what not in ("send", "receive", "barrier"):  # gloo tells of no other end
-            work.get_future().add_done_callback(lambda _: flight.land(timer.now()))
+        if timer.on_host:
+            with suppress(RuntimeError):  # gloo tells of the end of some collectives, and of no message's
+                work.get_future().add_done_callback(lambda _: flight.land(timer.now()))
 
     def wait(self, *timeout: Any) -> bool:
         start = self.timer.now()

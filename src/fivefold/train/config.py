@@ -56,6 +56,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
     eval_samples: int = 64  # held-out sequences per look
     log_every: int = 10  # steps between printed lines where there is no terminal
+    timeout: float = 600.0  # seconds that a rank waits for another before it gives up
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +107,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (t.eval_every >= 0, f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end"),
             (t.eval_samples >= 0, f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all"),
             (t.log_every >= 1, f"train.log_every={t.log_every} must be at least 1"),
+            (0 < t.timeout < math.inf, f"train.timeout={t.timeout} must be a positive number of seconds"),
             (d.seq >= 1, f"data.seq={d.seq} must be at least 1"),
             (
                 not learned or d.seq <= self.model.context,

@@ -16,6 +16,7 @@ from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.context import Context
 from fivefold.parallel.data import spread
 from fivefold.parallel.later import Later
+from fivefold.parallel.lost import waiting
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch, Pipeline, Watch
 from fivefold.parallel.verbs import verbs_of
@@ -77,7 +78,8 @@ class Engine:
 
         sums: list[Tensor] = []
         self.pipeline.run([self._microbatch(part) for part in mine], loss_of)
-        self.weights.finish()
+        with waiting("the sum of gradients", self.mesh, self.mesh.data):
+            self.weights.finish()
         return self._everywhere(sums) / count
 
     def _microbatch(self, batch: Batch) -> Microbatch:
@@ -100,11 +102,13 @@ class Engine:
         for one in sums:
             total += one
         for axis in (self.mesh.data, self.mesh.pp):
-            total = wait(all_reduce(total, axis))
+            with waiting("the sum of losses", self.mesh, axis):
+                total = wait(all_reduce(total, axis))
         return total
 
     def gradient_norm(self) -> Tensor:
-        return self.optimizer.gradient_norm()
+        with waiting("the gradient norm", self.mesh, self.mesh.world):
+            return self.optimizer.gradient_norm()
 
     def step(self, rate: float | None, norm: Tensor) -> None:
         self.optimizer.step(rate, norm)

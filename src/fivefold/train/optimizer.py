@@ -25,7 +25,7 @@ class Optimizer:
             {"params": [p for name, p in stepped.items() if name in decayed], "weight_decay": config.weight_decay},
             {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
         ]
-        groups = [group for group in groups if group["params"]]
+        groups = [group for group in groups if group["params"]] or groups[:1]  # a stage may hold nothing at all
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         # As AdamW itself would at its first step; here, so that all ranks have the same entries at any time.
         for master in weights.masters.values():
@@ -51,8 +51,8 @@ class Optimizer:
         The gradients are gone afterwards, and the new weights are on their way to the model.
         """
         if rate is not None:
-            if self.clip:
-                gradients = [p.grad for p in self.weights.masters.values() if p.grad is not None and p.numel()]
+            gradients = [p.grad for p in self.weights.masters.values() if p.grad is not None and p.numel()]
+            if self.clip and gradients:
                 scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             for group in self.adam.param_groups:

@@ -51,9 +51,9 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console) 
     check_memory(job, device, world)
     make_repeatable(job.train)
     slow = check_bfloat16(device, job.train.dtype)
-    worlds.join(world, backend(device, world.local_size))
+    worlds.join(world, backend(device, world.local_size), job.train.timeout)
     try:
-        mesh = Mesh.of(job.layout, device)
+        mesh = Mesh.of(job.layout, device, job.train.timeout)
         if world.rank > 0:
             Trainer(job, sources, mesh).run([])
             return None

@@ -57,8 +57,10 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else nodes
 
 
-def join(world: World, backend: str) -> None:
-    """Enter the process group, where a launcher made one."""
+def join(world: World, backend: str, timeout: float = 600.0) -> None:
+    """Enter the process group, where a launcher made one; `timeout` is the seconds that ranks wait for each other."""
+    from datetime import timedelta
+
     import torch.distributed as dist
 
     if not world.joined:
@@ -66,7 +68,8 @@ def join(world: World, backend: str) -> None:
     if world.address:
         os.environ.setdefault("MASTER_ADDR", world.address)
         os.environ.setdefault("MASTER_PORT", str(world.port))
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size)
+    patience = timedelta(seconds=timeout)
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=patience)
 
 
 def leave(world: World) -> None:

@@ -1,0 +1,70 @@
+"""`fivefold trace`, and `fivefold train ... trace.steps=N`, as a user meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import fivefold, refused
+
+SMALL = ["model.layers=2", "model.hidden=32", "model.ffn=48", "data.seq=16", "train.batch=4", "train.device=cpu"]
+
+
+def test_a_trace_of_a_pipeline_is_one_file_and_a_table(tmp_path: Path) -> None:
+    words = ["layout=pp=2,microbatches=2", "trace.steps=2", "trace.after=1", "-o", "two.json"]
+    done = fivefold("trace", *words, *SMALL, cwd=tmp_path, env={"COLUMNS": "80"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if not line.startswith(("bubble", "trace")))
+    for words_ in ("schedule 1f1b", "mean of 2 steps", "0  pp 0", "1  pp 1", "mean", "predicted", "two.json"):
+        assert words_ in done.stdout
+    events = json.loads((tmp_path / "two.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {"F0.0", "F1.1", "B1.1", "STEP"} <= {event["name"] for event in events}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["two.json"]
+
+
+def test_a_script_reads_the_summary_as_json(tmp_path: Path) -> None:
+    done = fivefold("trace", "layout=dp=2,zero=1", "trace.steps=1", "trace.after=1", *SMALL, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert (told["layout"], told["steps"], told["file"]) == ("dp=2,zero=1", 1, "trace.json")
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
+    for rank in (*told["ranks"], told["mean"]):
+        parts = sum(rank[name] for name in ("compute", "bubble", "optimizer", "other"))
+        assert parts + sum(rank["exposed"].values()) == pytest.approx(rank["step"])
+        assert rank["bubble_predicted"] == 0
+    assert told["sent"]["dp"]["payload"] > 0
+    assert (tmp_path / "trace.json").exists()
+
+
+def test_training_can_trace_some_of_its_steps(tmp_path: Path) -> None:
+    words = ["train.steps=4", "trace.steps=2", "trace.after=1", "train.eval_samples=0", "run.name=seen"]
+    done = fivefold("train", *words, *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mean of 2 steps" in done.stdout
+    document = json.loads((tmp_path / "runs" / "seen" / "trace.json").read_text())
+    assert {"step 2", "step 3"} == {e["name"] for e in document["traceEvents"] if e["name"].startswith("step ")}
+    assert len((tmp_path / "runs" / "seen" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["trace", "layout=tp=3"], "tp=3 does not divide the 4 attention heads of tiny; nearest: tp=2 or tp=4"),
+        (["trace", "trace.steps=-1"], "trace.steps=-1 must not be negative"),
+        (["trace", "-o", "nowhere/trace.json"], "--output nowhere/trace.json: there is no directory nowhere"),
+        (["trace", "trace.step=1"], "trace.step is not a setting; did you mean 'steps'?"),
+        (
+            ["train", "trace.steps=3", "train.steps=5"],
+            "trace.steps=3 after trace.after=3 steps are more than train.steps=5; nearest: train.steps=6",
+        ),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_in_a_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    refused(fivefold(*words, cwd=tmp_path), sentence)
+
+
+def test_the_help_fits_80_columns_and_has_examples(tmp_path: Path) -> None:
+    text = fivefold("trace", "--help", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
+    assert "fivefold trace layout=pp=4,schedule=zb-h1,microbatches=8" in text
+    assert all(len(line) <= 80 for line in text.splitlines())

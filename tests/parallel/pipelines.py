@@ -1,0 +1,168 @@
+"""What the tests of the pipeline share: small jobs, an engine that is watched, and one process to hold it against."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fivefold.data.batch import Batch
+from fivefold.layout import CHUNKED, SCHEDULES, Layout
+from fivefold.parallel.channels import Message
+from fivefold.parallel.mesh import Mesh
+from fivefold.presets import preset
+from fivefold.prove.batches import make_batch
+from fivefold.schedule.actions import Action, Kind
+from fivefold.train.config import DataConfig, Job, TrainConfig
+from fivefold.train.engine import Engine
+
+CPU = torch.device("cpu")
+Place = tuple[int, int]  # stage, microbatch
+
+
+def job(layout: Layout, dtype: str = "float64", batch: int = 0, documents: bool = True, **model: Any) -> Job:
+    """A layer for each stage and a sequence for each microbatch, where nothing else is said."""
+    small = {"layers": layout.stages, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "vocab": 37, "context": 8}
+    return Job(
+        model=preset("tiny", **small | model),
+        layout=layout,
+        data=DataConfig(seq=8, document_mask=documents),
+        train=TrainConfig(batch=batch or layout.microbatches, dtype=dtype, device="cpu"),
+    )
+
+
+def all_schedules(p: int, microbatches: tuple[int, ...]) -> list[Layout]:
+    """Every schedule at every number of microbatches that it can do, with one and two chunks where it has a choice."""
+    found = []
+    for name in SCHEDULES:
+        for chunks in (1, 2) if name in CHUNKED else (SCHEDULES[name],):
+            for m in microbatches:
+                layout = Layout(pp=p, schedule=name, chunks=chunks, microbatches=m)
+                if not layout.problems(job(layout).model):
+                    found.append(layout)
+    return found
+
+
+# ---- watching --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watched:
+    """What an engine did: its actions in order, and the most that it held."""
+
+    actions: list[Action] = field(default_factory=list)
+    live: Counter[Place] = field(default_factory=Counter)  # tensors that autograd has saved for a backward pass
+    peak: int = 0  # places with any, or with put-off weight gradients
+    posted: Counter[tuple[Kind, int]] = field(default_factory=Counter)  # receives without their consumer yet
+    in_flight: int = 0  # the most of them on one channel
+    engine: Engine | None = None
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        self.actions.append(action)
+        place = action.stage, action.microbatch
+        with saved_tensors_hooks(lambda tensor: Saved(tensor, self.live, place), lambda saved: saved.tensor):
+            yield
+        assert self.engine is not None
+        held = {place for place, count in self.live.items() if count} | self.engine.pipeline.put_off.keys()
+        self.peak = max(self.peak, len(held))
+
+    def count_receives(self, engine: Engine) -> None:
+        self.engine = engine
+        receive = engine.pipeline.channels.receive
+
+        def counted(action: Action, shape: tuple[int, ...]) -> Message:
+            channel = action.kind, action.stage
+            self.posted[channel] += 1
+            self.in_flight = max(self.in_flight, self.posted[channel])
+            message = receive(action, shape)
+            wait = message.wait
+
+            def consumed() -> Tensor:
+                self.posted[channel] -= 1
+                return wait()
+
+            message.wait = consumed  # type: ignore[method-assign]
+            return message
+
+        engine.pipeline.channels.receive = counted  # type: ignore[method-assign]
+
+
+class Saved:
+    """A tensor that autograd keeps; it counts itself as long as it lives."""
+
+    def __init__(self, tensor: Tensor, live: Counter[Place], place: Place):
+        # Parameters live anyway.
+        self.tensor, self.live, self.place, self.counts = tensor, live, place, not isinstance(tensor, nn.Parameter)
+        live[place] += self.counts
+
+    def __del__(self) -> None:
+        self.live[self.place] -= self.counts
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank saw."""
+
+    loss: float
+    evaluated: float
+    gradients: dict[str, Tensor]
+    watched: Watched
+    pipeline_peak: int
+    blocks: Counter[str]  # forward passes of each block
+
+
+def run(case: Job, mesh: Mesh, batch: Batch | None = None) -> Run:
+    """One accumulated batch; and the same batch, evaluated."""
+    watched, blocks = Watched(), Counter[str]()
+    engine = Engine(case, mesh, watched)
+    watched.count_receives(engine)
+    for model in engine.stages.values():
+        for number, block in model.layers.items():
+            block.register_forward_pre_hook(counting(blocks, number))
+    batch = batch or make_batch(case, 0)
+    loss = engine.accumulate(batch).item()
+    gradients = {name: gradient.clone() for name, gradient in gradients_of(engine).items()}
+    counted, peak = Counter(blocks), engine.pipeline.peak
+    return Run(loss, engine.evaluate(batch), gradients, watched, peak, counted)
+
+
+def counting(blocks: Counter[str], number: str) -> Callable[..., None]:
+    def came(*_: object) -> None:
+        blocks[number] += 1
+
+    return came
+
+
+def gradients_of(engine: Engine) -> dict[str, Tensor]:
+    """This rank's own; with dp = tp = cp = 1 they are whole."""
+    return {name: master.grad for name, master in engine.weights.masters.items() if master.grad is not None}
+
+
+def alone(case: Job) -> Run:
+    """The same microbatches, one after another in one process."""
+    layout = Layout(microbatches=case.layout.microbatches, recompute=case.layout.recompute)
+    one = Job(model=case.model, layout=layout, data=case.data, train=case.train)
+    return run(one, Mesh.of(layout, CPU))
+
+
+class Meshes:
+    """Meshes of one world for several layouts: process groups cost more than most of what runs on them."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], Mesh] = {}
+
+    def of(self, layout: Layout, tied: bool = False) -> Mesh:
+        if tied:
+            return Mesh.of(layout, CPU)  # which ranks share an embedding depends on the schedule
+        key = layout.dp, layout.tp, layout.cp, layout.pp
+        if key not in self.made:
+            self.made[key] = Mesh.of(layout, CPU)
+        return replace(self.made[key], layout=layout)

@@ -1,0 +1,147 @@
+"""The pipeline runs the Schedule that was checked, and computes what one process computes, to the bit."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fivefold.layout import Layout
+from fivefold.schedule.actions import RECEIVES, SENDS, WEIGHT_GRAD
+from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.schedule.schedule import peak_live
+from fivefold.train.config import Job
+from tests.parallel.pipelines import Meshes, Run, all_schedules, alone, job, run
+from tests.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank found when it held itself against one process."""
+
+    names: set[str]
+    unequal: set[str]  # gradients that differ in a bit
+    error: float  # the largest relative one
+    losses: tuple[float, float]  # this rank's, the one process's
+    evaluated: tuple[float, float]
+    order: bool  # executed as scheduled
+    peaks: tuple[int, int, int]  # live activations: as measured, as the pipeline says, as the checker says
+    in_flight: tuple[int, int]  # the most posted receives of a channel, the schedule's buffers
+    blocks: Counter[str]
+    split: bool
+
+
+def held(rank: int, case: Job, here: Run, wanted: Run) -> Held:
+    layout = case.layout
+    schedule = build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks)
+    found, watched = here.gradients, here.watched
+    pairs = {name: (gradient, wanted.gradients[name]) for name, gradient in found.items()}
+    return Held(
+        names=set(found),
+        unequal={name for name, (a, b) in pairs.items() if a.dtype != b.dtype or not torch.equal(a, b)},
+        error=max((float((a - b).abs().max() / b.abs().max()) for a, b in pairs.values()), default=0.0),
+        losses=(here.loss, wanted.loss),
+        evaluated=(here.evaluated, wanted.evaluated),
+        order=tuple(watched.actions) == schedule.ranks[rank],
+        peaks=(watched.peak, here.pipeline_peak, peak_live(schedule.ranks[rank])),
+        in_flight=(watched.in_flight, schedule.buffers),
+        blocks=here.blocks,
+        split=schedule.count(WEIGHT_GRAD) > 0,
+    )
+
+
+def each(rank: int, world: int, cases: list[Job]) -> list[Held]:
+    """Several jobs in one start of the ranks."""
+    meshes, references, found = Meshes(), {}, []
+    for case in cases:
+        key = case.model, case.train, case.layout.microbatches, case.layout.recompute
+        if key not in references:
+            references[key] = alone(case)
+        here = run(case, meshes.of(case.layout, case.model.tied))
+        found.append(held(rank, case, here, references[key]))
+    return found
+
+
+def by_case(cases: list[Job]) -> list[tuple[Job, list[Held]]]:
+    """Every case with what each rank found."""
+    found = run_ranks(cases[0].layout.pp, each, cases, timeout=120)
+    return list(zip(cases, zip(*found, strict=True), strict=True))
+
+
+def hold(case: Job, ranks: list[Held], tied: bool = False) -> None:
+    text = f"{case.layout} in {case.train.dtype}"
+    assert set().union(*(one.names for one in ranks)) == {p.name for p in case.model.parameters()}, text
+    for one in ranks:
+        if tied:  # an embedding at either end: two partial sums
+            assert one.unequal <= {"embedding.weight"}, text
+            assert one.error < 1e-10, text
+        else:
+            assert one.unequal == set(), text
+        assert one.losses[0] == one.losses[1], text
+        assert one.evaluated[0] == one.evaluated[1], text
+        assert one.order, text
+        measured, told, proven = one.peaks
+        assert told == proven, (text, one.peaks)
+        # A stage that has no layers and is no end keeps nothing.
+        assert measured <= proven if 0 in case.layout.split else measured == proven, (text, one.peaks)
+        assert one.in_flight[0] <= one.in_flight[1], (text, one.in_flight)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("p", [2, 4])
+def test_every_schedule_is_executed_as_it_is_written_and_equals_one_process_to_the_bit(p: int, dtype: str) -> None:
+    """Gradients, losses on every rank, evaluation; the order of actions, live activations, receives in flight."""
+    layouts = all_schedules(p, (2, 3, 8))
+    assert {one.schedule for one in layouts} == set(CATALOGUE)
+    assert {one.microbatches for one in layouts} == {2, 3, 8}  # fewer than ranks among them
+    for case, ranks in by_case([job(layout, dtype) for layout in layouts]):
+        hold(case, ranks)
+
+
+def test_receive_buffers_do_not_grow_with_the_microbatches() -> None:
+    layouts = [
+        Layout(pp=2, schedule=name, microbatches=m) for name in ("gpipe", "interleaved", "zb-v") for m in (4, 16)
+    ]
+    for case, ranks in by_case([job(layout) for layout in layouts]):
+        hold(case, ranks)
+        assert max(one.in_flight[0] for one in ranks) == 2, str(case.layout)
+
+
+def test_tied_embeddings_are_two_partial_sums() -> None:
+    names = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    cases = [job(Layout(pp=2, schedule=name, microbatches=4), tied=True) for name in names]
+    for case, ranks in by_case(cases):
+        hold(case, ranks, tied=True)
+        ends = [one for one in ranks if "embedding.weight" in one.names]
+        assert len(ends) == (1 if case.layout.schedule == "zb-v" else 2)
+
+
+SPLITS = {
+    2: [("1f1b", (0, 4)), ("zb-h1", (4, 0)), ("zb-h1", (3, 1)), ("interleaved", (0, 3, 1, 0)), ("zb-v", (0, 0, 4, 0))],
+    3: [("1f1b", (0, 3, 1)), ("gpipe", (4, 0, 0)), ("zb-h2", (1, 0, 3)), ("v-min", (0, 1, 0, 0, 3, 0))],
+}
+
+
+@pytest.mark.parametrize("p", SPLITS)
+def test_layers_may_be_dealt_out_unevenly_and_a_stage_may_have_none(p: int) -> None:
+    layouts = [Layout(pp=p, schedule=name, microbatches=m, split=split) for name, split in SPLITS[p] for m in (p, 5)]
+    for case, ranks in by_case([job(layout, layers=4) for layout in layouts]):
+        hold(case, ranks)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_block_is_recomputed_once_also_where_backward_is_split(recompute: str) -> None:
+    names = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
+    layouts = [Layout(pp=2, schedule=name, microbatches=4, recompute=recompute) for name in names]
+    for case, ranks in by_case([job(layout) for layout in layouts]):
+        assert ranks[0].split == (case.layout.schedule != "1f1b")
+        for one in ranks:
+            assert one.unequal == set(), str(case.layout)
+            assert set(one.blocks.values()) == {2 * 4}, str(case.layout)  # forward, and once more for backward
+
+
+def test_the_actions_of_a_schedule_are_all_of_these_kinds() -> None:
+    """The comparisons above would be empty if nothing were sent."""
+    for layout in all_schedules(4, (8,)):
+        schedule = build(layout.schedule, 4, 8, chunks=layout.chunks)
+        assert schedule.count(*SENDS) == schedule.count(*RECEIVES) == 8 * len(schedule.placement.channels) > 0

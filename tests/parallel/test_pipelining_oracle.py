@@ -1,0 +1,97 @@
+"""torch.distributed.pipelining, an implementation that is not ours, makes the same gradients of the same stages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining as theirs
+
+from fivefold.layout import Layout
+from fivefold.model.decoder import Decoder
+from fivefold.model.loss import loss_sum
+from fivefold.model.place import Place
+from fivefold.parallel.mesh import Mesh
+from fivefold.prove.batches import make_batch
+from fivefold.schedule.catalogue import placement
+from fivefold.stages import stages_of
+from fivefold.train.engine import Engine
+from tests.parallel.pipelines import CPU, gradients_of, job
+from tests.ranks import run_ranks
+
+M = 4
+SCHEDULES = [
+    ("gpipe", "ScheduleGPipe"),
+    ("1f1b", "Schedule1F1B"),
+    ("interleaved", "ScheduleInterleaved1F1B"),
+    ("interleaved", "ScheduleInterleavedZeroBubble"),  # of the same stages on the same ranks
+    ("bfs", "ScheduleLoopedBFS"),
+    ("zb-v", "ScheduleZBVZeroBubble"),
+    ("dualpipe-v", "ScheduleDualPipeV"),
+]
+
+
+class Part(nn.Module):
+    """A stage of ours as they want it: a tensor in, a tensor out."""
+
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x, Place.of(x[..., 0] if x.ndim == 3 else x))
+
+
+def oracle(rank: int, layout: Layout, name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of this rank's stages."""
+    case = job(layout, documents=False)
+    every, placed = stages_of(case.model, layout, case.data.seq), placement(layout.schedule, layout.pp, layout.chunks)
+    parts, stages = [], []
+    for number in placed.of_rank[rank]:
+        decoder = Decoder(case.model, stage=every[number]).double()
+        decoder.load_state_dict({key: weights[key] for key in decoder.state_dict()})
+        parts.append(Part(decoder))
+        stages.append(theirs.PipelineStage(parts[-1], number, placed.stages, CPU))
+    batch = make_batch(case, 0)
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return loss_sum(logits, target[..., 0], target[..., 1].bool()) / batch.loss_tokens
+
+    kind: Callable[..., Any] = getattr(theirs.schedules, name)
+    single = issubclass(kind, theirs.schedules.PipelineScheduleSingle)  # type: ignore[arg-type]
+    schedule = kind(stages[0] if single else stages, M, loss_fn=loss, scale_grads=False)
+    tokens, targets, mask = map(torch.from_numpy, (batch.tokens, batch.targets, batch.loss_mask))
+    target, losses = torch.stack([targets, mask.long()], -1), []
+    given = (tokens,) if 0 in placed.of_rank[rank] else ()
+    if placed.owner[-1] == rank:
+        schedule.step(*given, target=target, losses=losses)
+    else:
+        schedule.step(*given)
+    return {
+        name: parameter.grad
+        for part in parts
+        for name, parameter in part.decoder.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def both(rank: int, world: int, ours: str, named: str) -> tuple[set[str], set[str], float]:
+    layout = Layout(pp=2, schedule=ours, microbatches=M)
+    case = job(layout, documents=False)
+    engine = Engine(case, Mesh.of(layout, CPU))
+    weights = {name: master.detach().clone() for name, master in engine.weights.masters.items()}
+    engine.accumulate(make_batch(case, 0))
+    found, wanted = gradients_of(engine), oracle(rank, layout, named, weights)
+    errors = [float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted]
+    return set(found), set(wanted), max(errors)
+
+
+@pytest.mark.parametrize(("ours", "named"), SCHEDULES)
+def test_an_implementation_that_is_not_ours_makes_the_same_gradients(ours: str, named: str) -> None:
+    names: set[str] = set()
+    for found, wanted, error in run_ranks(2, both, ours, named, timeout=60):
+        assert found == wanted
+        assert error < 1e-10
+        names |= found
+    assert names == {parameter.name for parameter in job(Layout(pp=2, schedule=ours)).model.parameters()}

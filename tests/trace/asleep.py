@@ -1,0 +1,98 @@
+"""Stages that sleep instead of computing, run by the real pipeline over real ranks: what takes how long is known."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.layout import Layout
+from fivefold.model.place import Place
+from fivefold.parallel.channels import Channels
+from fivefold.parallel.later import Later
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Microbatch, Pipeline
+from fivefold.schedule.catalogue import build
+from fivefold.stages import Stage
+from fivefold.trace.records import Trace
+from fivefold.trace.tracer import Tracer
+
+HIDDEN = 4
+
+
+@dataclass(frozen=True)
+class Naps:
+    """Seconds of F, I and W of any stage; B takes I + W."""
+
+    f: float
+    i: float
+    w: float
+
+
+class Asleep(nn.Module):
+    """A stage that hands on what it gets, in its own good time."""
+
+    def __init__(self, stage: Stage, naps: Naps, later: Later):
+        super().__init__()
+        self.stage, self.naps, self.later = stage, naps, later
+        self.spec = SimpleNamespace(hidden=HIDDEN)
+        self.verbs = SimpleNamespace(residual=lambda place: place)
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, place: Place) -> Tensor:
+        if self.stage.first:
+            x = torch.zeros(*x.shape, HIDDEN)
+        return _Nap.apply(x, self.weight, self.naps, self.later)
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, naps: Naps, later: Later) -> Tensor:
+        ctx.naps, ctx.later = naps, later
+        time.sleep(naps.f)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.naps.i)
+        if ctx.later.open is None:
+            time.sleep(ctx.naps.w)
+        else:
+            ctx.later.open.append(lambda: time.sleep(ctx.naps.w))
+        return gradient, None, None, None
+
+
+class NoWeights:
+    halves = False
+
+    @contextmanager
+    def microbatch(self, last: bool, stage: int = 0, part: str = "all") -> Iterator[None]:
+        yield
+
+
+def sleep(rank: int, world: int, text: str, naps: Naps, steps: int) -> Trace | None:
+    """The trace of `steps` runs of a schedule, on rank 0."""
+    layout = Layout.parse(text)
+    mesh = Mesh.of(layout, torch.device("cpu"))
+    schedule = build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks)
+    later, last = Later(), layout.stages - 1
+    stages = {
+        number: Asleep(Stage(number, range(0), first=number == 0, last=number == last), naps, later)
+        for number in schedule.placement.of_rank[mesh.pp.rank]
+    }
+    tracer = Tracer(mesh, range(1, steps + 1))
+    channels = Channels(schedule, mesh, torch.float32)
+    pipeline: Any = Pipeline(schedule, mesh.pp.rank, stages, NoWeights(), later, channels, tracer.watch)  # type: ignore[arg-type]
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    microbatch = Microbatch(tokens, tokens, tokens, Place(tokens, tokens[:, 0], 2))
+    trace = None
+    for step in range(1, steps + 1):
+        torch.distributed.barrier()
+        with tracer.step(step):
+            pipeline.run([microbatch] * layout.microbatches, lambda y, _: y.sum())
+        trace = tracer.after(step, schedule)
+    return trace

@@ -1,0 +1,43 @@
+"""The bubble that was measured, against the simulator's: real executor, real ranks, stages of known durations."""
+
+import pytest
+
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.simulate import simulate
+from fivefold.trace.summary import Summary
+from tests.ranks import run_ranks
+from tests.trace.asleep import Naps, sleep
+
+NAPS = Naps(f=0.030, i=0.036, w=0.024)  # where ranks are more than cores, sleeps do not fight for them
+ALLOWED = 0.05  # of the run
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2,microbatches=4,schedule=1f1b",
+        "pp=2,microbatches=4,schedule=zb-h1",
+        "pp=2,microbatches=4,schedule=interleaved",
+        "pp=2,microbatches=4,schedule=zb-v",
+        "pp=4,microbatches=6,schedule=1f1b",
+        "pp=4,microbatches=6,schedule=zb-h1",
+        "pp=4,microbatches=4,schedule=interleaved",
+        "pp=4,microbatches=4,schedule=zb-v",
+    ],
+)
+def test_the_measured_bubble_is_the_simulated_one_within_5_percent_of_the_run(layout: str) -> None:
+    """The shortest of three runs: whoever else uses this machine can only make a run longer. While somebody does so
+    all the time, three more, and again."""
+    for _ in range(3):
+        trace = run_ranks(int(layout[3]), sleep, layout, NAPS, 3)[0]
+        summary, stages = Summary(trace), trace.schedule.placement.stages
+        each = {name: (getattr(NAPS, name),) * stages for name in "fiw"}
+        known = simulate(trace.schedule, Costs(**each, b=(NAPS.i + NAPS.w,) * stages, activation=(1.0,) * stages))
+        shortest = min(range(trace.steps), key=lambda step: summary.makespan(0, step))
+        measured, predicted = summary.measured_bubble(0, shortest), summary.simulations[0].bubble_makespan
+        print(f"{layout}: {measured:.4f} measured, {known.bubble_makespan:.4f} of the naps, {predicted:.4f} predicted")
+        assert summary.makespan(0, shortest) >= known.makespan
+        if max(abs(measured - known.bubble_makespan), abs(measured - predicted)) < ALLOWED:
+            break
+    assert measured == pytest.approx(known.bubble_makespan, abs=ALLOWED)
+    assert measured == pytest.approx(predicted, abs=ALLOWED)

@@ -1,0 +1,99 @@
+"""A trace made by hand, whose parts can be added up on paper."""
+
+from dataclasses import replace
+
+import pytest
+
+from fivefold.schedule.actions import BACKWARD, FORWARD, SEND_ACTIVATION, SEND_GRADIENT, Action
+from fivefold.schedule.engine import Span
+from fivefold.schedule.one_f_one_b import one_f_one_b
+from fivefold.trace.intervals import common, length, minus, union
+from fivefold.trace.records import Flight, RankTrace, Trace, Update, Wait, Window, land
+from fivefold.trace.summary import Summary
+
+
+def test_sets_of_moments() -> None:
+    a, b = union([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (5.0, 5.0)]), [(2.0, 5.0)]
+    assert a == [(0.0, 3.0), (4.0, 6.0)]
+    assert minus(a, b) == [(0.0, 2.0), (5.0, 6.0)]
+    assert minus(b, a) == [(3.0, 4.0)]
+    assert common(a, b) == [(2.0, 3.0), (4.0, 5.0)]
+    assert length(minus(a, b)) + length(common(a, b)) == length(a)
+
+
+def by_hand() -> Trace:
+    """Two ranks, one microbatch: F on 0 at 1-2, on 1 at 3-5; B on 1 at 5-8, on 0 at 9-11; the step ends at 14."""
+    schedule = one_f_one_b(2, 1)
+    send_a, send_g = Action(SEND_ACTIVATION, 0, 0), Action(SEND_GRADIENT, 1, 0)
+    first = RankTrace(
+        rank=0,
+        name="pp 0",
+        line=0,
+        place=0,
+        steps=(Window(1, 0.0, 14.0),),
+        actions=(Span(Action(FORWARD, 0, 0), 1.0, 2.0), Span(Action(BACKWARD, 0, 0), 9.0, 11.0)),
+        updates=(Update("STEP", 12.0, 13.5),),
+        waits=(
+            Wait("pp", "receive", 2.5, 9.0, Action(BACKWARD, 0, 0)),
+            Wait("tp", "all-reduce", 9.5, 10.0, Action(BACKWARD, 0, 0)),  # within an action
+            Wait("dp", "all-reduce", 11.5, 12.5),  # half of it in the optimizer
+        ),
+        flights=(
+            Flight("pp", "send", 100, 2.0, 11.0, send_a),  # noticed late; its consumer starts at 3
+            Flight("tp", "all-reduce", 10, 9.2, 10.0, Action(BACKWARD, 0, 0)),
+            Flight("dp", "all-reduce", 40, 10.5, 12.5),
+        ),
+    )
+    second = RankTrace(
+        rank=1,
+        name="pp 1",
+        line=0,
+        place=1,
+        steps=(Window(1, 0.5, 14.0),),
+        actions=(Span(Action(FORWARD, 1, 0), 3.0, 5.0), Span(Action(BACKWARD, 1, 0), 5.0, 8.0)),
+        updates=(Update("STEP", 12.0, 13.0),),
+        waits=(
+            Wait("pp", "receive", 1.0, 3.0, Action(FORWARD, 1, 0)),
+            Wait("dp", "all-reduce", 8.5, 12.0),  # till 11 it would have had nothing to do anyway
+        ),
+        flights=(Flight("pp", "send", 100, 8.0, 13.0, send_g), Flight("dp", "all-reduce", 40, 7.5, 12.0)),
+    )
+    return Trace(schedule, (first, second), "pp=2")
+
+
+def test_each_moment_of_a_step_is_in_one_part() -> None:
+    first, second = Summary(by_hand()).by_rank
+    assert (first.step, first.compute, first.bubble, first.wait) == (14.0, 2.5, 7.0, 6.5)
+    assert first.exposed == {"pp": 0.0, "tp": 0.5, "dp": 1.0}
+    assert (first.optimizer, first.other) == (1.0, pytest.approx(2.0))  # 0-1, 11-11.5, 13.5-14
+    assert first.hidden == {"pp": pytest.approx(1.0), "tp": pytest.approx(0.3), "dp": pytest.approx(1.0)}
+    assert (second.step, second.compute, second.bubble, second.wait) == (13.5, 5.0, 5.0, 2.0)
+    assert second.exposed == {"pp": 0.0, "dp": 1.0}
+    assert (second.optimizer, second.other) == (1.0, pytest.approx(1.5))
+    assert second.hidden == {"pp": pytest.approx(1.0), "dp": pytest.approx(3.5)}
+    for time in (first, second):
+        assert time.compute + time.bubble + time.optimizer + time.other + sum(time.exposed.values()) == time.step
+
+
+def test_bubbles_are_shares_of_the_run_measured_and_predicted() -> None:
+    """Measured: 8 of 20 rank-seconds busy. Predicted: F 1, F 2, B 3, B 2 one after the other, 8 of 16."""
+    summary = Summary(by_hand())
+    assert summary.makespan(0, 0) == 10.0
+    assert summary.measured_bubble(0, 0) == pytest.approx(0.6)
+    assert summary.simulations[0].makespan == 8.0
+    assert summary.simulations[0].bubble_makespan == pytest.approx(0.5)
+    assert (summary.bubble.measured, summary.bubble.predicted) == (pytest.approx(0.6), pytest.approx(0.5))
+    assert summary.bubble_of(summary.trace.ranks[0]).measured == pytest.approx(0.7)
+
+
+def test_a_message_has_landed_when_its_consumer_starts() -> None:
+    first, second = land(by_hand()).ranks
+    assert [flight.end for flight in first.flights] == [3.0, 10.0, 12.5]
+    assert [flight.end for flight in second.flights] == [9.0, 12.0]
+
+
+def test_ranks_of_another_clock_are_moved() -> None:
+    trace = by_hand()
+    moved = trace.ranks[1].on_clock(100.0)
+    assert (moved.steps[0].start, moved.actions[0].end, moved.waits[0].start) == (100.5, 105.0, 101.0)
+    assert Summary(replace(trace, ranks=(trace.ranks[0], moved.on_clock(-100.0)))).total.step == 13.75
