@@ -40,6 +40,17 @@ def test_a_sample_says_how_much_of_everything_it_is(tmp_path: Path) -> None:
     assert all(one["counted"] == one["expected"] for one in first["traffic_per_step"])
 
 
+def test_a_pipeline_is_proven_with_a_model_that_fills_its_stages(tmp_path: Path) -> None:
+    layout = "pp=4,schedule=zb-v,microbatches=4"
+    done = fivefold("verify", "--layout", layout, *SMALL, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["passed"]
+    sends = [one for one in told["traffic_per_step"] if (one["axis"], one["kind"]) == ("pp", "send")]
+    assert sends[0]["counted"] == sends[0]["expected"]
+    assert sends[0]["counted"]["calls"] == 2 * 4  # the first rank: activations of stage 0, gradients of stage 7
+
+
 def test_a_layout_that_fails_ends_with_1_and_the_parameters_name(tmp_path: Path) -> None:
     """No bug needed: float32, an eps that turns rounding noise into whole steps, and large ones."""
     words = ["--layout", "tp=2", "--dtype", "float32", "optimizer.lr=3", "optimizer.eps=1e-30"]
@@ -53,7 +64,10 @@ def test_a_layout_that_fails_ends_with_1_and_the_parameters_name(tmp_path: Path)
     ("words", "sentence"),
     [
         (["--layout", "tp=3"], "tp=3 does not divide the 4 attention heads of tiny; nearest: tp=2 or tp=4"),
-        (["--layout", "dp=2,pp=2"], "layout.pp=2 can be described but not run yet; nearest: pp=1"),
+        (
+            ["--layout", "pp=2,schedule=interleaved"],
+            "microbatches=1, and schedule=interleaved and pp=2 need at least 2",
+        ),
         (["--layout", "dp=3"], "a global batch of 8 sequences does not divide over dp=3"),
         (["--world", "4"], "--world and --sample belong to --all"),
         (["--all", "--sample", "0"], "--sample 0 takes no layout; nearest: --sample 1"),

@@ -16,7 +16,7 @@ from fivefold.parallel.channels import Message
 from fivefold.parallel.mesh import Mesh
 from fivefold.presets import preset
 from fivefold.prove.batches import make_batch
-from fivefold.schedule.actions import Action, Kind
+from fivefold.schedule.actions import Action
 from fivefold.train.config import DataConfig, Job, TrainConfig
 from fivefold.train.engine import Engine
 
@@ -57,8 +57,7 @@ class Watched:
     actions: list[Action] = field(default_factory=list)
     live: Counter[Place] = field(default_factory=Counter)  # tensors that autograd has saved for a backward pass
     peak: int = 0  # places with any, or with put-off weight gradients
-    posted: Counter[tuple[Kind, int]] = field(default_factory=Counter)  # receives without their consumer yet
-    in_flight: int = 0  # the most of them on one channel
+    in_flight: int = 0  # the most receives of one channel that are posted and not consumed
     engine: Engine | None = None
 
     @contextmanager
@@ -68,28 +67,11 @@ class Watched:
         with saved_tensors_hooks(lambda tensor: Saved(tensor, self.live, place), lambda saved: saved.tensor):
             yield
         assert self.engine is not None
-        held = {place for place, count in self.live.items() if count} | self.engine.pipeline.put_off.keys()
+        pipeline = self.engine.pipeline
+        held = {place for place, count in self.live.items() if count} | pipeline.put_off.keys()
         self.peak = max(self.peak, len(held))
-
-    def count_receives(self, engine: Engine) -> None:
-        self.engine = engine
-        receive = engine.pipeline.channels.receive
-
-        def counted(action: Action, shape: tuple[int, ...]) -> Message:
-            channel = action.kind, action.stage
-            self.posted[channel] += 1
-            self.in_flight = max(self.in_flight, self.posted[channel])
-            message = receive(action, shape)
-            wait = message.wait
-
-            def consumed() -> Tensor:
-                self.posted[channel] -= 1
-                return wait()
-
-            message.wait = consumed  # type: ignore[method-assign]
-            return message
-
-        engine.pipeline.channels.receive = counted  # type: ignore[method-assign]
+        posted = Counter(key[:2] for key, here in pipeline.arriving.items() if isinstance(here, Message))
+        self.in_flight = max(self.in_flight, *posted.values(), 0)
 
 
 class Saved:
@@ -123,7 +105,7 @@ def run(case: Job, mesh: Mesh, batch: Batch | None = None) -> Run:
     """One accumulated batch; and the same batch, evaluated."""
     watched, blocks = Watched(), Counter[str]()
     engine = Engine(case, mesh, watched)
-    watched.count_receives(engine)
+    watched.engine = engine
     for model in engine.stages.values():
         for number, block in model.layers.items():
             block.register_forward_pre_hook(counting(blocks, number))

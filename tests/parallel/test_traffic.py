@@ -91,7 +91,9 @@ def names(rank: int, world: int, text: str) -> dict[str, str]:
     return dict(zip(used, [event.axis for event in counter.events], strict=True))
 
 
-@pytest.mark.parametrize("layout", ["dp=4", "dp=2,cp=2", "cp=2,tp=2", "dp=4,zero=3,replicate=2"])
+@pytest.mark.parametrize(
+    "layout", ["dp=4", "dp=2,cp=2", "cp=2,tp=2", "dp=4,zero=3,replicate=2", "pp=4", "dp=2,pp=2", "pp=4,schedule=zb-v"]
+)
 def test_axes_of_the_same_ranks_have_the_name_that_the_closed_forms_give_them(layout: str) -> None:
     parsed = Layout.parse(layout)
     for found in run_ranks(4, names, layout):

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from fivefold.layout import Layout
-from fivefold.plan.traffic import expected
+from fivefold.plan.traffic import Seat, expected
 from fivefold.presets import preset
 from fivefold.wire import AXES, Traffic, same_axis, sizes, total, wire
 
@@ -104,6 +104,81 @@ def test_hybrid_sharding_adds_up_its_copies_once_a_step() -> None:
     assert rows["zero", "reduce-scatter"].payload == 2 * M
 
 
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def of_rank(layout: str, rank: int, **more: object) -> dict[tuple[str, str], Traffic]:
+    parsed = Layout.parse(layout)
+    return sent(layout, seat=Seat.of(parsed, rank), **more)
+
+
+@pytest.mark.parametrize(
+    ("layout", "boundaries"),
+    [
+        ("pp=4,microbatches=4", [1, 2, 2, 1]),
+        ("pp=4,microbatches=4,schedule=zb-h1", [1, 2, 2, 1]),
+        ("pp=2,microbatches=4,schedule=interleaved", [3, 3]),  # stages 0 1 0 1: three boundaries, both ways
+        ("pp=2,microbatches=4,schedule=zb-v", [2, 2]),  # stages 0 1 1 0: the middle one stays on a rank
+    ],
+)
+def test_a_pipeline_sends_bse_forward_and_back_per_microbatch_and_boundary(layout: str, boundaries: list[int]) -> None:
+    m = Layout.parse(layout).microbatches
+    for rank, count in enumerate(boundaries):
+        row = of_rank(layout, rank)["pp", "send"]
+        assert (row.calls, row.payload) == (count * m, count * B * S * E * 4)
+        assert row.wire == row.payload
+
+
+def test_sequence_and_context_parallel_ranks_send_their_tokens_only() -> None:
+    whole = sent("pp=2,microbatches=2")["pp", "send"].payload
+    assert sent("pp=2,tp=2,microbatches=2")["pp", "send"].payload == whole
+    assert sent("pp=2,tp=2,sp,microbatches=2")["pp", "send"].payload == whole // 2
+    assert sent("pp=2,cp=2,microbatches=2")["pp", "send"].payload == whole // 2
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp", "cp=2", "cp=2,cp_kind=ulysses,recompute=full", "dp=2,zero=3"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_the_ranks_of_a_pipeline_share_what_one_rank_sends(layout: str, schedule: str) -> None:
+    """Each its own layers, the first the embedding, the last the head: together no more and no less."""
+    alone = sent(f"{layout},microbatches=2", minimum=1)
+    pipeline = f"{layout},microbatches=2,pp=2,schedule={schedule}"
+    ranks = [sent(pipeline, seat=Seat(pp=rank), minimum=1) for rank in range(2)]
+    numbers = ("all-reduce",)  # those of the loss and the norm are on every rank
+    for (axis, kind), row in alone.items():
+        if kind not in numbers:
+            both = [rank[axis, kind].payload for rank in ranks if (axis, kind) in rank]
+            assert sum(both) == row.payload, (axis, kind)
+    assert sum(rank["pp", "send"].payload for rank in ranks) > 0
+
+
+def test_the_ends_of_a_pipeline_add_up_a_tied_embedding() -> None:
+    tied = preset("tiny", vocab=256, tied=True)
+    table = tied.vocab * tied.hidden * 4
+    rows = [expected(tied, Layout(pp=4), S, B, "float32", seat=Seat(pp=rank)) for rank in range(4)]
+    shared = [sum(row.payload for row in some if row.axis == "ends") for some in rows]
+    assert shared == [table, 0, 0, table]
+    # Two ranks are the ends of their own axis, and a V has both ends on one rank.
+    two = {row[:2]: row for row in expected(tied, Layout(pp=2), S, B, "float32")}
+    assert two["pp", "all-reduce"].payload == table + 2 * 8
+    vee = expected(tied, Layout(pp=2, schedule="zb-v"), S, B, "float32")
+    assert [row.payload for row in vee if row[:2] == ("pp", "all-reduce")] == [2 * 8]
+
+
+def test_weight_gradients_of_their_own_are_buckets_of_their_own() -> None:
+    """As many bytes, in more calls: linears, and the rest."""
+    whole, split = (sent(f"dp=2,pp=2,zero=1,schedule={name}")["dp", "reduce-scatter"] for name in ("1f1b", "zb-h1"))
+    assert split.payload == whole.payload
+    assert split.calls == 2 * whole.calls
+
+
+def test_a_seat_follows_the_order_of_the_axes() -> None:
+    layout = Layout(dp=4, replicate=2, zero=3, pp=2, cp=2, tp=2)
+    seats = [Seat.of(layout, rank) for rank in range(32)]
+    assert seats[:5] == [Seat(0, 0, 0), Seat(1, 0, 0), Seat(0, 0, 1), Seat(1, 0, 1), Seat(0, 1, 0)]
+    assert seats[8] == Seat(0, 0, 2)
+    assert seats[16] == Seat(0, 0, 0)  # the other copy
+
+
 def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:
     few, many = sent("dp=2,zero=1"), sent("dp=2,zero=1", minimum=1)
     assert many["dp", "all-gather"].calls == SPEC.layers + 2 > few["dp", "all-gather"].calls
@@ -137,6 +212,9 @@ def test_wire_is_the_share_that_a_rank_does_not_keep() -> None:
         ("dp=2,cp=2", {"zero": "zero", "data": "zero", "world": "zero"}),
         ("dp=4,zero=3,replicate=2", {"replicate": "replicate", "zero": "zero", "data": "dp", "world": "dp"}),
         ("dp=2,cp=2,zero=3,replicate=2", {"replicate": "dp", "zero": "cp", "data": "data", "world": "data"}),
+        ("pp=2", {"ends": "pp", "world": "pp"}),
+        ("pp=4", {"ends": "ends", "world": "pp"}),
+        ("dp=2,pp=4,schedule=interleaved", {"ends": "ends", "zero": "dp", "world": "world"}),
     ],
 )
 def test_axes_of_the_same_ranks_are_one(layout: str, names: dict[str, str]) -> None:

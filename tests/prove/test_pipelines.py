@@ -60,7 +60,7 @@ def test_a_pipeline_computes_what_one_process_computes_and_sends_what_the_closed
     [
         (cases.the_ends_of_a_tied_embedding_are_not_summed, "pp=2,microbatches=2", "embedding.weight"),
         (cases.a_weight_gradient_is_forgotten, "pp=2,microbatches=2,schedule=zb-h1", ".weight"),
-        (cases.microbatches_arrive_in_the_wrong_order, "pp=2,microbatches=2", "layers.1."),
+        (cases.microbatches_arrive_in_the_wrong_order, "pp=2,microbatches=2", "layers."),
     ],
 )
 def test_a_deliberate_bug_fails_and_the_parameter_is_named(judge: Judge, bug: object, layout: str, named: str) -> None:

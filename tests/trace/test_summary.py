@@ -27,7 +27,7 @@ def by_hand() -> Trace:
     send_a, send_g = Action(SEND_ACTIVATION, 0, 0), Action(SEND_GRADIENT, 1, 0)
     first = RankTrace(
         rank=0,
-        name="pp 0",
+        name="pp0",
         line=0,
         place=0,
         steps=(Window(1, 0.0, 14.0),),
@@ -46,7 +46,7 @@ def by_hand() -> Trace:
     )
     second = RankTrace(
         rank=1,
-        name="pp 1",
+        name="pp1",
         line=0,
         place=1,
         steps=(Window(1, 0.5, 14.0),),

@@ -63,4 +63,4 @@ def trace(
         return
     console = Console(highlight=False)
     show(console, summary)
-    console.print(f"trace of all ranks in {output}; open it in ui.perfetto.dev", markup=False)
+    console.print(f"trace of all ranks: {output}; ui.perfetto.dev opens it", markup=False)

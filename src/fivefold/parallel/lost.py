@@ -11,7 +11,9 @@ from fivefold.errors import PeerLost
 from fivefold.parallel.mesh import Axis, Mesh
 
 # torch has no exception of its own for these: gloo and NCCL raise RuntimeErrors of any kind of trouble.
-_GONE = re.compile(r"onnection (closed|reset|refused)|Broken pipe|Socket closed|Read error|ncclRemoteError|pair closure")
+_GONE = re.compile(
+    r"onnection (closed|reset|refused)|Broken pipe|Socket closed|Read error|ncclRemoteError|pair closure"
+)
 _SILENT = re.compile(r"[Tt]imed? ?out")
 
 
@@ -30,18 +32,22 @@ def who(mesh: Mesh) -> str:
     return f"rank {dist.get_rank()} ({places})" if places else "rank 0"
 
 
+def others(*axes: Axis) -> str:
+    """The other ranks of some axes, by their numbers in the world: 'ranks 0, 3 (dp, ends)'."""
+    wide = [axis for axis in axes if axis.size > 1]
+    ranks = sorted({rank for axis in wide for rank in axis.ranks} - {dist.get_rank()})
+    names = ", ".join(dict.fromkeys(axis.name for axis in wide))
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))} ({names})"
+
+
 @contextmanager
-def waiting(what: str, mesh: Mesh, axis: Axis) -> Iterator[None]:
-    """Around a collective over an axis: if it fails for want of a peer, the error says what waited for whom."""
+def waiting(what: str, mesh: Mesh, *axes: Axis) -> Iterator[None]:
+    """Around collectives over some axes: if one fails for want of a peer, the error says what waited for whom."""
     start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        why = reason(error)
-        if why is None or axis.size == 1:
+        if (why := reason(error)) is None:
             raise
-        others = [str(rank) for rank in axis.ranks if rank != dist.get_rank()]
-        ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
-        raise PeerLost(
-            f"{who(mesh)}: {what} waited {time.monotonic() - start:.1f} s for {ranks} along {axis.name}: {why}"
-        ) from error
+        waited = f"waited {time.monotonic() - start:.1f} s for {others(*axes)}"
+        raise PeerLost(f"{who(mesh)}: {what} {waited}: {why}") from error

@@ -18,7 +18,7 @@ from fivefold.model.place import Place
 from fivefold.parallel.channels import Channels, Message, Silence
 from fivefold.parallel.data import Weights
 from fivefold.parallel.later import Later, Work
-from fivefold.parallel.lost import reason, who
+from fivefold.parallel.lost import waiting, who
 from fivefold.schedule.actions import GRADIENT_MAKERS, LAST_READERS, Action, Kind
 from fivefold.schedule.schedule import Schedule
 
@@ -108,14 +108,16 @@ class Pipeline:
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """Errors inside say what this rank was at; those for want of a peer are said in one sentence."""
+        mesh = self.channels.mesh
         try:
-            yield
+            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.data):  # what collectives there are within an action
+                yield
         except Silence as error:
-            raise PeerLost(f"{who(self.channels.mesh)}: {what} {error}") from error.__cause__
+            raise PeerLost(f"{who(mesh)}: {what} {error}") from error.__cause__
+        except PeerLost:
+            raise
         except Exception as error:
-            if isinstance(error, RuntimeError) and (why := reason(error)) is not None:
-                raise PeerLost(f"{who(self.channels.mesh)}: {what} lost a peer in a collective: {why}") from error
-            error.add_note(f"{who(self.channels.mesh)} was at {what}")
+            error.add_note(f"{who(mesh)} was at {what}")
             raise
 
     def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""One rank of the pipeline's benchmark: every contender takes the same step in turns, so that all meet the same noise."""
+"""One rank of the pipeline's benchmark: contenders take the same step in turns, so that all meet the same noise."""
 
 import os
 import time

@@ -116,23 +116,20 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
 
 
 def all_cases(job: Job, world: int, deepen: bool = False) -> list[Case]:
-    """The job's model on every layout, and its variants on a pairwise cover of theirs."""
+    """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them."""
+    size = {"world": world, "seq": job.data.seq, "batch": job.train.batch}
+    layouts = list(legal_layouts(job.model, world, job.data.seq, job.train.batch, deepen))
 
-    def legal(spec: ModelSpec, variant: str) -> list[Case]:
-        layouts = legal_layouts(spec, world, job.data.seq, job.train.batch, deepen)
-        return [
-            Case(
-                msgspec.structs.replace(job, model=deep_enough(spec, layout) if deepen else spec, layout=layout),
-                variant,
-            )
-            for layout in layouts
-        ]
+    def case(spec: ModelSpec, layout: Layout, variant: str) -> Case:
+        spec = deep_enough(spec, layout) if deepen else spec
+        return Case(msgspec.structs.replace(job, model=spec, layout=layout), variant)
 
-    cases = legal(job.model, "")
+    cases = [case(job.model, layout, "") for layout in layouts]
     for name, spec in variants(job.model).items():
-        chosen = legal(spec, name)
+        chosen = [case(spec, layout, name) for layout in layouts]
+        chosen = [one for one in chosen if not one.job.layout.problems(one.job.model, **size)]
         if name in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
-            chosen = [case for case in chosen if case.job.layout.tp > 1]
+            chosen = [one for one in chosen if one.job.layout.tp > 1]
         cases += pairwise(chosen)
     return cases
 

@@ -12,16 +12,17 @@ An arrow leads from a message's send to the action that consumes it.
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, SEND_ACTIVATION, SEND_GRADIENT
 from fivefold.schedule.engine import Span
 from fivefold.schedule.simulate import Simulation
-from fivefold.trace.records import Flight, RankTrace
+from fivefold.trace.records import Flight, RankTrace, Window
 from fivefold.trace.summary import Summary
 
 Event = dict[str, Any]
-STEPS, COMPUTE, SIMULATED, WAITS, AXES = 1, 2, 3, 4, 10  # thread numbers: the order of the lanes
+T = TypeVar("T", Window, Flight)
+STEPS, COMPUTE, SIMULATED, WAITS, AXES = 1, 2, 3, 100, 200  # thread numbers: the order of the lanes
 _PER_AXIS = 100  # lanes an axis may have
 
 
@@ -56,8 +57,7 @@ class _Painter:
     def rank(self, rank: RankTrace) -> Iterator[Event]:
         yield _named(rank.rank, 0, "process_name", f"rank {rank.rank}" + (f"  {rank.name}" if rank.name else ""))
         yield {**_named(rank.rank, 0, "process_sort_index", ""), "args": {"sort_index": rank.rank}}
-        lanes = {STEPS: "steps", COMPUTE: "compute", SIMULATED: "simulated", WAITS: "waits"}
-        for number, name in lanes.items():
+        for number, name in {STEPS: "steps", COMPUTE: "compute", WAITS: "waits"}.items():
             yield from _lane(rank.rank, number, name)
         for window in rank.steps:
             yield self.slice(rank.rank, STEPS, f"step {window.step}", window.start, window.end)
@@ -74,14 +74,19 @@ class _Painter:
         yield from self.flights(rank)
 
     def simulated(self, rank: RankTrace) -> Iterator[Event]:
-        """The simulation starts where the measured run of the schedule did."""
+        """Every run of the schedule, from where the measured one began; it may end later, in the next one's time."""
         number = self.summary.line_of[rank.rank]
-        timeline = _one_by_one(self.summary.simulations[number], rank.place)
-        for step in range(self.trace.steps):
-            start, _ = self.trace.run(self.trace.lines[number], step)
-            for span in timeline:
-                moved = span._replace(start=start + span.start, end=start + span.end)
-                yield self.action(rank.rank, SIMULATED, moved, "simulated")
+        simulation, line = self.summary.simulations[number], self.trace.lines[number]
+        timeline = _one_by_one(simulation, rank.place)
+        starts = [self.trace.run(line, step)[0] for step in range(self.trace.steps)]
+        for lane, runs in enumerate(
+            _apart([Window(step, start, start + simulation.makespan) for step, start in enumerate(starts)])
+        ):
+            yield from _lane(rank.rank, SIMULATED + lane, "simulated")
+            for run in runs:
+                for span in timeline:
+                    moved = span._replace(start=run.start + span.start, end=run.start + span.end)
+                    yield self.action(rank.rank, SIMULATED + lane, moved, "simulated")
 
     def flights(self, rank: RankTrace) -> Iterator[Event]:
         for place, axis in enumerate(self.summary.axes):
@@ -147,15 +152,15 @@ def _lane(rank: int, thread: int, name: str) -> Iterator[Event]:
     yield {**_named(rank, thread, "thread_sort_index", ""), "args": {"sort_index": thread}}
 
 
-def _apart(flights: Sequence[Flight]) -> list[list[Flight]]:
-    """As few lanes as it takes for none of a lane to overlap."""
-    lanes: list[list[Flight]] = []
-    for flight in flights:
-        free = next((lane for lane in lanes if lane[-1].end <= flight.start), None)
+def _apart(spans: Sequence[T]) -> list[list[T]]:
+    """Spans in the order of their starts, in as few lanes as it takes for none of a lane to overlap."""
+    lanes: list[list[T]] = []
+    for span in spans:
+        free = next((lane for lane in lanes if lane[-1].end <= span.start), None)
         if free is None:
-            lanes.append([flight])
+            lanes.append([span])
         else:
-            free.append(flight)
+            free.append(span)
     return lanes
 
 

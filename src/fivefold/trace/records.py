@@ -65,7 +65,7 @@ class Update(NamedTuple):
 @dataclass(frozen=True)
 class RankTrace:
     rank: int
-    name: str  # where it is: "dp 0, pp 1"
+    name: str  # where it is: "dp0 pp1"
     line: int  # which pipeline it is in: the ranks of a line hold the stages of one copy of the model
     place: int  # along the line
     steps: tuple[Window, ...]

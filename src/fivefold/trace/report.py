@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fivefold.trace.chrome import write
-from fivefold.trace.records import Trace
+from fivefold.trace.records import RankTrace, Trace
 from fivefold.trace.summary import Bubble, RankTime, Summary
 from fivefold.words import bytes_text
 
@@ -29,73 +29,93 @@ class TraceFile:
     def show(self, console: Console) -> None:
         if self.summary is not None:
             show(console, self.summary)
-            console.print(f"trace of all ranks in {self.path}; open it in ui.perfetto.dev", markup=False)
+            console.print(f"trace of all ranks: {self.path}; ui.perfetto.dev opens it", markup=False)
 
 
 def show(console: Console, summary: Summary) -> None:
     trace, total = summary.trace, summary.total
     steps = f"{trace.steps} step{'s' if trace.steps > 1 else ''}"
-    layout = f"{trace.layout}, " if trace.layout else ""
-    console.print(f"[bold]trace[/]  {layout}schedule {trace.schedule.name}: ms of a step, mean of {steps}")
+    console.print(f"[bold]trace[/]  {trace.layout or 'one rank'}\nms of a step, mean of {steps}")
     console.print(_times(summary))
     if summary.axes:
-        console.print()
+        console.print("\ncommunication, ms a step: exposed / hidden")
         console.print(_traffic(summary))
-    both = summary.bubble
-    console.print(
-        f"\nbubble {both.measured:.1%} of the pipeline's time, {both.predicted:.1%} predicted: the same schedule with "
-        "the medians of these durations",
-        soft_wrap=True,
-    )
-    if summary.untraced is not None:
+    if trace.schedule.p > 1:
+        both = summary.bubble
         console.print(
-            f"a step took {1e3 * total.step:.1f} ms with tracing, {1e3 * summary.untraced:.1f} ms without",
-            soft_wrap=True,
+            f"\nThe bubble is {both.measured:.1%} of the time of {trace.schedule.name}; the same schedule with the\n"
+            f"medians of these durations predicts {both.predicted:.1%}."
         )
+    if summary.untraced is not None:
+        console.print(f"A step took {1e3 * total.step:.1f} ms with tracing and {1e3 * summary.untraced:.1f} without.")
     error = max(rank.clock_error for rank in trace.ranks)
     if error:
-        console.print(f"the machines' clocks agree to {1e6 * error:.0f} us")
+        console.print(f"The machines' clocks agree to {1e6 * error:.0f} us.")
 
 
 def _times(summary: Summary) -> Table:
-    """A row for each rank, and their mean."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("rank", no_wrap=True)
-    for name in (*_PARTS, "bubble", "predicted"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank, time in list(zip(summary.trace.ranks, summary.by_rank, strict=True))[:_SHOWN]:
-        table.add_row(f"{rank.rank}  [dim]{rank.name}[/]", *_cells(time, summary.bubble_of(rank)))
-    if (more := len(summary.trace.ranks) - _SHOWN) > 0:
-        table.add_row(f"[dim]{more} more[/]")
-    table.add_row("[bold]mean[/]", *_cells(summary.total, summary.bubble))
-    total = summary.total
-    shares = [f"[dim]{_part(total, name) / total.step:.1%}[/]" if total.step else "" for name in _PARTS]
-    table.add_row("[dim]share[/]", *shares)
+    """A row for each rank, their mean, and its shares."""
+    piped, total = summary.trace.schedule.p > 1, summary.total
+    table = _table("rank", *_PARTS, *(("measured", "predicted") if piped else ()))
+
+    def cells(time: RankTime, bubble: Bubble) -> list[str]:
+        shares = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if piped else []
+        return [*(_ms(_part(time, name)) for name in _PARTS), *shares]
+
+    for rank, time in _listed(summary):
+        table.add_row(_name(rank), *cells(time, summary.bubble_of(rank)))
+    _close(table, summary)
+    table.add_row("[bold]mean[/]", *cells(total, summary.bubble))
+    table.add_row("[dim]share[/]", *(f"[dim]{_part(total, name) / total.step:.1%}[/]" for name in _PARTS))
     return table
+
+
+def _traffic(summary: Summary) -> Table:
+    """A row for each rank, a column for each axis; and what is sent along it, by a rank in the mean."""
+    axes, piped = summary.axes, summary.trace.schedule.p > 1
+    table = _table("rank", *axes, *(("wait",) if piped else ()))
+
+    def cells(time: RankTime) -> list[str]:
+        both = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
+        return [*both, *([_ms(time.wait)] if piped else [])]
+
+    for rank, time in _listed(summary):
+        table.add_row(_name(rank), *cells(time))
+    _close(table, summary)
+    table.add_row("[bold]mean[/]", *cells(summary.total))
+    traffic = [sent(summary.trace, axis) for axis in axes]
+    table.add_row("[dim]calls[/]", *(f"[dim]{calls:g}[/]" for calls, _ in traffic))
+    table.add_row("[dim]payload[/]", *(f"[dim]{bytes_text(payload)}[/]" for _, payload in traffic))
+    return table
+
+
+def _table(first: str, *names: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _listed(summary: Summary) -> list[tuple[RankTrace, RankTime]]:
+    return list(zip(summary.trace.ranks, summary.by_rank, strict=True))[:_SHOWN]
+
+
+def _close(table: Table, summary: Summary) -> None:
+    if (more := len(summary.trace.ranks) - _SHOWN) > 0:
+        table.add_row(f"[dim]{more} more; --json has them[/]")
+
+
+def _name(rank: RankTrace) -> str:
+    return f"{rank.rank}  [dim]{rank.name}[/]" if rank.name else str(rank.rank)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
 
 
 def _part(time: RankTime, name: str) -> float:
     return sum(time.exposed.values()) if name == "exposed" else getattr(time, name)
-
-
-def _cells(time: RankTime, bubble: Bubble) -> list[str]:
-    numbers = [f"{1e3 * _part(time, name):.1f}" for name in _PARTS]
-    return [*numbers, f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"]
-
-
-def _traffic(summary: Summary) -> Table:
-    """A row for each axis: what a rank sends along it in a step, and what that cost."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("axis", no_wrap=True)
-    for name in ("calls", "payload", "exposed", "least", "most", "hidden"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for axis in summary.axes:
-        calls, payload = sent(summary.trace, axis)
-        over_ranks = [time.exposed.get(axis, 0.0) for time in summary.by_rank]
-        numbers = (summary.total.exposed.get(axis, 0.0), min(over_ranks), max(over_ranks))
-        hidden = summary.total.hidden.get(axis, 0.0)
-        table.add_row(axis, f"{calls:g}", bytes_text(payload), *(f"{1e3 * one:.1f}" for one in (*numbers, hidden)))
-    return table
 
 
 def sent(trace: Trace, axis: str) -> tuple[float, float]:

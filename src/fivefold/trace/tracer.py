@@ -130,7 +130,7 @@ class Tracer:
         axes = [getattr(mesh, name) for name in ("dp", "pp", "cp", "tp")]
         return RankTrace(
             rank=mesh.world.rank,
-            name=", ".join(f"{axis.name} {axis.rank}" for axis in axes if axis.size > 1),
+            name=" ".join(f"{axis.name}{axis.rank}" for axis in axes if axis.size > 1),
             line=(mesh.dp.rank * mesh.cp.size + mesh.cp.rank) * mesh.tp.size + mesh.tp.rank,
             place=mesh.pp.rank,
             steps=tuple(self.windows),

@@ -78,7 +78,7 @@ class Engine:
 
         sums: list[Tensor] = []
         self.pipeline.run([self._microbatch(part) for part in mine], loss_of)
-        with waiting("the sum of gradients", self.mesh, self.mesh.data):
+        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, self.mesh.ends):
             self.weights.finish()
         return self._everywhere(sums) / count
 

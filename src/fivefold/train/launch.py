@@ -28,7 +28,8 @@ def launch(nproc: int, arguments: list[str]) -> int:
         first = _first_failure(ranks)
         if first is None:
             return 0
-        _end(ranks)
+        for silent in _end(ranks):
+            print(f"rank {silent} did not end with it, and was ended after {_GRACE:.0f} s", file=sys.stderr)
         code = ranks[first].returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         print(f"rank {first} {how}", file=sys.stderr)
@@ -57,13 +58,15 @@ def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(_LOOK)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Those that had to be told."""
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(_LOOK)
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
+    silent = [number for number, rank in enumerate(ranks) if rank.poll() is None]
+    for number in silent:
+        ranks[number].terminate()
+    return silent
 
 
 def _free_port() -> int:
