@@ -71,7 +71,7 @@ def attention(
 def pipeline(
     pp: Annotated[int, typer.Option(help="Ranks that share the layers.")] = 2,
     microbatches: Annotated[int, typer.Option(help="Pieces of the batch.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 384,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 256,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
