@@ -60,7 +60,8 @@ class FullySharded:
                 one, local = self.held[name], parameter._local_tensor
                 draw_rows(spec, one, one.share(mesh.zero.size, mesh.zero.rank), local, seed)
                 self.masters[name] = nn.Parameter(local.detach())
-
+                if split and one.late:
+                    parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
         self.late = self._late(stages, spec, compute, minimum) if split else Reducer([], [], always=True)
 
     def _late(self, stages: Sequence[nn.Module], spec: ModelSpec, compute: torch.dtype, minimum: int) -> Reducer:
