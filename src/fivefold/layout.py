@@ -218,8 +218,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         both_ends = self.chunks > 1 and (self.schedule in VEE or self.pp == 1)
         if spec.tied and both_ends and self.zero == 3 and self.dp * self.cp > 1:
             found.append(
-                f"zero=3 gathers the weights of each stage by itself, and schedule={self.schedule} has the tied embedding "
-                f"of {spec.name} in two stages of one rank; nearest: zero=2, or schedule=zb-h1"
+                f"zero=3 gathers the weights of each stage by itself, and schedule={self.schedule} has the tied "
+                f"embedding of {spec.name} in two stages of one rank; nearest: zero=2, or schedule=zb-h1"
             )
         return found
 

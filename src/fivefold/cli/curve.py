@@ -33,13 +33,17 @@ def curve(
       fivefold curve job.toml layout=cp=4,cp_kind=ulysses --json
     """
     from fivefold.cli.train import split
+    from fivefold.errors import UserError
     from fivefold.prove.curve import follow, report, rows
+    from fivefold.prove.room import memory_problems
     from fivefold.train.config import read_job
     from fivefold.train.preflight import preflight
 
     path, changes = split(job or [])
     resolved = read_job(path, changes)
     preflight(resolved, resolved.layout.world)
+    if problems := memory_problems(resolved, resolved.layout.world):
+        raise UserError(problems)
     console = Console(stderr=True, highlight=False)
     with console.status(f"three runs of {resolved.train.steps} steps"):
         curves = follow(resolved, timeout)

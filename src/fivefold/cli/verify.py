@@ -20,6 +20,7 @@ SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2
 # Models of its own size, so that a layout takes a second: the families of the presets, narrow.
 _NARROW = ("model.hidden=64", "model.ffn=96")
 _LAYERS = 2  # more where a layout has more stages
+_DEFAULT = "dp=2"
 _SHOWN = 10  # failing layouts of a sweep that are told in full
 _STACK = 8  # lines of the stack of a rank that failed
 
@@ -29,7 +30,7 @@ def verify(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the job, as for train.", show_default=False),
     ] = None,
-    layout: Annotated[str, typer.Option(help="The layout to prove.")] = "dp=2",
+    layout: Annotated[str, typer.Option(help="The layout to prove.")] = _DEFAULT,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
     dtype: Annotated[Literal["float64", "float32", "bfloat16"], typer.Option(help="Of compute.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
@@ -73,6 +74,12 @@ def verify(
 
     if sample is not None and sample < 1:
         raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
+    if world is not None and world < 1:
+        raise UserError(f"--world {world} has no ranks; nearest: --world 1")
+    if timeout <= 0:
+        raise UserError(f"--timeout {timeout:g} leaves no time; nearest: --timeout 120")
+    if everything and layout != _DEFAULT:
+        raise UserError(f"--all takes every layout of --world ranks, and --layout {layout} names one; leave one out")
     if not everything and (world is not None or sample is not None):
         raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
     world = world or 4
@@ -114,6 +121,7 @@ def _job(
     layout: str, model: str, dtype: str, steps: int, seq: int, batch: int, device: str, changes: list[str]
 ) -> "Job":
     from fivefold.prove.compare import OPTIMIZER
+    from fivefold.prove.room import memory_problems
     from fivefold.train.config import read_job
 
     settings = {
@@ -128,7 +136,7 @@ def _job(
     }
     settings |= {f"optimizer.{key}": value for key, value in OPTIMIZER.items()}
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *changes])
-    if problems := job.problems():
+    if problems := job.problems() or memory_problems(job, job.layout.world):
         raise UserError(problems)
     return job
 

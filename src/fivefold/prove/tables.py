@@ -119,8 +119,8 @@ def row(verdict: Verdict, variant: str = "") -> dict[str, Any]:
         "problems": verdict.problems,
         "details": verdict.details,
         "bound": bound_of(job),
-        "losses": [{"layout": found, "reference": wanted} for found, wanted in verdict.losses],
-        "norms": [{"layout": found, "reference": wanted} for found, wanted in verdict.norms],
+        "losses": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in verdict.losses],
+        "norms": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in verdict.norms],
         "worst_loss": _error(verdict.worst("loss")),
         "worst_norm": _error(verdict.worst("norm")),
         "worst_gradient": _error(verdict.worst("gradient")),
@@ -133,7 +133,7 @@ def row(verdict: Verdict, variant: str = "") -> dict[str, Any]:
 def _error(error: Error | None) -> dict[str, Any] | None:
     if error is None:
         return None
-    value = error.value if math.isfinite(error.value) else None  # JSON has no infinity
+    value = _finite(error.value)
     return {"name": error.name, "step": error.step, "error": value, "note": error.note, "holds": error.holds}
 
 
@@ -150,3 +150,8 @@ def _count(count: Count, steps: int) -> dict[str, Any]:
         "expected": numbers(wanted),
         "holds": count.holds,
     }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity and no NaN."""
+    return number if math.isfinite(number) else None
