@@ -18,7 +18,7 @@ def memory_problems(job: Job, ranks: int) -> list[str]:
     if needed <= have:
         return []
     return [
-        f"{job.model.name} has {si(job.model.parameter_count)} parameters: on {ranks} ranks of this machine, or on one, "
+        f"{job.model.name} has {si(job.model.parameter_count)} parameters: on {ranks} ranks of this machine, or one, "
         f"weights, gradients and optimizer take {bytes_text(needed)} in {job.train.dtype}, and there are "
         f"{bytes_text(have)}; take a smaller model, or fewer layers"
     ]
