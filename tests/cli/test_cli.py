@@ -166,7 +166,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(tmp_path) 
     refused(
         fivefold("train", "train.steps=5", "layout.tp=3", cwd=tmp_path),
         "tp=3 does not divide the 4 attention heads of tiny; nearest: tp=2 or tp=4",
-        "layout tp=3 can be described but not run yet: training runs on one rank in this version",
+        "layout tp=3 needs 3 ranks (dp x tp x pp x cp), and there is 1; nearest: --nproc 3",
     )
     assert not (tmp_path / "runs").exists()
 

@@ -72,7 +72,7 @@ def test_a_layout_that_fails_ends_with_1_and_the_parameters_name(tmp_path: Path)
         (["--world", "4"], "--world and --sample belong to --all"),
         (["--all", "--sample", "0"], "--sample 0 takes no layout; nearest: --sample 1"),
         (["model.kvheads=1"], "model.kvheads is not a setting; did you mean 'kv_heads'?"),
-        (["--all", "--world", "5", "--batch", "8", "model.layers=2"], "tiny has no legal layout of 5 ranks"),
+        (["--all", "--world", "0"], "--world 0 has no ranks; nearest: --world 1"),
     ],
 )
 def test_what_cannot_be_proven_is_refused_in_a_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
