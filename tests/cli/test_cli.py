@@ -171,9 +171,9 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(tmp_path) 
     assert not (tmp_path / "runs").exists()
 
 
-def test_more_processes_than_one_are_refused_for_now(tmp_path) -> None:
-    done = fivefold("train", "layout=dp=2", "--nproc", "2", cwd=tmp_path)
-    refused(done, "there are 2 processes, and training runs on one", "layout dp=2 can be described but not run yet")
+def test_a_number_of_processes_that_no_layout_has_is_refused(tmp_path) -> None:
+    done = fivefold("train", "layout=dp=2", "--nproc", "3", cwd=tmp_path)
+    refused(done, "layout dp=2 needs 2 ranks (dp x tp x pp x cp), and there are 3; nearest: dp=3, or --nproc 2")
     refused(fivefold("train", "--nproc", "0", cwd=tmp_path), "--nproc 0 starts no process")
 
 
