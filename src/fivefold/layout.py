@@ -216,10 +216,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"layers, an embedding and a head to fill them; nearest: {nearest}"
             )
         both_ends = self.chunks > 1 and (self.schedule in VEE or self.pp == 1)
-        if spec.tied and both_ends and self.zero == 3 and self.dp * self.cp > 1:
+        if spec.tied and both_ends and self.zero in (2, 3) and self.dp * self.cp > 1:
+            why = "gathers the weights of each stage by itself"
+            if self.zero == 2:
+                why = "keeps no whole gradient between two stages' passes"
             found.append(
-                f"zero=3 gathers the weights of each stage by itself, and schedule={self.schedule} has the tied "
-                f"embedding of {spec.name} in two stages of one rank; nearest: zero=2, or schedule=zb-h1"
+                f"zero={self.zero} {why}, and schedule={self.schedule} has the tied embedding of {spec.name} in two "
+                f"stages of one rank; nearest: zero=1, or schedule=zb-h1"
             )
         return found
 

@@ -1,7 +1,7 @@
 """Messages between pipeline stages: what crosses a boundary, one way, in order.
 
 Shapes are known beforehand, so nothing but the tensors travels. On gloo a message has a tag, its channel's and its
-microbatch's; NCCL ignores tags and matches in order, so each direction and chunk has a communicator of its own there.
+microbatch's; NCCL ignores tags and matches in order, so every channel has a communicator of its own there.
 """
 
 import time
@@ -60,8 +60,7 @@ class Channels:
         self.placement, self.buffers, self.mesh = schedule.placement, schedule.buffers, mesh
         self.dtype, self.microbatches = dtype, schedule.microbatches
         self.place = torch.device("cpu") if mesh.pp.staged else mesh.device
-        chunk = self.placement.chunk
-        self.groups = {c: mesh.lane(2 * chunk[c.boundary] + c.gradients) for c in self.placement.channels}
+        self.groups = {channel: mesh.lane(number) for number, channel in enumerate(self.placement.channels)}
         self.sent: dict[Channel, deque[Message]] = {c: deque() for c in self.placement.channels}
         self.peers = [f"pipeline rank {peer} (rank {rank})" for peer, rank in enumerate(mesh.pp.ranks)]
 

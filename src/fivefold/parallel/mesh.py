@@ -96,13 +96,13 @@ class Mesh:
         axes = {name: Axis(name, mesh.size(), mesh.get_local_rank(), mesh, staged) for name, mesh in meshes.items()}
         lines = root.mesh.movedim(list(sizes).index("pp"), -1).reshape(-1, layout.pp).tolist()
         axes["ends"] = _ends(layout, axes["pp"], lines)
-        lanes = _groups(lines, 2 * layout.chunks) if layout.pp > 1 and dist.get_backend() == "nccl" else ()
+        lanes = _groups(lines, _channels(layout)) if layout.pp > 1 and dist.get_backend() == "nccl" else ()
         if timeout is not None:
             axes = _limited(axes, lanes, timedelta(seconds=timeout))
         return cls(layout, device, root=root, lanes=lanes, **axes)
 
     def lane(self, number: int) -> dist.ProcessGroup:
-        """The group for messages of one direction and chunk: NCCL matches in order, gloo by tag."""
+        """The group for the messages of one channel: NCCL matches in order, gloo by tag."""
         return self.lanes[number] if self.lanes else self.pp.group
 
     def plane(self, *names: str) -> DeviceMesh:
@@ -132,6 +132,10 @@ def _ends(layout: Layout, pp: Axis, lines: list[list[int]]) -> Axis:
     if pp.rank not in (0, last):
         return Axis("ends")
     return Axis("ends", 2, int(pp.rank == last), staged=pp.staged, bare=group)
+
+
+def _channels(layout: Layout) -> int:
+    return len(placement(layout.schedule, layout.pp, layout.chunks).channels)
 
 
 def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:

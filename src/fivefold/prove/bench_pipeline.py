@@ -4,8 +4,8 @@ measure(Shape(pp=2, microbatches=8, hidden=384, layers=8, seq=256, batch=8, roun
 
 The ideal of a schedule is one process's time shared evenly by the ranks, plus the schedule's own bubble: time / p /
 (1 - bubble). The bubble is the simulator's, for the durations that every stage's F, I, W and B have on these ranks when
-none of them waits for a message. One process is timed on all ranks at once, so that cores share caches and memory as
-they do in a pipeline.
+none of them waits for a message (medians). One process is timed on all ranks at once, so that cores share caches and
+memory as they do in a pipeline.
 """
 
 from dataclasses import asdict, dataclass
@@ -164,12 +164,17 @@ def report(console: Console, shape: Shape, result: Result) -> None:
     worst = max(result.errors, key=lambda name: result.errors[name])
     how = "[green]agree[/]" if agree(result) else "[red]differ[/]"
     console.print(f"gradients {how} with one process; the farthest, {worst}, by {result.errors[worst]:.1e}")
-    console.print(f"noise: {_noise(result)}; ratios are medians of each round's own")
+    console.print(_noise(result))
     if shape.pp > result.cores:
         console.print(f"{shape.pp} ranks share {result.cores} cores: the ideal cannot be reached here")
 
 
 def _noise(result: Result) -> str:
-    """How far the rounds of one contender lie apart."""
+    """What a machine with other things to do would hide: how far rounds lie apart, and the fastest of each."""
     times = [result.alone, *result.ours.values(), *result.torch.values()]
-    return f"a contender's slowest round takes up to {max(max(t) / min(t) for t in times):.2f} times its fastest"
+    spread = max(max(one) / min(one) for one in times)
+    fastest = ", ".join(f"{name} {min(one):.3f} / {min(result.torch[name]):.3f}" for name, one in result.ours.items())
+    return (
+        f"noise: slowest rounds take up to {spread:.2f} times the fastest; ratios are medians of each round's own\n"
+        f"fastest rounds, ours / torch's: {fastest}; one process {min(result.alone):.3f}"
+    )

@@ -53,14 +53,16 @@ class Ours:
         layout = shape.layout(schedule) if schedule else Layout(microbatches=shape.microbatches)
         data, train = DataConfig(seq=shape.seq), TrainConfig(batch=shape.batch, device="cpu")
         job = Job(model=shape.spec, layout=layout, data=data, train=train)
-        self.clock: Clock = defaultdict(list)
+        self.clock: Clock | None = None
+        self.durations: Clock = defaultdict(list)  # of compute on this rank, by kind and stage
         self.engine, self.batch = Engine(job, Mesh.of(layout, _CPU), self._watch), batch
 
     @contextmanager
     def _watch(self, action: Action) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.clock[action.kind, action.stage].append(time.perf_counter() - start)
+        if self.clock is not None:
+            self.clock[action.kind, action.stage].append(time.perf_counter() - start)
 
     def step(self) -> None:
         self.engine.accumulate(self.batch)
@@ -71,15 +73,13 @@ class Ours:
     def forget(self) -> None:
         self.engine.weights.publish()
 
-    def durations(self) -> dict[tuple[Kind, int], float]:
-        """Of this rank's compute, by kind and stage, while every rank computes and none waits for another."""
+    def time_actions(self) -> None:
+        """One step in which every rank computes as the schedule says, and none waits for another."""
         pipeline = self.engine.pipeline
-        channels, pipeline.channels = pipeline.channels, Mute(pipeline.channels)
-        self.clock.clear()
+        channels, pipeline.channels, self.clock = pipeline.channels, Mute(pipeline.channels), self.durations
         self.step()
         self.forget()
-        pipeline.channels = channels
-        return {place: median(times) for place, times in self.clock.items()}
+        pipeline.channels, self.clock = channels, None
 
 
 class Mute(Channels):
@@ -164,19 +164,18 @@ def run(rank: Rank, shape: Shape) -> Result:
     for name in SCHEDULES:
         contenders |= {name: ours[name], f"torch {name}": torchs[name]}
     errors = _errors(contenders)
-    costs: dict[str, list[Costs]] = {name: [] for name in SCHEDULES}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(shape.rounds):
         for name in list(contenders)[:: -1 if number % 2 else 1]:  # what drifts meets first and last alike
             seconds[name].append(_time(contenders[name], together=name != "one process"))
-        for name, one in ours.items():
+        for one in ours.values():
             dist.barrier()
-            costs[name].append(_costs(one))
+            one.time_actions()
     return Result(
         alone=seconds["one process"],
         ours={name: seconds[name] for name in SCHEDULES},
         torch={name: seconds[f"torch {name}"] for name in SCHEDULES},
-        bubbles={name: median(_bubble(ours[name], one) for one in costs[name]) for name in SCHEDULES},
+        bubbles={name: simulate(one.engine.schedule, _costs(one)).bubble_makespan for name, one in ours.items()},
         errors=errors,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         version=torch.__version__,
@@ -223,13 +222,11 @@ def _errors(contenders: dict[str, Contender]) -> dict[str, float]:
 def _costs(ours: Ours) -> Costs:
     """What compute costs on all ranks; collective."""
     everyone: list[dict[tuple[Kind, int], float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, ours.durations())
+    dist.all_gather_object(everyone, {place: median(times) for place, times in ours.durations.items()})
     known = {place: seconds for rank in everyone for place, seconds in rank.items()}
     stages = range(ours.engine.schedule.placement.stages)
-    times = {kind: tuple(known.get((kind, n), 0.0) for n in stages) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
-    both = tuple(known.get((BACKWARD, n), 0.0) for n in stages)
-    return Costs(f=times[FORWARD], i=times[INPUT_GRAD], w=times[WEIGHT_GRAD], b=both, activation=(1.0,) * len(stages))
-
-
-def _bubble(ours: Ours, costs: Costs) -> float:
-    return simulate(ours.engine.schedule, costs).bubble_makespan
+    f, i, w, b = (
+        tuple(known.get((kind, stage), 0.0) for stage in stages)
+        for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+    )
+    return Costs(f, i, w, b, activation=(1.0,) * len(stages))

@@ -54,10 +54,9 @@ def follow(job: Job, timeout: float) -> Curves:
     alone = Layout(microbatches=layout.dp * layout.microbatches, recompute=layout.recompute)
     single = msgspec.structs.replace(job, layout=alone)
 
-    def run(which: Job, shuffled: bool) -> tuple[list[float], str]:
-        function = "fivefold.prove.curve_rank:run"
-        losses, start = ranks.run(which.layout.world, function, which, shuffled, timeout=timeout)[0]
-        return losses, start
+    def run(which: Job, shuffled: bool) -> tuple[list[float], set[tuple[str, str]]]:
+        found = ranks.run(which.layout.world, "fivefold.prove.curve_rank:run", which, shuffled, timeout=timeout)
+        return found[0][0], {one for _, weights in found for one in weights.items()}  # ranks have their own stages
 
     (a, start), (b, _), (c, other) = run(single, False), run(single, True), run(job, False)
     rounding = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}[job.train.dtype]

@@ -16,8 +16,8 @@ from fivefold.train.loop import Trainer
 from fivefold.train.preflight import preflight
 
 
-def run(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], str]:
-    """The loss of every step, and a digest of the weights it started from."""
+def run(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], dict[str, str]]:
+    """The loss of every step, and a digest of each weight it started from."""
     device = choose_device(job.train.device, rank.number)
     make_repeatable(job.train)
     if rank.world > 1:
@@ -37,10 +37,7 @@ def shuffle(batch: Batch, seed: int) -> Batch:
     return Batch(**{field.name: getattr(batch, field.name)[order] for field in fields(batch)})
 
 
-def digest(engine: Engine) -> str:
-    """Of all weights, whole. Every rank must ask: gathering them is a collective."""
-    hashed = hashlib.sha256()
-    for name, weight in sorted(engine.parameters().items()):
-        hashed.update(name.encode())
-        hashed.update(whole(weight).numpy().tobytes())
-    return hashed.hexdigest()
+def digest(engine: Engine) -> dict[str, str]:
+    """Of each weight of this rank's stages, whole. Every rank must ask: gathering them is a collective."""
+    weights = sorted(engine.parameters().items())
+    return {name: hashlib.sha256(whole(weight).numpy().tobytes()).hexdigest() for name, weight in weights}

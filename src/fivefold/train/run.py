@@ -2,7 +2,6 @@
 
 import json
 import platform
-import re
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rich.text import Text
 import fivefold
 from fivefold.data.entropy import entropy
 from fivefold.errors import PeerLost, UserError
+from fivefold.parallel.lost import reason
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.trace.report import TraceFile
 from fivefold.train import world as worlds
@@ -30,20 +30,15 @@ from fivefold.words import si
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
-_LOST = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|Read error|[Tt]imed out|ncclRemoteError"
-)
-
-
 def run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -> Path | None:
     """Train; the path of the run's directory on rank 0, which alone speaks and writes."""
     try:
         return _run_job(job, sources, world, console)
     except RuntimeError as error:
-        if not (world.size > 1 and _LOST.search(str(error))):
+        why = reason(error) if world.size > 1 else None
+        if why is None:
             raise
-        reason = str(error).splitlines()[0].rpartition("] ")[2]
-        raise PeerLost(f"rank {world.rank} lost its connection to another rank: {reason}") from error
+        raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
 
 
 def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -> Path | None:

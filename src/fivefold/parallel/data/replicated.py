@@ -60,6 +60,9 @@ class Replicated:
             groups = [(number, group) for number, group in groups if group.partial or group.shared]
         self.buckets = [self._bucket(group, compute) for _, group in groups]
         self.reducer = Reducer(self.buckets, groups, always=self.stage == 2)
+        # Forward meets the stages in order; within a stage, buckets stand in backward's.
+        order = sorted(range(len(groups)), key=lambda index: (groups[index][0], -index))
+        self.forward_order = [self.buckets[index] for index in order]
         self.unsent: deque[Bucket] = deque()  # buckets whose new weights are still to be gathered, in forward's order
         for name in self.held:
             self._listen(name)
@@ -153,7 +156,7 @@ class Replicated:
             bucket.forget()
         self.loose.forget()
         self.loose.send_weights()
-        self.unsent = deque(reversed(self.buckets))
+        self.unsent = deque(self.forward_order)
         self._send(_AHEAD if self.stage == 2 else len(self.buckets))
 
     def _send(self, most: int) -> None:
@@ -168,7 +171,7 @@ class Replicated:
         self._send(_AHEAD)
 
     def ready(self) -> None:
-        for bucket in reversed(self.buckets):
+        for bucket in self.forward_order:
             self._receive(bucket)
 
     # ---- looking -------------------------------------------------------------------------------------------------
