@@ -3,8 +3,8 @@
 measure(Shape(pp=2, microbatches=8, hidden=384, layers=8, seq=256, batch=8, rounds=7))
 
 The ideal of a schedule is one process's time shared evenly by the ranks, plus the schedule's own bubble: time / p /
-(1 - bubble). The bubble is the simulator's, for the durations that every stage's F, I, W and B have on these ranks when
-none of them waits for a message (medians). One process is timed on all ranks at once, so that cores share caches and
+(1 - bubble). The bubble is the simulator's, for the median durations that every stage's F, I, W and B have on these
+ranks when none of them waits for a message. One process is timed on all ranks at once, so that cores share caches and
 memory as they do in a pipeline.
 """
 
