@@ -28,16 +28,16 @@ def test_a_layout_is_proven_in_a_table(tmp_path: Path) -> None:
 
 
 def test_a_sample_says_how_much_of_everything_it_is(tmp_path: Path) -> None:
-    words = ["--all", "--world", "2", "--sample", "2"]
+    words = ["--all", "--world", "4", "--sample", "10"]
     done = fivefold("verify", *words, *SMALL, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
-    assert (told["passed"], told["sampled"], told["failed"]) == (True, 2, 0)
+    assert (told["passed"], told["sampled"], told["failed"]) == (True, 10, 0)
     assert told["total"] > 100
-    first = told["layouts"][0]
-    assert first["worst_gradient"]["error"] < 1e-13
-    assert first["worst_gradient"]["name"]
-    assert all(one["counted"] == one["expected"] for one in first["traffic_per_step"])
+    for layout in told["layouts"]:
+        assert layout["worst_gradient"]["error"] < 1e-12
+        assert layout["worst_gradient"]["name"]
+        assert all(one["counted"] == one["expected"] for one in layout["traffic_per_step"])
 
 
 def test_a_pipeline_is_proven_with_a_model_that_fills_its_stages(tmp_path: Path) -> None:

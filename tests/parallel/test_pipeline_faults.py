@@ -144,7 +144,9 @@ def test_an_exception_keeps_its_type_and_says_in_which_action_it_came() -> None:
             "pp=2,schedule=gpipe,microbatches=3",
             0,
             "B0.0",
-            "the end of the step waited T s for pipeline rank 0 (rank 0) to take the gradient of SEND_G1.2",
+            # The stop may also catch rank 0's last activation on its way out: then rank 1 does not get that far.
+            "the end of the step waited T s for pipeline rank 0 (rank 0) to take the gradient of SEND_G1.2"
+            " or F1.2 waited T s for its activation from pipeline rank 0 (rank 0)",
             id="drain",
         ),
         pytest.param(
@@ -156,7 +158,7 @@ def test_an_exception_keeps_its_type_and_says_in_which_action_it_came() -> None:
 def test_every_kind_of_wait_has_its_sentence(layout: str, victim: int, moment: str, said: str) -> None:
     failure, _ = lose(layout, victim, moment, "stall")
     sentences = [re.sub(r"[\d.]+ s for", "T s for", end.error) for end in failure.ends if end.rank != victim]
-    assert any(said in sentence for sentence in sentences), sentences
+    assert any(one in sentence for one in said.split(" or ") for sentence in sentences), sentences
     survivors_point_at(victim, failure)
 
 
