@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model import attention
+from fivefold.model.dtypes import wide
 from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.model.spans import Spans, causal_spans, check_runs, full_spans
@@ -51,7 +52,7 @@ def compare(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor, causal:
     assert worst(got, out) <= BOUND[q.dtype]
     assert worst(got_lse.masked_fill(blank.to(q.device), 0.0), lse.masked_fill(blank, 0.0)) <= BOUND[q.dtype]
     # As a part of a longer row: out and lse come from elsewhere. Here they are the exact ones.
-    exact = (out.to(q), lse.masked_fill(blank, 0.0).to(q.device, attention.accumulate_dtype(q.dtype)))
+    exact = (out.to(q), lse.masked_fill(blank, 0.0).to(q.device, wide(q.dtype)))
     for ours, theirs in zip(attention.backward(grad, q, k, v, *exact, causal, spans), gradients, strict=True):
         assert ours.shape == theirs.shape
         assert worst(ours, theirs) <= BOUND[q.dtype]

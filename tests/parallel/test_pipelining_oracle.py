@@ -21,14 +21,16 @@ from tests.parallel.pipelines import CPU, gradients_of, job
 from tests.ranks import run_ranks
 
 M = 4
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+THEIR_VEES = pytest.mark.skipif(OLD, reason="theirs sends to its own rank, which gloo refuses")
 SCHEDULES = [
     ("gpipe", "ScheduleGPipe"),
     ("1f1b", "Schedule1F1B"),
     ("interleaved", "ScheduleInterleaved1F1B"),
     ("interleaved", "ScheduleInterleavedZeroBubble"),  # of the same stages on the same ranks
     ("bfs", "ScheduleLoopedBFS"),
-    ("zb-v", "ScheduleZBVZeroBubble"),
-    ("dualpipe-v", "ScheduleDualPipeV"),
+    pytest.param("zb-v", "ScheduleZBVZeroBubble", marks=THEIR_VEES),
+    pytest.param("dualpipe-v", "ScheduleDualPipeV", marks=THEIR_VEES),
 ]
 
 

@@ -23,15 +23,15 @@ def by_hand(rank: int, world: int) -> Events:
     mesh = Mesh.of(Layout(dp=2, tp=2), CPU)
     x = torch.ones(2, 6)  # 48 bytes
     with TrafficCounter(mesh) as counter:
-        c.wait(c.all_reduce(x, mesh.tp))
-        c.wait(c.all_gather(x, mesh.dp))
-        c.wait(c.reduce_scatter(x, mesh.tp))
-        c.wait(c.all_to_all(x, mesh.tp))
+        c.wait(c.all_reduce(x, mesh.tp), mesh.tp)
+        c.wait(c.all_gather(x, mesh.dp), mesh.dp)
+        c.wait(c.reduce_scatter(x, mesh.tp), mesh.tp)
+        c.wait(c.all_to_all(x, mesh.tp), mesh.tp)
         c.Exchange(x, mesh.tp).wait()
-        c.wait(c.all_reduce(x, mesh.cp))  # one rank: nothing moves
+        c.wait(c.all_reduce(x, mesh.cp), mesh.cp)  # one rank: nothing moves
         dist.barrier()
         dist.all_reduce(x.bfloat16(), group=mesh.world.group, async_op=True).wait()
-    c.wait(c.all_reduce(x, mesh.tp))  # the counter has been left
+    c.wait(c.all_reduce(x, mesh.tp), mesh.tp)  # the counter has been left
     return [tuple(event) for event in counter.events]
 
 
@@ -55,7 +55,7 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return c.wait(c.all_reduce(gradient, ctx.axis)), None
+        return c.wait(c.all_reduce(gradient, ctx.axis), ctx.axis), None
 
 
 def by_others(rank: int, world: int) -> tuple[Events, Events, Events]:
@@ -86,7 +86,7 @@ def names(rank: int, world: int, text: str) -> dict[str, str]:
     counter = TrafficCounter(mesh)
     with counter:
         for axis in axes.values():
-            c.wait(c.all_reduce(torch.ones(1), axis))
+            c.wait(c.all_reduce(torch.ones(1), axis), axis)
     used = [name for name, axis in axes.items() if axis.size > 1]
     return dict(zip(used, [event.axis for event in counter.events], strict=True))
 
@@ -126,7 +126,7 @@ def without_data(rank: int, world: int) -> Events:
     mesh = Mesh.of(Layout(dp=8, tp=8), CPU)
     with FakeTensorMode(), TrafficCounter(mesh) as counter:
         x = torch.empty(1 << 20, 1 << 20)  # 4 TiB
-        c.wait(c.all_gather(x, mesh.tp))
+        c.wait(c.all_gather(x, mesh.tp), mesh.tp)
         dist.all_reduce(x, group=mesh.dp.group)
     return [tuple(event) for event in counter.events]
 

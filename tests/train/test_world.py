@@ -1,13 +1,14 @@
 """Ranks come from torchrun, Slurm, or our own launcher."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.train.launch import launch
 from fivefold.train.world import World, current_world, first_host
 
 
@@ -69,12 +70,14 @@ sys.exit(int(sys.argv[2]) if world.rank == 1 else 0)
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_launch_starts_ranks_that_meet_and_returns_the_exit_code(tmp_path: Path, monkeypatch, capfd, code: int) -> None:
+def test_launch_starts_ranks_that_meet_and_returns_the_exit_code(tmp_path: Path, code: int) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
-    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
-    assert launch(3, ["probe", str(tmp_path), str(code)]) == code
+    start = "import sys; from fivefold.train.launch import launch; sys.exit(launch(3, ['probe', *sys.argv[1:]]))"
+    env = os.environ | {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}  # a process of its own: ranks are forked
+    done = subprocess.run([sys.executable, "-c", start, str(tmp_path), str(code)], env=env, text=True, capture_output=True)
+    assert done.returncode == code
     if code == 0:
         found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
         assert found == [[3, 6]] * 3
     else:
-        assert "rank 1 failed with exit code 7" in capfd.readouterr().err
+        assert "rank 1 failed with exit code 7" in done.stderr

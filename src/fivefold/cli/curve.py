@@ -6,16 +6,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fivefold.cli.words import JobWords, split
+from fivefold.errors import UserError
+
 SHORT = "Follow one process's loss curve.  [dim]fivefold curve layout=dp=2,tp=2 train.steps=50[/]"
 
 
 def curve(
-    job: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
-        ),
-    ] = None,
+    job: JobWords = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each of the three runs.")] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
@@ -32,17 +30,15 @@ def curve(
 
       fivefold curve job.toml layout=cp=4,cp_kind=ulysses --json
     """
-    from fivefold.cli.train import split
-    from fivefold.errors import UserError
     from fivefold.prove.curve import follow, report, rows
-    from fivefold.prove.room import memory_problems
     from fivefold.train.config import read_job
     from fivefold.train.preflight import preflight
+    from fivefold.train.room import proof_problems
 
-    path, changes = split(job or [])
+    path, changes = split(job)
     resolved = read_job(path, changes)
     preflight(resolved, resolved.layout.world)
-    if problems := memory_problems(resolved, resolved.layout.world):
+    if problems := proof_problems(resolved):
         raise UserError(problems)
     console = Console(stderr=True, highlight=False)
     with console.status(f"three runs of {resolved.train.steps} steps"):

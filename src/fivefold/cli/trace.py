@@ -7,18 +7,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fivefold.cli.words import JobWords, split
 from fivefold.errors import UserError
 
 SHORT = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
 
 
 def trace(
-    job: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
-        ),
-    ] = None,
+    job: JobWords = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
     timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="The summary, for scripts.")] = False,
@@ -41,7 +37,6 @@ def trace(
 
       fivefold trace job.toml trace.steps=10 --json
     """
-    from fivefold.cli.train import split
     from fivefold.prove.trace import short
     from fivefold.prove.trace import trace as run
     from fivefold.trace.chrome import write
@@ -52,7 +47,7 @@ def trace(
 
     if not output.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {output.parent}")
-    path, changes = split(job or [])
+    path, changes = split(job)
     resolved = short(read_job(path, changes))
     preflight(resolved, resolved.layout.world)
     with Console(stderr=True, highlight=False).status(f"{resolved.train.steps} steps on {resolved.layout.world} ranks"):

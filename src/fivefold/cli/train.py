@@ -6,18 +6,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fivefold.cli.words import JobWords, split
 from fivefold.errors import PeerLost, UserError
 
 SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
 
 
 def train(
-    job: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
-        ),
-    ] = None,
+    job: JobWords = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
     check: Annotated[
         bool, typer.Option("--check", help="Check the job and print it resolved, without training.")
@@ -47,7 +43,7 @@ def train(
     from fivefold.train.preflight import preflight
     from fivefold.train.world import current_world
 
-    path, changes = split(job or [])
+    path, changes = split(job)
     if nproc < 1:
         raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
     world = current_world()
@@ -87,11 +83,3 @@ class _Stop:
     def _ask(self, *_: object) -> None:
         self.asked = True
         raise KeyboardInterrupt
-
-
-def split(words: list[str]) -> tuple[str | None, list[str]]:
-    """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise UserError(f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE")
-    return (files[0] if files else None), [word for word in words if "=" in word]

@@ -72,16 +72,7 @@ def verify(
     from fivefold.prove.layouts import Case, all_cases, covered, pairwise
     from fivefold.prove.verify import Judge
 
-    if sample is not None and sample < 1:
-        raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
-    if world is not None and world < 1:
-        raise UserError(f"--world {world} has no ranks; nearest: --world 1")
-    if timeout <= 0:
-        raise UserError(f"--timeout {timeout:g} leaves no time; nearest: --timeout 120")
-    if everything and layout != _DEFAULT:
-        raise UserError(f"--all takes every layout of --world ranks, and --layout {layout} names one; leave one out")
-    if not everything and (world is not None or sample is not None):
-        raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
+    _check(layout, everything, world, sample, timeout)
     world = 4 if world is None else world
     deepen = model.startswith("tiny") and not any(one.startswith("model.layers=") for one in changes or [])
     if batch is None:
@@ -107,6 +98,20 @@ def verify(
     raise typer.Exit(0 if all(verdict.passed for _, verdict in judged) else 1)
 
 
+def _check(layout: str, everything: bool, world: int | None, sample: int | None, timeout: float) -> None:
+    """Options that make no sense, alone or together."""
+    if sample is not None and sample < 1:
+        raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
+    if world is not None and world < 1:
+        raise UserError(f"--world {world} has no ranks; nearest: --world 1")
+    if timeout <= 0:
+        raise UserError(f"--timeout {timeout:g} leaves no time; nearest: --timeout 120")
+    if everything and layout != _DEFAULT:
+        raise UserError(f"--all takes every layout of --world ranks, and --layout {layout} names one; leave one out")
+    if not everything and (world is not None or sample is not None):
+        raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
+
+
 def _layers(text: str) -> int:
     """As many as a layout says, or as it needs to fill its stages; the ends may have none but embedding and head."""
     from fivefold.layout import Layout
@@ -119,8 +124,8 @@ def _job(
     layout: str, model: str, dtype: str, steps: int, seq: int, batch: int, device: str, changes: list[str]
 ) -> "Job":
     from fivefold.prove.compare import OPTIMIZER
-    from fivefold.prove.room import memory_problems
     from fivefold.train.config import read_job
+    from fivefold.train.room import proof_problems
 
     settings = {
         "model.preset": model,
@@ -134,7 +139,7 @@ def _job(
     }
     settings |= {f"optimizer.{key}": value for key, value in OPTIMIZER.items()}
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *changes])
-    if problems := job.problems() or memory_problems(job, job.layout.world):
+    if problems := job.problems() or proof_problems(job):
         raise UserError(problems)
     return job
 

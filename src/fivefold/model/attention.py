@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fivefold.model.dtypes import wide
 from fivefold.model.place import Place
 from fivefold.model.spans import Spans, causal_spans, check_runs
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans | None = None) -> tuple[Tensor, Tensor]:
@@ -39,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans | None =
     if flashes(q):
         return _packed_forward(q, k, v, causal, spans)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full(q.shape[:-1], -math.inf, dtype=accumulate_dtype(q.dtype))
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide(q.dtype))
     for row, queries, keys in spans.spans:
         mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
         out[mine], lse[mine] = _forward(q[mine], k[theirs], v[theirs], causal)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fivefold.layout import Recompute
 from fivefold.model import rope
 from fivefold.model.dropout import Dropout
+from fivefold.model.dtypes import wide
 from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.model.recompute import recomputed
@@ -147,9 +148,8 @@ class Decoder(nn.Module):
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        table = self._rotations
-        if table.shape[0] < place.length or table.dtype != wide or table.device != place.positions.device:
-            self._rotations = table = rope.tables(self.spec, place.length).to(place.positions.device, wide)
+        kept, table = wide(dtype), self._rotations
+        if table.shape[0] < place.length or table.dtype != kept or table.device != place.positions.device:
+            self._rotations = table = rope.tables(self.spec, place.length).to(place.positions.device, kept)
         cos, sin = table[place.positions].unbind(2)
         return cos[:, None], sin[:, None]

@@ -1,8 +1,9 @@
 """Next-token loss as (sum, count): nothing divides but the count of the whole global batch."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fivefold.model.dtypes import wide
 
 _IGNORED = -100
 
@@ -13,11 +14,11 @@ def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0
     `smoothing` moves that share of the target's probability evenly onto the vocabulary; `z_loss` adds that many times
     the squared log-partition (PaLM, arXiv 2204.02311, section 5), which keeps logits from drifting.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    widened = logits.to(wide(logits.dtype))
     ignored = targets.masked_fill(~mask, _IGNORED).flatten()
     total = F.cross_entropy(
-        wide.flatten(0, 1), ignored, ignore_index=_IGNORED, reduction="sum", label_smoothing=smoothing
+        widened.flatten(0, 1), ignored, ignore_index=_IGNORED, reduction="sum", label_smoothing=smoothing
     )
     if z_loss:
-        total = total + z_loss * wide.logsumexp(-1).square().masked_fill(~mask, 0.0).sum()
+        total = total + z_loss * widened.logsumexp(-1).square().masked_fill(~mask, 0.0).sum()
     return total

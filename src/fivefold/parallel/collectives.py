@@ -1,7 +1,8 @@
 """What moves between the ranks of an axis: one function per collective, out of place.
 
 Each returns at once with a tensor that is not to be read before `wait`: what runs in between overlaps. They are torch's
-functional collectives, which compiled regions and recompute policies understand. On an axis of one rank nothing moves.
+functional collectives, which compiled regions and recompute policies understand. On an axis of one rank nothing moves,
+and nothing is waited for: even that op is a fiftieth of a backward pass.
 Where ranks share a GPU (`Axis.staged`), what gloo cannot do there goes by way of host memory, and nothing overlaps.
 """
 
@@ -14,8 +15,9 @@ from fivefold.parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-def wait(x: Tensor) -> Tensor:
-    return _ops.wait_tensor(x)
+def wait(x: Tensor, axis: Axis) -> Tensor:
+    """What a collective over the axis has made."""
+    return x if axis.size == 1 else _ops.wait_tensor(x)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -27,7 +29,8 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     if axis.staged:
-        return wait(_ops.all_gather_into_tensor(x.cpu().contiguous(), axis.size, axis.group_name)).to(x.device)
+        gathered = _ops.all_gather_into_tensor(x.cpu().contiguous(), axis.size, axis.group_name)
+        return wait(gathered, axis).to(x.device)
     return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group_name)
 
 
@@ -36,7 +39,8 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     if axis.staged:
-        return wait(_ops.reduce_scatter_tensor(x.cpu().contiguous(), "sum", axis.size, axis.group_name)).to(x.device)
+        scattered = _ops.reduce_scatter_tensor(x.cpu().contiguous(), "sum", axis.size, axis.group_name)
+        return wait(scattered, axis).to(x.device)
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
 
 
@@ -53,7 +57,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """[B, S/n, ...] of every rank -> [B, S, ...]."""
-    return arrange_sequence(wait(all_gather(x, axis)), axis)
+    return arrange_sequence(wait(all_gather(x, axis), axis), axis)
 
 
 def arrange_sequence(gathered: Tensor, axis: Axis) -> Tensor:

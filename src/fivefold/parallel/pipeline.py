@@ -57,31 +57,21 @@ class Pipeline:
             for kinds in (GRADIENT_MAKERS, LAST_READERS)
             for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
         }
-        self.peak = 0  # the most (stage, microbatch) activations held at once, so far
+        self.peak = 0  # the most (stage, microbatch) pairs whose graph or put-off work was held at once, so far
 
-    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
-        """All forward and backward passes. The losses of the last stage by microbatch; on other ranks there are none.
-
-        `loss_of` makes of the last stage's logits what is differentiated.
-        """
+    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor, Microbatch], Tensor]) -> None:
+        """All forward and backward passes; `loss_of` makes of the last stage's logits what is differentiated."""
         self.microbatches, self.loss_of = microbatches, loss_of
-        self.losses: list[Tensor] = []
         self.arriving: dict[tuple[Kind, int, int], Message | Tensor] = {}
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.put_off: dict[tuple[int, int], list[Work]] = {}
-        live: set[tuple[int, int]] = set()
         for action in self.order:
             with self._named(str(action)), self.watch(action):
                 self._do(action)
-            if action.kind is Kind.FORWARD:
-                live.add((action.stage, action.microbatch))
-                self.peak = max(self.peak, len(live))
-            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-                live.remove((action.stage, action.microbatch))
+            self.peak = max(self.peak, len(self.outputs) + len(self.put_off))
         with self._named("the end of the step"):
             self.channels.drain()
-        return self.losses
 
     def look(self, microbatch: Microbatch, loss_of: Callable[[Tensor, Microbatch], Tensor]) -> Tensor | None:
         """One microbatch forward through all stages, and its loss on the rank that has the last."""
@@ -169,12 +159,7 @@ class Pipeline:
             x = self._take(action, Kind.RECV_ACTIVATION).requires_grad_()
             self.inputs[stage, number] = x
         y = model(x, microbatch.place)
-        if model.stage.last:
-            loss = self.loss_of(y, microbatch)
-            self.losses.append(loss.detach())
-            self.outputs[stage, number] = loss
-            return
-        self.outputs[stage, number] = y
+        self.outputs[stage, number] = y if not model.stage.last else self.loss_of(y, microbatch)
         if stage + 1 in self.stages:  # a neighbour on this very rank
             self.arriving[Kind.RECV_ACTIVATION, stage + 1, number] = y.detach()
 

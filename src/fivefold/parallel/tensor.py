@@ -205,11 +205,11 @@ class Columns(Function):
         for_biases = [g.sum(0) if biased else None for g, biased in zip(flat, ctx.biased, strict=True)]
         if put_off:
             deferral.leave(lambda: (gather_sequence(x, axis) if sp else x).flatten(0, 1), flat)
-            return None, None, None, _done(reducing, axis), *[None] * len(weights), *for_biases
+            return None, None, None, wait(reducing, axis), *[None] * len(weights), *for_biases
         # The weights' gradients are computed while the input's is summed.
-        whole = (arrange_sequence(wait(gathering), axis) if sp else x).flatten(0, 1)
+        whole = (arrange_sequence(wait(gathering, axis), axis) if sp else x).flatten(0, 1)
         for_weights = [gradient.T @ whole for gradient in flat]
-        return None, None, None, _done(reducing, axis), *for_weights, *for_biases
+        return None, None, None, wait(reducing, axis), *for_weights, *for_biases
 
 
 class Rows(Function):
@@ -249,9 +249,4 @@ class Reduce(Function):
 
 
 def _reduce(axis: Axis, sp: bool, x: Tensor) -> Tensor:
-    return wait(scatter_sequence(x, axis) if sp else all_reduce(x, axis))
-
-
-def _done(x: Tensor, axis: Axis) -> Tensor:
-    """What a collective has made. On one rank there was none, and even a wait for nothing is a fiftieth of backward."""
-    return x if axis.size == 1 else wait(x)
+    return wait(scatter_sequence(x, axis) if sp else all_reduce(x, axis), axis)

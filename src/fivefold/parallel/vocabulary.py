@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.model.dtypes import wide
 from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.mesh import Axis
 
@@ -30,15 +31,15 @@ class VocabularyLoss(Function):
         smoothing: float,
         z_loss: float,
     ) -> Tensor:
-        wide = _wide(logits)
-        largest = wide.amax(-1) if len(mine) else wide.new_full(targets.shape, -torch.inf)
-        largest = wait(all_reduce(largest, axis, "max"))
+        widened = logits.to(wide(logits.dtype))
+        largest = widened.amax(-1) if len(mine) else widened.new_full(targets.shape, -torch.inf)
+        largest = wait(all_reduce(largest, axis, "max"), axis)
         column = targets - mine.start
         here = (column >= 0) & (column < len(mine))
-        sums = [(wide - largest[..., None]).exp().sum(-1), _pick(wide, column, here)]
+        sums = [(widened - largest[..., None]).exp().sum(-1), _pick(widened, column, here)]
         if smoothing:
-            sums.append(wide.sum(-1))
-        summed = wait(all_reduce(torch.stack(sums), axis))
+            sums.append(widened.sum(-1))
+        summed = wait(all_reduce(torch.stack(sums), axis), axis)
         lse = largest + summed[0].log()
         loss = lse - (1 - smoothing) * summed[1]
         if smoothing:
@@ -53,7 +54,7 @@ class VocabularyLoss(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         logits, lse, column, here, mask = ctx.saved_tensors
-        slope = (_wide(logits) - lse[..., None]).exp()
+        slope = (logits.to(wide(logits.dtype)) - lse[..., None]).exp()
         if ctx.z_loss:
             slope *= (1 + 2 * ctx.z_loss * lse)[..., None]
         if ctx.smoothing:
@@ -65,12 +66,8 @@ class VocabularyLoss(Function):
         return None, None, None, slope.to(logits.dtype), None, None, None, None
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _pick(wide: Tensor, column: Tensor, here: Tensor) -> Tensor:
+def _pick(logits: Tensor, column: Tensor, here: Tensor) -> Tensor:
     """The target's logit where this rank has it, 0 elsewhere."""
-    if not wide.shape[-1]:
-        return wide.new_zeros(column.shape)
-    return wide.gather(-1, column.masked_fill(~here, 0)[..., None])[..., 0].masked_fill(~here, 0.0)
+    if not logits.shape[-1]:
+        return logits.new_zeros(column.shape)
+    return logits.gather(-1, column.masked_fill(~here, 0)[..., None])[..., 0].masked_fill(~here, 0.0)

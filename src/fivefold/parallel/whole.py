@@ -1,4 +1,6 @@
-"""The whole of a tensor that ranks hold in parts, on the CPU of each of them."""
+"""The whole of a tensor that ranks hold in parts, on the CPU of each of them; and its bits in short."""
+
+import hashlib
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,3 +26,8 @@ def whole(tensor: Tensor) -> Tensor:
             stride=tensor.stride(),
         )
     return tensor.full_tensor().detach().cpu().clone()
+
+
+def digest(tensor: Tensor) -> str:
+    """Equal for equal bits. Of a float32 or float64 tensor on the CPU."""
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()

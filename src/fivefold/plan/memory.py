@@ -23,6 +23,11 @@ from fivefold.stages import stages_of
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
+def wide_bytes(dtype: str) -> int:
+    """Of masters and sums: float32, or float64 in float64 runs."""
+    return max(BYTES["float32"], BYTES[dtype])
+
+
 @dataclass(frozen=True)
 class State:
     """Bytes of one rank."""
@@ -38,8 +43,7 @@ class State:
 
 def state(spec: ModelSpec, layout: Layout, dtype: str) -> State:
     """What a rank holds at most: uneven shards are largest on the first of their axis."""
-    compute = BYTES[dtype]
-    full = max(4, compute)
+    compute, full = BYTES[dtype], wide_bytes(dtype)
     moments = 2 * full
     master = full if compute < full else 0
     ranks = layout.dp // layout.replicate * layout.cp

@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 
 from fivefold.buckets import MINIMUM, Held, buckets, held, unit_of
 from fivefold.layout import Layout
+from fivefold.plan.memory import BYTES, wide_bytes
 from fivefold.schedule.actions import WEIGHT_GRAD
 from fivefold.schedule.catalogue import build, placement
 from fivefold.sharding import kv_head
@@ -26,8 +27,6 @@ from fivefold.spec import ModelSpec
 from fivefold.stages import Stage, stages_of
 from fivefold.wire import Kind, Traffic, same_axis, sizes, total, wire
 
-_NARROW = {"float64": 8, "float32": 4, "bfloat16": 2}
-_WIDE = {"float64": 8, "float32": 4, "bfloat16": 4}
 _SCALAR = 8  # losses and norms are added up in float64
 
 
@@ -121,7 +120,7 @@ def expected(
     every, mine = stages_of(spec, layout, seq), placement(layout.schedule, layout.pp, layout.chunks).of_rank[seat.pp]
     stages = tuple(every[number] for number in mine)
     split = build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks).count(WEIGHT_GRAD) > 0
-    step = _Step(spec, layout, seat, stages, split, tokens, _NARROW[dtype], _WIDE[dtype], minimum, smoothing)
+    step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
     degrees = sizes(layout)
     sent: list[_Sent] = [*_numbers(), *_gradients_and_weights(step)]
     for axis, kind, calls, payload in (*_tensor(step), *_context(step), *_pipeline(step)):

@@ -9,6 +9,7 @@ memory as they do in a pipeline.
 """
 
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -57,6 +58,11 @@ class Shape:
         found = [f"--rounds {self.rounds} must be at least 1"] if self.rounds < 1 else []
         found += [f"--seq {self.seq} must be at least 1"] if self.seq < 1 else []
         found += [f"--pp {self.pp} is no pipeline; nearest: --pp 2"] if self.pp < 2 else []
+        if (have := _torch()) < (2, 13):
+            found.append(
+                f"this compares with torch.distributed.pipelining, whose V schedules cannot run over gloo before torch "
+                f"2.13, and torch is {have[0]}.{have[1]}; nearest: torch 2.13"
+            )
         found += self.spec.problems()
         if not found:
             seen = [one for name in SCHEDULES for one in self.layout(name).problems(self.spec, batch=self.batch)]
@@ -69,6 +75,11 @@ class Shape:
             ]
         if found:
             raise UserError(found)
+
+
+def _torch() -> tuple[int, int]:
+    major, minor = version("torch").split(".")[:2]
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True)

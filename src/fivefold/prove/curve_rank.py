@@ -1,13 +1,12 @@
 """One rank of a run whose loss curve is wanted, and nothing else of it."""
 
-import hashlib
 from dataclasses import fields
 
 import numpy as np
 
 from fivefold.data.batch import Batch
 from fivefold.parallel.mesh import Mesh, backend
-from fivefold.parallel.whole import whole
+from fivefold.parallel.whole import digest, whole
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
 from fivefold.train.device import choose_device, make_repeatable
@@ -23,7 +22,7 @@ def run(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], dict[str, st
     if rank.world > 1:
         rank.join(backend(device, rank.world))
     trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device))
-    start = digest(trainer.engine)
+    start = digests(trainer.engine)
     losses = []
     for step, read in enumerate(trainer.reads(), start=1):
         batch = read()
@@ -37,7 +36,7 @@ def shuffle(batch: Batch, seed: int) -> Batch:
     return Batch(**{field.name: getattr(batch, field.name)[order] for field in fields(batch)})
 
 
-def digest(engine: Engine) -> dict[str, str]:
+def digests(engine: Engine) -> dict[str, str]:
     """Of each weight of this rank's stages, whole. Every rank must ask: gathering them is a collective."""
     weights = sorted(engine.parameters().items())
-    return {name: hashlib.sha256(whole(weight).numpy().tobytes()).hexdigest() for name, weight in weights}
+    return {name: digest(whole(weight)) for name, weight in weights}

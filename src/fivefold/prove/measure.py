@@ -4,14 +4,13 @@ Every rank compares for itself what its stages hold: ranks that hold the same th
 then wrong.
 """
 
-import hashlib
 from pathlib import Path
 
 from torch import Tensor
 
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.parallel.traffic import TrafficCounter
-from fivefold.parallel.whole import whole
+from fivefold.parallel.whole import digest, whole
 from fivefold.prove import compare
 from fivefold.prove.batches import make_batch
 from fivefold.prove.ranks import Rank, named
@@ -53,14 +52,10 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     found = _whole(engine.parameters())
     parameters = {name: wanted.parameters[name] for name in wanted.parameters if name in mine}
     measured.errors.extend(compare.parameters(found, parameters, job, bound))
-    measured.digests.update({name: _digest(parameter) for name, parameter in found.items()})
+    measured.digests.update({name: digest(parameter) for name, parameter in found.items()})
     return measured
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Collective: every rank gathers the same names in the same order."""
     return {name: whole(tensor) for name, tensor in sorted(tensors.items())}
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()

@@ -10,10 +10,9 @@ import torch
 
 from fivefold.accelerators import find_accelerator
 from fivefold.errors import UserError
-from fivefold.plan.memory import state
 from fivefold.train.config import Job, TrainConfig
+from fivefold.train.room import host_memory, memory_problems
 from fivefold.train.world import World
-from fivefold.words import bytes_text, si
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -31,19 +30,12 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 def check_memory(job: Job, device: torch.device, world: World) -> None:
     """Refuse a model whose weights, gradients and optimizer alone are more than the device has."""
-    needed = state(job.model, job.layout, job.train.dtype).total
+    have, ranks = host_memory(), world.local_size
     if device.type == "cuda":
-        have, sharing = torch.cuda.get_device_properties(device).total_memory, torch.cuda.device_count()
-        ranks = -(-world.local_size // sharing)
-    else:
-        have, ranks = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), world.local_size
-    if needed * ranks > have:
-        on_it = f" on each of the {ranks} ranks that share it" if ranks > 1 else ""
-        raise UserError(
-            f"{job.model.name} has {si(job.model.parameter_count)} parameters: weights, gradients and optimizer take "
-            f"{bytes_text(needed)} in {job.train.dtype}{on_it}, and {device} has {bytes_text(have)}; take a smaller "
-            f"model, or fewer layers: model.layers={max(1, job.model.layers * have // (needed * ranks))} may fit"
-        )
+        have = torch.cuda.get_device_properties(device).total_memory
+        ranks = -(-world.local_size // torch.cuda.device_count())
+    if problems := memory_problems(job, ranks, have, str(device)):
+        raise UserError(problems)
 
 
 def check_bfloat16(device: torch.device, dtype: str) -> str | None:

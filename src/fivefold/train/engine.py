@@ -103,7 +103,7 @@ class Engine:
             total += one
         for axis in (self.mesh.data, self.mesh.pp):
             with waiting("the sum of losses", self.mesh, axis):
-                total = wait(all_reduce(total, axis))
+                total = wait(all_reduce(total, axis), axis)
         return total
 
     def gradient_norm(self) -> Tensor:

@@ -1,18 +1,26 @@
 """`--nproc N`: N ranks of this machine, which live and die together. Clusters use torchrun or Slurm instead.
 
 Our own, because torchrun answers Ctrl-C and a lost rank with pages of its own: here the first rank to fail is named in
-one line, the others get a moment to say what they know, and none is left behind.
+one line, the others get a moment to say what they know, and none is left behind. On Linux torch is imported once and
+the ranks are forked: eight imports on two cores would take longer than the first twenty steps of a small model.
 """
 
+import gc
+import importlib
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 
 _GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
 _LOOK = 0.05
+_FORK = sys.platform == "linux"  # elsewhere a fork after numpy or torch is not safe, and every rank imports for itself
+# torch imports the last three late, and each rank would for itself: the first step of an optimizer imports dynamo.
+_SHARED = ("fivefold.train.run", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def launch(nproc: int, arguments: list[str]) -> int:
@@ -20,36 +28,55 @@ def launch(nproc: int, arguments: list[str]) -> int:
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     env = {"OMP_NUM_THREADS": threads} | os.environ | {name: str(value) for name, value in shared.items()}
-    ranks = [
-        subprocess.Popen([sys.executable, "-m", *arguments], env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(nproc)
-    ]
+    ranks = _start([env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)], arguments)
     try:
         first = _first_failure(ranks)
         if first is None:
             return 0
         for silent in _end(ranks):
             print(f"rank {silent} did not end with it, and was ended after {_GRACE:.0f} s", file=sys.stderr)
-        code = ranks[first].returncode
+        code = ranks[first].exitcode or 0
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         print(f"rank {first} {how}", file=sys.stderr)
         return code if code > 0 else 1
     except KeyboardInterrupt:
         for rank in ranks:  # a terminal has told them already; `kill -INT` on this process alone has not
-            if rank.poll() is None:
-                rank.send_signal(signal.SIGINT)
+            if rank.exitcode is None and rank.pid:
+                os.kill(rank.pid, signal.SIGINT)
         _end(ranks)
         return 130
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
 
 
-def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+def _start(environments: list[dict[str, str]], arguments: list[str]) -> list[BaseProcess]:
+    if _FORK:
+        for name in _SHARED:
+            importlib.import_module(name)
+        gc.freeze()  # a collection in a rank would write to, and so copy, every page that they share
+    context = multiprocessing.get_context("fork" if _FORK else "spawn")
+    ranks: list[BaseProcess] = [context.Process(target=_live, args=(env, arguments)) for env in environments]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def _live(env: dict[str, str], arguments: list[str]) -> None:
+    if _FORK and "OMP_NUM_THREADS" not in os.environ:  # which torch, loaded by now, would have read
+        import torch
+
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    os.environ.update(env)
+    sys.argv = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _first_failure(ranks: list[BaseProcess]) -> int | None:
     """Waits until all are done, or one has failed: its number. Deaths by a signal explain failures seen with them."""
     while True:
-        codes = [rank.poll() for rank in ranks]
+        codes = [rank.exitcode for rank in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
@@ -58,12 +85,12 @@ def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(_LOOK)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+def _end(ranks: list[BaseProcess]) -> list[int]:
     """Those that had to be told."""
     deadline = time.monotonic() + _GRACE
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+    while time.monotonic() < deadline and any(rank.exitcode is None for rank in ranks):
         time.sleep(_LOOK)
-    silent = [number for number, rank in enumerate(ranks) if rank.poll() is None]
+    silent = [number for number, rank in enumerate(ranks) if rank.exitcode is None]
     for number in silent:
         ranks[number].terminate()
     return silent

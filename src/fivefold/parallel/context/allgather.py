@@ -12,20 +12,18 @@ What a rank hands in, for a layer and a microbatch of B rows of S tokens, K kv h
 Full recompute gathers once more; selective recompute keeps output and LSE, and does not.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import all_gather, reduce_scatter, wait
-from fivefold.parallel.context.work import Gradients, Seen, Work
+from fivefold.parallel.context.work import Gradients, Seen, Works, look_and_save
 from fivefold.parallel.mesh import Axis
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
     """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works`: the own tile, then those of all keys."""
     return _AllGather.apply(q, k, v, works, axis)
 
@@ -42,12 +40,12 @@ def by_rank(whole: Tensor, ranks: int) -> Tensor:
     return torch.cat((early, late.flip(-3)), dim=-2).movedim(-3, 0).flatten(0, 1)
 
 
-def _look(q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis) -> tuple[Tensor, Tensor]:
+def _look(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     seen, kv = Seen(q), torch.stack((k, v))
     coming = all_gather(kv, axis)
     seen.look(works[0], kv)
-    rows = by_position(wait(coming), axis.size)
+    rows = by_position(wait(coming, axis), axis.size)
     for work in works[1:]:
         seen.look(work, rows)
     return seen.out.to(q.dtype), seen.lse
@@ -55,11 +53,8 @@ def _look(q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis)
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis) -> Tensor:
-        out, lse = kept(partial(_look, q, k, v, works, axis), 2, q)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.works, ctx.axis = works, axis
-        return out
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
+        return look_and_save(ctx, _look, q, k, v, works, axis)
 
     @staticmethod
     @once_differentiable
@@ -70,9 +65,9 @@ class _AllGather(torch.autograd.Function):
         coming = all_gather(kv, axis)
         own = torch.zeros(kv.shape, dtype=gradients.q.dtype, device=kv.device)
         gradients.look(works[0], kv, own)
-        rows = by_position(wait(coming), axis.size)
+        rows = by_position(wait(coming, axis), axis.size)
         whole = torch.zeros(rows.shape, dtype=own.dtype, device=own.device)
         for work in works[1:]:
             gradients.look(work, rows, whole)
-        dk, dv = (wait(reduce_scatter(by_rank(whole, axis.size), axis)) + own).to(k.dtype)
+        dk, dv = (wait(reduce_scatter(by_rank(whole, axis.size), axis), axis) + own).to(k.dtype)
         return gradients.q.to(q.dtype), dk, dv, None, None

@@ -12,25 +12,23 @@ Payload of a rank, for a layer and a microbatch of B rows of S tokens, K kv head
 and as many receives. Full recompute sends forward's again; selective recompute keeps output and LSE, and sends nothing.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import Exchange
-from fivefold.parallel.context.work import Gradients, Seen, Work
+from fivefold.parallel.context.work import Gradients, Seen, Works, look_and_save
 from fivefold.parallel.mesh import Axis
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
     """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works` are in the order of the steps."""
     return _Ring.apply(q, k, v, works, axis)
 
 
-def _look(q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis) -> tuple[Tensor, Tensor]:
+def _look(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     seen, kv = Seen(q), torch.stack((k, v))
     for work in works[:-1]:
@@ -43,11 +41,8 @@ def _look(q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis)
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: list[Work | None], axis: Axis) -> Tensor:
-        out, lse = kept(partial(_look, q, k, v, works, axis), 2, q)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.works, ctx.axis = works, axis
-        return out
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
+        return look_and_save(ctx, _look, q, k, v, works, axis)
 
     @staticmethod
     @once_differentiable

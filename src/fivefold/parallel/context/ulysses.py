@@ -55,10 +55,10 @@ class _Trade(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        (traded,) = kept(lambda: (wait(all_to_all(x, axis)),), 1, x)
+        (traded,) = kept(lambda: (wait(all_to_all(x, axis), axis),), 1, x)
         return traded
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return wait(all_to_all(grad, ctx.axis)), None
+        return wait(all_to_all(grad, ctx.axis), ctx.axis), None

@@ -1,13 +1,19 @@
 """Work: a tile with the documents in it, and how its part is added to a rank's results."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fivefold.model import attention
+from fivefold.model.dtypes import wide
+from fivefold.model.recompute import kept
 from fivefold.model.spans import Documents, Spans, causal_spans, full_spans
 from fivefold.parallel.context.tiles import Tile
+from fivefold.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,15 @@ class Work:
         return cls(tile, spans)
 
 
+Works = list[Work | None]
+Look = Callable[[Tensor, Tensor, Tensor, Works, Axis], tuple[Tensor, Tensor]]
+
+
 class Seen:
     """What queries have seen so far: output [B, H, S/c, D] and LSE [B, H, S/c], in the accumulate dtype."""
 
     def __init__(self, q: Tensor):
-        self.q, dtype = q, attention.accumulate_dtype(q.dtype)
+        self.q, dtype = q, wide(q.dtype)
         self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
 
@@ -54,7 +64,7 @@ class Gradients:
 
     def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor):
         self.saved = (grad, q, out, lse)
-        self.q = torch.zeros(q.shape, dtype=attention.accumulate_dtype(q.dtype), device=q.device)
+        self.q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
 
     def look(self, work: Work | None, kv: Tensor, kv_grad: Tensor) -> None:
         """Adds to the gradient of q, and to that of the keys and values at hand; both in the accumulate dtype."""
@@ -66,6 +76,14 @@ class Gradients:
         _part(self.q, tile.queries).add_(dq)
         for whole, part in zip(_part(kv_grad, tile.keys), (dk, dv), strict=True):
             whole.add_(part)
+
+
+def look_and_save(ctx: Any, look: Look, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
+    """The forward pass of an autograd function over `look`, which gives output and LSE; backward needs both."""
+    out, lse = kept(partial(look, q, k, v, works, axis), 2, q)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.works, ctx.axis = works, axis
+    return out
 
 
 def _part(x: Tensor, places: range) -> Tensor:

@@ -9,13 +9,15 @@ all-gather brings them back. Stage 0 has a single part, the whole, which all ran
   stage 2   a buffer lives from a microbatch's first gradient to its reduce-scatter; the shard accumulates
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.buckets import Grouping
 from fivefold.parallel.mesh import Axis
 from fivefold.parallel.staging import Work, all_gather_into, reduce_scatter_into
 
@@ -44,6 +46,18 @@ class Slot:
     def of_master(self, row: Tensor) -> Tensor:
         """The part of a row that belongs to this rank's master, in its shape."""
         return row[self.offset : self.offset + self.master.numel()].view(self.master.shape)
+
+
+def slots_of(
+    group: Grouping, weights: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter], parts: int
+) -> list[Slot]:
+    """A bucket's parameters, one behind the other in rows for `parts` ranks."""
+    lengths = [one.share_size(parts) for one in group.held]
+    offsets = accumulate(lengths, initial=0)
+    return [
+        Slot(one.name, weights[one.name], masters[one.name], offset, length)
+        for one, offset, length in zip(group.held, offsets, lengths, strict=False)
+    ]
 
 
 class Bucket:

@@ -20,10 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.buckets import MINIMUM, Grouping, Held, buckets, layers_of, unit_of
-from fivefold.parallel.data.bucket import Bucket, Slot
+from fivefold.model.dtypes import wide
+from fivefold.parallel.data.bucket import Bucket, slots_of
 from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.reducer import Reducer
-from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, wide
+from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, shared_names
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.staging import stage
 from fivefold.spec import ModelSpec
@@ -41,7 +42,7 @@ class FullySharded:
         split: bool = False,
     ):
         self.mesh, self.halves = mesh, split
-        self.shared = {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
+        self.shared = shared_names(spec, mesh)
         self.held: dict[str, Held] = {}
         self.modules: list[FSDPModule] = []
         self.parameters: dict[str, DTensor] = {}
@@ -74,13 +75,9 @@ class FullySharded:
         return Reducer([self._bucket(group, compute) for _, group in groups], groups, always=True)
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
-        slots, offset = [], 0
-        for one in group.held:
-            length = one.share_size(self.mesh.zero.size)
-            shape = (len(one.rows), one.width)
-            weight = torch.empty(shape, device="meta")  # FSDP2 has the real one, when it has it
-            slots.append(Slot(one.name, weight, self.masters[one.name], offset, length))
-            offset += length
+        # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
+        shapes = {one.name: torch.empty(len(one.rows), one.width, device="meta") for one in group.held}
+        slots = slots_of(group, shapes, self.masters, self.mesh.zero.size)
         return Bucket(slots, self.mesh.zero, self.mesh.tp if group.partial else None, 2, compute)
 
     @contextmanager
@@ -117,8 +114,7 @@ class FullySharded:
         """The masters are the model's weights."""
 
     def counts(self, name: str) -> bool:
-        copied = name in self.shared and self.mesh.ends.rank > 0
-        return not copied and counts(self.held[name], self.mesh, sharded=True)
+        return counts(self.held[name], self.mesh, sharded=True, shared=self.shared)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=True)

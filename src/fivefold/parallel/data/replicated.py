@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.buckets import BOTTOM, MINIMUM, TOP, Grouping, Held, buckets, layers_of
-from fivefold.parallel.data.bucket import Bucket, Slot
+from fivefold.model.dtypes import wide
+from fivefold.parallel.data.bucket import Bucket, slots_of
 from fivefold.parallel.data.loose import Loose
 from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.reducer import Reducer
-from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, local_of, wide
+from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, local_of, shared_names
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
 
@@ -39,7 +40,7 @@ class Replicated:
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
         self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
         self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
-        self.shared = {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
+        self.shared = shared_names(spec, mesh)
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
         for model in stages:
@@ -94,11 +95,7 @@ class Replicated:
         return Loose({name: self.weights[name] for name in names}, {name: self.masters[name] for name in names})
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
-        slots, offset = [], 0
-        for one in group.held:
-            length = one.share_size(self.mesh.zero.size if self.stage else 1)
-            slots.append(Slot(one.name, self.weights[one.name], self.masters[one.name], offset, length))
-            offset += length
+        slots = slots_of(group, self.weights, self.masters, self.mesh.zero.size if self.stage else 1)
         also = self.mesh.tp if group.partial else self.mesh.ends if group.shared else None
         return Bucket(slots, self.mesh.zero, also, self.stage, compute)
 
@@ -177,8 +174,7 @@ class Replicated:
     # ---- looking -------------------------------------------------------------------------------------------------
 
     def counts(self, name: str) -> bool:
-        copied = name in self.shared and self.mesh.ends.rank > 0
-        return not copied and counts(self.held[name], self.mesh, sharded=self.stage > 0)
+        return counts(self.held[name], self.mesh, sharded=self.stage > 0, shared=self.shared)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)

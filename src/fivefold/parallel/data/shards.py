@@ -1,6 +1,6 @@
 """One rank's part of a parameter: drawn from the seed, and seen as part of the whole."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,6 @@ from fivefold.buckets import Held, held
 from fivefold.model.init import draw
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
-
-
-def wide(compute: torch.dtype) -> torch.dtype:
-    """The dtype of masters, of sums of gradients and of optimizer state."""
-    return torch.float64 if compute == torch.float64 else torch.float32
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -50,10 +45,16 @@ def globally(one: Held, local: Tensor, mesh: Mesh, sharded: bool) -> Tensor:
     return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
 
 
-def counts(one: Held, mesh: Mesh, sharded: bool) -> bool:
+def shared_names(spec: ModelSpec, mesh: Mesh) -> set[str]:
+    """What this rank holds a copy of for the sake of the pipeline's other end, whose gradients are added up."""
+    return {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
+
+
+def counts(one: Held, mesh: Mesh, sharded: bool, shared: Collection[str]) -> bool:
     """Among the ranks that hold the same elements, the first of each axis counts."""
-    first_of_copies = sharded or mesh.zero.rank == 0
-    return first_of_copies and mesh.replicate.rank == 0 and (one.tp.dim is not None or mesh.tp.rank == 0)
+    first_of_ends = one.name not in shared or mesh.ends.rank == 0
+    first_of_copies = (sharded or mesh.zero.rank == 0) and mesh.replicate.rank == 0
+    return first_of_ends and first_of_copies and (one.tp.dim is not None or mesh.tp.rank == 0)
 
 
 def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
