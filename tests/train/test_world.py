@@ -74,7 +74,9 @@ def test_launch_starts_ranks_that_meet_and_returns_the_exit_code(tmp_path: Path,
     (tmp_path / "probe.py").write_text(PROBE)
     start = "import sys; from fivefold.train.launch import launch; sys.exit(launch(3, ['probe', *sys.argv[1:]]))"
     env = os.environ | {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}  # a process of its own: ranks are forked
-    done = subprocess.run([sys.executable, "-c", start, str(tmp_path), str(code)], env=env, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", start, str(tmp_path), str(code)], env=env, text=True, capture_output=True
+    )
     assert done.returncode == code
     if code == 0:
         found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]

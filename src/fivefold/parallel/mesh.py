@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fivefold.layout import Layout
@@ -82,7 +82,9 @@ class Mesh:
         if layout.replicate > 1:
             del sizes["dp"]
             sizes = {"replicate": layout.replicate, "shard": layout.dp // layout.replicate} | sizes
-        root = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        ranks = torch.arange(layout.world).reshape(*sizes.values()).movedim(list(sizes).index("pp"), 0)
+        names = ("pp", *(name for name in sizes if name != "pp"))  # pp first: torch 2.11 joins neighbours only
+        root = DeviceMesh(device.type, ranks, mesh_dim_names=names)
         meshes = {name: root[name] for name in sizes}
         if layout.replicate > 1:
             meshes["zero"] = root["shard", "cp"]._flatten("zero")
@@ -91,10 +93,10 @@ class Mesh:
             del meshes["shard"]
         else:
             meshes["zero"] = meshes["data"] = root["dp", "cp"]._flatten("zero")
-        meshes["world"] = root._flatten("world")
         staged = device.type == "cuda" and dist.get_backend() == "gloo"
         axes = {name: Axis(name, mesh.size(), mesh.get_local_rank(), mesh, staged) for name, mesh in meshes.items()}
-        lines = root.mesh.movedim(list(sizes).index("pp"), -1).reshape(-1, layout.pp).tolist()
+        axes["world"] = Axis("world", layout.world, dist.get_rank(), staged=staged, bare=dist.group.WORLD)
+        lines = ranks.movedim(0, -1).reshape(-1, layout.pp).tolist()
         axes["ends"] = _ends(layout, axes["pp"], lines)
         lanes = _groups(lines, _channels(layout)) if layout.pp > 1 and dist.get_backend() == "nccl" else ()
         if timeout is not None:

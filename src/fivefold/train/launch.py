@@ -57,7 +57,7 @@ def _start(environments: list[dict[str, str]], arguments: list[str]) -> list[Bas
             importlib.import_module(name)
         gc.freeze()  # a collection in a rank would write to, and so copy, every page that they share
     context = multiprocessing.get_context("fork" if _FORK else "spawn")
-    ranks: list[BaseProcess] = [context.Process(target=_live, args=(env, arguments)) for env in environments]
+    ranks = [context.Process(target=_live, args=(env, arguments)) for env in environments]  # type: ignore[attr-defined]
     for rank in ranks:
         rank.start()
     return ranks
