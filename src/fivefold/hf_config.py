@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` read as a ModelSpec. Pure: planning a downloaded model needs no torch."""
+"""A Hugging Face `config.json` read as a ModelSpec, and written of one. Pure: planning a model needs no torch."""
 
 import json
 import warnings
@@ -52,6 +52,74 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     if spec is None or (problems := spec.problems()):
         raise UserError(problems)
     return spec
+
+
+def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
+    """The `config.json` under which `transformers` has this model, with weights of `dtype`, if it has it at all."""
+    kind = "gpt2" if spec.positions == "learned" else "qwen3" if spec.qk_norm else "llama"
+    write = {"gpt2": _to_gpt2}.get(kind, _to_llama)
+    wanted: Config = {
+        "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads},
+    }.get(kind, {"norm": "rmsnorm", "bias": False, "activation": "swiglu"})
+    problems = [
+        f"{kind} of transformers has {key}={only!r}, and {spec.name} has {key}={getattr(spec, key)!r}"
+        for key, only in wanted.items()
+        if getattr(spec, key) != only
+    ]
+    if kind == "gpt2" and spec.activation == "swiglu":
+        problems.append(f"gpt2 of transformers has no activation='swiglu', and {spec.name} has")
+    if problems:
+        raise UserError(problems)
+    shared = {
+        "model_type": kind,
+        "architectures": [{"gpt2": "GPT2LMHeadModel", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[kind]],
+        "vocab_size": spec.vocab,
+        "tie_word_embeddings": spec.tied,
+        "initializer_range": spec.init_std,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    return shared | write(spec)
+
+
+def _to_llama(spec: ModelSpec) -> Config:
+    rope: Config = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    if (stretch := spec.rope_scaling) is not None:
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": stretch.original_context}
+        rope |= {key: getattr(stretch, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    # Both spellings: releases before 5 read rope_theta and rope_scaling, later ones rope_parameters.
+    older = {key: value for key, value in rope.items() if key != "rope_theta"} if spec.rope_scaling else None
+    return {
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.ffn,
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": older,
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    } | ({"use_sliding_window": False} if spec.qk_norm else {"mlp_bias": False})
+
+
+def _to_gpt2(spec: ModelSpec) -> Config:
+    return {
+        "n_layer": spec.layers,
+        "n_embd": spec.hidden,
+        "n_head": spec.heads,
+        "n_inner": spec.ffn,
+        "n_positions": spec.context,
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[spec.activation],
+        "resid_pdrop": spec.dropout,
+        "embd_pdrop": spec.dropout,
+        "attn_pdrop": 0.0,
+    }
 
 
 def _llama(config: Config) -> Numbers:

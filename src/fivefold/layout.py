@@ -62,6 +62,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def world(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along each axis: tp varies fastest, then cp, pp and dp."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        dp, pp = divmod(rest, self.pp)
+        return {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
+
+    def place(self, rank: int) -> str:
+        """In words, of the axes that have several ranks: 'dp 1, pp 0'."""
+        return ", ".join(f"{axis} {at}" for axis, at in self.coordinates(rank).items() if getattr(self, axis) > 1)
+
     @property
     def stages(self) -> int:
         return self.pp * self.chunks
@@ -102,18 +113,22 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise UserError(problems)
         return layout
 
+    def given(self) -> dict[str, Any]:
+        """What differs from one rank doing everything, without what follows from the schedule's name."""
+        default = Layout(schedule=self.schedule)
+        found = {field: getattr(self, field) for field in self.__struct_fields__}
+        return {
+            field: value
+            for field, value in found.items()
+            if value != ("1f1b" if field == "schedule" else getattr(default, field))
+        }
+
     def __str__(self) -> str:
         """What differs from one rank doing everything; parses back to the same layout."""
-        default = Layout(schedule=self.schedule)
         parts = []
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            if field == "schedule":
-                if value != "1f1b":
-                    parts.append(f"schedule={value}")
-            elif value != getattr(default, field):
-                text = ",".join(map(str, value)) if field == "split" else str(value)
-                parts.append("sp" if field == "sp" else f"{field}={text}")
+        for field, value in self.given().items():
+            text = ",".join(map(str, value)) if field == "split" else str(value)
+            parts.append("sp" if field == "sp" else f"{field}={text}")
         return ",".join(parts) or "dp=1"
 
     # ---- validation ----------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """Stages: which layers each pipeline stage holds; the first also has the embedding, the last the norm and the head.
 
-stages_of(spec, layout, seq)    # one Stage each; their layers add up to the model's, in order
+stages_of(spec, layout, seq)      # one Stage each; their layers add up to the model's, in order
+schedule_of(spec, layout, seq)    # in which order the ranks do what, with these stages
 """
 
 from dataclasses import dataclass
 
 from fivefold.layout import Layout
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.schedule import Schedule
 from fivefold.spec import ModelSpec
 
 
@@ -68,6 +72,28 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
                 best = score, (first, *middle, last)
     assert best is not None
     return best[1]
+
+
+def schedule_of(spec: ModelSpec, layout: Layout, seq: int) -> Schedule:
+    """The schedule of a layout; `auto` is made for the stages that the model has in it, unequal as they are."""
+    weighed = _durations(spec, layout, seq) if layout.schedule == "auto" and layout.pp > 1 else None
+    return build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks, costs=weighed)
+
+
+def _durations(spec: ModelSpec, layout: Layout, seq: int) -> Costs:
+    """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
+    layer, bottom, top = costs(spec, seq)
+    scores = 2.0 * seq * spec.heads * spec.head_dim
+    every = stages_of(spec, layout, seq)
+    ends = [bottom * stage.first + top * stage.last for stage in every]
+    f = [len(stage.layers) * layer + end for stage, end in zip(every, ends, strict=True)]
+    i = [len(stage.layers) * (layer + scores) + end for stage, end in zip(every, ends, strict=True)]
+    w = [len(stage.layers) * (layer - scores) + top * stage.last for stage in every]
+    unit = max(f)
+    b = [x + y for x, y in zip(i, w, strict=True)]
+    shares = tuple(len(stage.layers) / max(1, spec.layers) * layout.pp for stage in every)
+    each = {name: tuple(one / unit for one in times) for name, times in {"f": f, "i": i, "w": w, "b": b}.items()}
+    return Costs(f=each["f"], i=each["i"], w=each["w"], b=each["b"], activation=shares)
 
 
 def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:

@@ -10,6 +10,7 @@ from fivefold.layout import Layout
 from fivefold.schedule.actions import RECEIVES, SENDS, WEIGHT_GRAD
 from fivefold.schedule.catalogue import CATALOGUE, build
 from fivefold.schedule.schedule import peak_live
+from fivefold.stages import schedule_of
 from fivefold.train.config import Job
 from tests.parallel.pipelines import Meshes, Run, all_schedules, alone, job, run
 from tests.ranks import run_ranks
@@ -33,7 +34,7 @@ class Held:
 
 def held(rank: int, case: Job, here: Run, wanted: Run) -> Held:
     layout = case.layout
-    schedule = build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks)
+    schedule = schedule_of(case.model, layout, case.data.seq)
     found, watched = here.gradients, here.watched
     pairs = {name: (gradient, wanted.gradients[name]) for name, gradient in found.items()}
     return Held(

@@ -1,4 +1,4 @@
-"""Stages that sleep instead of computing, run by the real pipeline over real ranks: what takes how long is known."""
+"""Stages that sleep, or multiply matrices, for a known time, run by the real pipeline over real ranks."""
 
 import time
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from fivefold.trace.records import Trace
 from fivefold.trace.tracer import Tracer
 
 HIDDEN = 4
+SIDE = 224  # of those matrices
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Naps:
     f: float
     i: float
     w: float
+    working: bool = False  # a millisecond stands for a product of matrices, which takes about as long
+
+    def take(self, seconds: float) -> None:
+        if not self.working:
+            time.sleep(seconds)
+            return
+        x = torch.full((SIDE, SIDE), 1.0 / SIDE)
+        for _ in range(round(1000 * seconds)):
+            x = x @ x
 
 
 class Asleep(nn.Module):
@@ -53,16 +63,16 @@ class _Nap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, naps: Naps, later: Later) -> Tensor:
         ctx.naps, ctx.later = naps, later
-        time.sleep(naps.f)
+        naps.take(naps.f)
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        time.sleep(ctx.naps.i)
+        ctx.naps.take(ctx.naps.i)
         if ctx.later.open is None:
-            time.sleep(ctx.naps.w)
+            ctx.naps.take(ctx.naps.w)
         else:
-            ctx.later.open.append(lambda: time.sleep(ctx.naps.w))
+            ctx.later.open.append(lambda: ctx.naps.take(ctx.naps.w))
         return gradient, None, None, None
 
 

@@ -7,7 +7,7 @@ import pytest
 from fivefold.errors import UserError
 from fivefold.train.config import read_job
 from fivefold.train.preflight import preflight
-from fivefold.train.run import make_directory
+from fivefold.train.run import run_directory
 
 
 def problems_of(*changes: str) -> list[str]:
@@ -45,7 +45,10 @@ def test_held_out_text_too_short_for_a_look_stops_no_run_that_does_not_look(toke
 
 
 def test_run_directories_are_never_shared(tmp_path: Path) -> None:
-    names = [make_directory(tmp_path / "runs", "a").name for _ in range(3)]
-    assert names == ["a", "a-2", "a-3"]
+    def made(parent: str, fresh: bool) -> str:
+        return run_directory(read_job(None, [f"run.dir={parent}", "run.name=a"]), fresh).name
+
+    runs = str(tmp_path / "runs")
+    assert [made(runs, fresh) for fresh in (False, False, True)] == ["a", "a-2", "a-3"]  # none has a checkpoint
     with pytest.raises(UserError, match="cannot make the run's directory"):
-        make_directory(Path("/proc/nothing"), "a")
+        made("/proc/nothing", True)

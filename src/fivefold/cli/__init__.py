@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold import __version__
-from fivefold.cli import bench, curve, data, models, schedules, trace, train, verify
+from fivefold.cli import bench, checkpoint, curve, data, generate, hf, models, schedules, trace, train, verify
 from fivefold.errors import Note, PeerLost, TrainingError, UserError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", short_help=train.SHORT)(train.train)
+app.command("generate", short_help=generate.SHORT)(generate.generate)
 app.command("verify", short_help=verify.SHORT)(verify.verify)
 app.command("curve", short_help=curve.SHORT)(curve.curve)
 app.command("trace", short_help=trace.SHORT)(trace.trace)
@@ -34,6 +35,9 @@ app.command("models", short_help=models.SHORT)(models.models)
 app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
+app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
+app.add_typer(hf.importing, name="import", short_help=hf.IMPORT)
+app.add_typer(hf.exporting, name="export", short_help=hf.EXPORT)
 app.add_typer(bench.app, name="bench", short_help=bench.SHORT)
 
 

@@ -1,5 +1,6 @@
 """`fivefold train`: a job file, changes on top, and a run."""
 
+import os
 import signal
 from typing import Annotated
 
@@ -15,15 +16,23 @@ SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.st
 def train(
     job: JobWords = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
+    restarts: Annotated[
+        int, typer.Option(help="With --nproc: how often to start again when a rank fails, from the last checkpoint.")
+    ] = 0,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over in a new directory; what is there stays as it is.")
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check the job and print it resolved, without training.")
     ] = False,
 ) -> None:
     """Train a model as a job file says; without one, a small Llama on Python's own source.
 
-    A job has the sections model, layout, data, optimizer, train, trace and run,
-    and every setting has a default. The resolved job is printed, and saved with the
-    run's metrics in a new directory below run.dir. Under torchrun or Slurm's
+    A job has the sections model, layout, data, optimizer, train, checkpoint, trace
+    and run, and every setting has a default. The resolved job is printed, and saved
+    with the run's metrics and checkpoints in a directory below run.dir. Where that
+    has a checkpoint, the run goes on from it, in whatever layout the job now says.
+    SIGTERM saves one more and ends with exit code 143. Under torchrun or Slurm's
     srun the same command joins the ranks that they started.
 
     [dim]Examples:[/]
@@ -36,10 +45,14 @@ def train(
 
       fivefold train data.path=tokens/ model=small model.vocab=50257
 
+      fivefold train job.toml --nproc 4 layout=tp=2,pp=2 --restarts 3
+
+      fivefold train job.toml --fresh checkpoint.every=50 checkpoint.keep=3
+
       fivefold train job.toml --check
     """
     from fivefold.train.config import read_job, to_toml
-    from fivefold.train.launch import launch
+    from fivefold.train.launch import INTERRUPTED, TERMINATED, launch
     from fivefold.train.preflight import preflight
     from fivefold.train.world import current_world
 
@@ -56,30 +69,53 @@ def train(
     if check:
         typer.echo(to_toml(resolved))
         return
+    if restarts < 0:
+        raise UserError(f"--restarts {restarts} is less than none; nearest: --restarts 0")
+    if restarts and nproc == 1:
+        raise UserError("--restarts belongs to --nproc: ranks of another launcher are started again by it")
     if nproc > 1:
-        raise typer.Exit(launch(nproc, ["fivefold", "train", *(job or [])]))
-    from fivefold.train.run import run_job
+        words = ["fivefold", "train", *(job or [])]
+        first_words = [*words, "--fresh"] if fresh else words
+        code = launch(nproc, first_words, resolved.layout.place)
+        for number in range(1, restarts + 1):
+            if code in (0, 2, INTERRUPTED, TERMINATED):  # done, bad input, or asked to stop
+                break
+            typer.echo(f"starting again from the last checkpoint: {number} of {restarts}", err=True)
+            code = launch(nproc, words, resolved.layout.place)
+        raise typer.Exit(code)
+    from fivefold.train.loop import Stopped
+    from fivefold.train.run import Options, run_job
 
     console = Console(highlight=False, quiet=world.rank > 0)
-    stopping = _Stop()
+    stop = _Stop()
+    # torchrun starts a run again with the very same words: the first time only is meant.
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     try:
-        run_job(resolved, sources, world, console)
+        run_job(resolved, sources, world, console, Options(fresh and first, lambda: stop.term))
+    except Stopped as stopped:
+        saved = "its checkpoint is saved, and the same command goes on from there" if resolved.checkpoint.save else ""
+        console.print(f"stopped by SIGTERM after step {stopped.step}; {saved}".rstrip("; "))
+        raise typer.Exit(TERMINATED) from None
     except (KeyboardInterrupt, RuntimeError, PeerLost) as error:
         # A rank that is told to stop may first see the end of its connection to one that has stopped already.
-        if not isinstance(error, KeyboardInterrupt) and not stopping.asked:
+        if not isinstance(error, KeyboardInterrupt) and not stop.asked:
             raise
-        console.print("stopped; the metrics up to here are kept")
-        raise typer.Exit(130) from None
+        console.print("stopped; the metrics up to here are kept, and the checkpoints")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 class _Stop:
-    """Whether Ctrl-C was pressed, for exceptions that come of it."""
+    """Whether Ctrl-C was pressed, for exceptions that come of it; and whether SIGTERM came, which waits for a step."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.term = False
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._ask)
+        signal.signal(signal.SIGTERM, self._end)
 
     def _ask(self, *_: object) -> None:
         self.asked = True
         raise KeyboardInterrupt
+
+    def _end(self, *_: object) -> None:
+        self.term = True

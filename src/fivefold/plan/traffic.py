@@ -39,11 +39,9 @@ class Seat(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
-        """Of a global rank: tp varies fastest, then cp, pp and dp."""
-        rest, tp = divmod(rank, layout.tp)
-        rest, cp = divmod(rest, layout.cp)
-        dp, pp = divmod(rest, layout.pp)
-        return cls(tp, pp, dp % (layout.dp // layout.replicate) * layout.cp + cp)
+        """Of a global rank."""
+        at = layout.coordinates(rank)
+        return cls(at["tp"], at["pp"], at["dp"] % (layout.dp // layout.replicate) * layout.cp + at["cp"])
 
 
 FIRST = Seat()

@@ -59,6 +59,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     timeout: float = 600.0  # seconds that a rank waits for another before it gives up
 
 
+class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    save: bool = True  # false: never
+    every: int = 100  # steps between checkpoints; 0: none on the way. The end of a run, and SIGTERM, always make one
+    keep: int = 2  # the newest that are kept
+    keep_every: int = 0  # and those of every so many steps; 0: none of them
+
+
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: int = 0  # to trace, into trace.json of the run's directory; 0: none
     after: int = 3  # steps before the first of them
@@ -66,7 +73,7 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""  # empty: the job file's, or "run"
-    dir: str = "runs"  # the run's own directory is made inside; an existing one is never touched
+    dir: str = "runs"  # the run's own directory is made inside, and found there to go on from its last checkpoint
     tensorboard: bool = False
 
 
@@ -76,6 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
 
@@ -89,6 +97,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def _settings(self) -> list[str]:
         o, t, d, name = self.optimizer, self.train, self.data, self.run.name
+        c = self.checkpoint
         traced, after = self.trace.steps, self.trace.after
         learned = self.model.positions == "learned"
         rules = [
@@ -114,6 +123,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
                 f"nearest: data.seq={self.model.context}",
             ),
+            (c.every >= 0, f"checkpoint.every={c.every} must not be negative; 0 means none on the way"),
+            (c.keep >= 1, f"checkpoint.keep={c.keep} must be at least 1; checkpoint.save=false makes none"),
+            (c.keep_every >= 0, f"checkpoint.keep_every={c.keep_every} must not be negative; 0 means none"),
             (traced >= 0, f"trace.steps={traced} must not be negative; 0 means none"),
             (after >= 0, f"trace.after={after} must not be negative"),
             (
@@ -131,6 +143,7 @@ SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
     "trace": TraceConfig,
     "run": RunConfig,
 }
@@ -198,7 +211,7 @@ def _spread(section: str, text: str, problems: list[str]) -> Table:
     """The table that a short string stands for."""
     if section == "layout":
         try:
-            return {k: v for k, v in msgspec.structs.asdict(Layout.parse(text)).items() if v != getattr(Layout(), k)}
+            return Layout.parse(text).given()
         except UserError as error:
             problems += error.problems
             return {}
@@ -257,7 +270,10 @@ def _base(kind: str, name: str) -> Table:
 def to_toml(job: Job) -> str:
     """The resolved job as a file that `fivefold train` runs again."""
     lines: list[str] = []
-    for section, table in msgspec.to_builtins(job).items():
+    sections = msgspec.to_builtins(job)
+    if "chunks" not in job.layout.given():
+        del sections["layout"]["chunks"]  # it is the schedule's own, and follows another one
+    for section, table in sections.items():
         nested = {key: value for key, value in table.items() if isinstance(value, dict)}
         for name, values in [(section, table), *((f"{section}.{key}", value) for key, value in nested.items())]:
             lines.append(f"[{name}]")

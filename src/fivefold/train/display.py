@@ -1,7 +1,7 @@
 """What a person sees of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,11 +15,17 @@ from fivefold.words import bytes_text, si
 
 
 class Display:
-    """Follows a run of `steps`; `marks` are losses to compare with (the entropies of the corpus)."""
+    """Follows a run of `steps`; `marks` are losses to compare with (the entropies of the corpus).
 
-    def __init__(self, console: Console, steps: int, marks: dict[str, float], log_every: int):
+    `earlier` are the steps before the one that this process begins with.
+    """
+
+    def __init__(
+        self, console: Console, steps: int, marks: dict[str, float], log_every: int, earlier: Sequence[Step] = ()
+    ):
         self.console, self.steps, self.marks, self.log_every = console, steps, marks, log_every
-        self.losses: list[float] = []
+        self.losses = [record.loss for record in earlier]
+        self.steps_here = 0
         self.held_out: Evaluation | None = None
         self.start = time.monotonic()
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
@@ -28,9 +34,10 @@ class Display:
 
     def on_step(self, record: Step) -> None:
         self.losses.append(record.loss)
+        self.steps_here += 1
         if self.live:
             self.live.update(Group(self._progress(record), _numbers(record, self.held_out), *self.curve()))
-        elif record.step == 1 or record.step % self.log_every == 0 or record.step == self.steps:
+        elif self.steps_here == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.console.print(
                 f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {_line(record)}", soft_wrap=True
             )
@@ -53,7 +60,7 @@ class Display:
 
     def _progress(self, record: Step) -> RenderableType:
         done = record.step
-        left = (time.monotonic() - self.start) / done * (self.steps - done)
+        left = (time.monotonic() - self.start) / self.steps_here * (self.steps - done)
         grid = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self.steps, completed=done, width=48)
         grid.add_row(bar, f"step {done}/{self.steps}", f"[dim]{left:.0f} s left[/]")

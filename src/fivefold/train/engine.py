@@ -9,61 +9,22 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import Batch
-from fivefold.model.decoder import Decoder
 from fivefold.model.place import Place
-from fivefold.parallel.channels import Channels
 from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.context import Context
-from fivefold.parallel.data import spread
-from fivefold.parallel.later import Later
 from fivefold.parallel.lost import waiting
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.pipeline import Microbatch, Pipeline, Watch
-from fivefold.parallel.verbs import verbs_of
-from fivefold.schedule.actions import WEIGHT_GRAD
-from fivefold.schedule.catalogue import build
-from fivefold.stages import stages_of
+from fivefold.parallel.pipeline import Microbatch, Watch
 from fivefold.train.config import Job
-from fivefold.train.device import DTYPES
+from fivefold.train.network import Network
 from fivefold.train.optimizer import Optimizer
 
 
-class Engine:
+class Engine(Network):
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None):
-        self.job, self.mesh = job, mesh
-        layout, compute = job.layout, DTYPES[job.train.dtype]
-        self.schedule = build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks)
-        later, split = Later(), self.schedule.count(WEIGHT_GRAD) > 0
+        super().__init__(job, mesh, watch)
         self.context = Context(mesh)
-        self.verbs = verbs_of(job.model, mesh, later if split else None)
-        self.stages = self._stages()
-        self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
-        later.report = self.weights.add
-        channels = Channels(self.schedule, mesh, compute)
-        self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, later, channels, watch)
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
-
-    def _stages(self) -> dict[int, Decoder]:
-        """This rank's, on the meta device: no weights are drawn that would be thrown away."""
-        job = self.job
-        every = stages_of(job.model, job.layout, job.data.seq)
-        mine = [every[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
-        with torch.device("meta"):
-            made = {
-                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.verbs, stage)
-                for stage in mine
-            }
-        if job.model.tied and len(mine) > 1 and mine[0].first and mine[-1].last:
-            made[mine[-1].index].embedding = made[mine[0].index].embedding  # both ends are here: one weight
-        for model in made.values():
-            self.verbs.adopt(model)
-        return made
-
-    @property
-    def model(self) -> Decoder:
-        """The whole model, where one stage is all of it."""
-        (model,) = self.stages.values()
-        return model
 
     def accumulate(self, batch: Batch) -> Tensor:
         """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it."""
@@ -78,7 +39,8 @@ class Engine:
 
         sums: list[Tensor] = []
         self.pipeline.run([self._microbatch(part) for part in mine], loss_of)
-        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, self.mesh.ends):
+        ends = [self.mesh.ends] if self.job.model.tied else []
+        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends):
             self.weights.finish()
         return self._everywhere(sums) / count
 
@@ -106,9 +68,9 @@ class Engine:
                 total = wait(all_reduce(total, axis), axis)
         return total
 
-    def gradient_norm(self) -> Tensor:
+    def gradient_norm(self, wish: Tensor | None = None) -> Tensor:
         with waiting("the gradient norm", self.mesh, self.mesh.world):
-            return self.optimizer.gradient_norm()
+            return self.optimizer.gradient_norm(wish)
 
     def step(self, rate: float | None, norm: Tensor) -> None:
         self.optimizer.step(rate, norm)

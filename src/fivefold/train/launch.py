@@ -13,7 +13,9 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
 _GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
@@ -23,47 +25,68 @@ _FORK = sys.platform == "linux"  # elsewhere a fork after numpy or torch is not 
 _SHARED = ("fivefold.train.run", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 
-def launch(nproc: int, arguments: list[str]) -> int:
-    """Run `python -m ARGUMENTS` as `nproc` ranks; 0, the first failure's exit code, or 130 after Ctrl-C."""
+INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after SIGTERM and a checkpoint
+
+
+def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambda rank: "") -> int:
+    """Run `python -m ARGUMENTS` as `nproc` ranks; 0, the first failure's exit code, or 130 after Ctrl-C.
+
+    `place` says where a rank stands in the layout. SIGTERM is handed on to the ranks, which save before they end.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     env = {"OMP_NUM_THREADS": threads} | os.environ | {name: str(value) for name, value in shared.items()}
-    ranks = _start([env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)], arguments)
+    ranks: list[BaseProcess] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: _tell(ranks, signal.SIGTERM))
     try:
+        _start(ranks, [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)], arguments)
         first = _first_failure(ranks)
         if first is None:
             return 0
-        for silent in _end(ranks):
-            print(f"rank {silent} did not end with it, and was ended after {_GRACE:.0f} s", file=sys.stderr)
         code = ranks[first].exitcode or 0
+        silent = _end(ranks)
+        if code == TERMINATED:
+            return TERMINATED
+        # Who is silent is who the others waited for, unless one was ended from outside.
+        to_blame = [first] if code < 0 or not silent else silent
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        print(f"rank {first} {how}", file=sys.stderr)
+        for number in to_blame:
+            where = f" ({place(number)})" if place(number) else ""
+            end = f"did not end with the others, and was ended after {_GRACE:.0f} s" if number in silent else how
+            print(f"rank {number}{where} {end}", file=sys.stderr)
         return code if code > 0 else 1
     except KeyboardInterrupt:
-        for rank in ranks:  # a terminal has told them already; `kill -INT` on this process alone has not
-            if rank.exitcode is None and rank.pid:
-                os.kill(rank.pid, signal.SIGINT)
+        _tell(ranks, signal.SIGINT)  # a terminal has told them already; `kill -INT` on this process alone has not
         _end(ranks)
-        return 130
+        return INTERRUPTED
     finally:
+        signal.signal(signal.SIGTERM, before)
         for rank in ranks:
             rank.kill()
             rank.join()
 
 
-def _start(environments: list[dict[str, str]], arguments: list[str]) -> list[BaseProcess]:
+def _tell(ranks: list[BaseProcess], number: int) -> None:
+    for rank in ranks:
+        if rank.exitcode is None and rank.pid:
+            os.kill(rank.pid, number)
+
+
+def _start(ranks: list[BaseProcess], environments: list[dict[str, str]], arguments: list[str]) -> None:
     if _FORK:
         for name in _SHARED:
             importlib.import_module(name)
         gc.freeze()  # a collection in a rank would write to, and so copy, every page that they share
     context = multiprocessing.get_context("fork" if _FORK else "spawn")
-    ranks = [context.Process(target=_live, args=(env, arguments)) for env in environments]  # type: ignore[attr-defined]
-    for rank in ranks:
+    for env in environments:
+        rank = context.Process(target=_live, args=(env, arguments))  # type: ignore[attr-defined]
         rank.start()
-    return ranks
+        ranks.append(rank)
 
 
 def _live(env: dict[str, str], arguments: list[str]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank has a way to answer it
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     if _FORK and "OMP_NUM_THREADS" not in os.environ:  # which torch, loaded by now, would have read
         import torch
 
@@ -71,6 +94,13 @@ def _live(env: dict[str, str], arguments: list[str]) -> None:
     os.environ.update(env)
     sys.argv = arguments
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _end_with_the_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
 
 
 def _first_failure(ranks: list[BaseProcess]) -> int | None:

@@ -32,11 +32,32 @@ class MetricsFile:
         self.file.close()
 
 
+def trim(path: Path, step: int) -> list[Step]:
+    """The steps in a metrics file up to one; what came after it, in a run that was cut short, is cut off."""
+    if not path.exists():
+        return []
+    kept: list[bytes] = []
+    records: list[Step | Evaluation] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = msgspec.json.decode(line, type=Step | Evaluation)
+        except msgspec.MsgspecError:  # a line that a killed process did not finish
+            continue
+        if record.step <= step:
+            kept.append(line + b"\n")
+            records.append(record)
+    half = path.with_suffix(".half")
+    half.write_bytes(b"".join(kept))
+    half.rename(path)
+    return [record for record in records if isinstance(record, Step)]
+
+
 class TensorBoard:
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, first: int):
+        """`first` step that will be written: what the files have of later ones is not shown."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory))
+        self.writer = SummaryWriter(str(directory), purge_step=first)
 
     def on_step(self, record: Step) -> None:
         for name in ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory"):

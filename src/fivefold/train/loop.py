@@ -8,11 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import Protocol
 
+import torch
+
+from fivefold import faults
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.order import windows
 from fivefold.data.prefetch import prefetch
-from fivefold.errors import TrainingError
+from fivefold.errors import PeerLost, TrainingError
 from fivefold.parallel.mesh import Mesh
 from fivefold.trace.records import Trace
 from fivefold.trace.tracer import tracer_of
@@ -25,6 +29,21 @@ from fivefold.train.rate import learning_rate
 from fivefold.train.records import Evaluation, Step
 
 
+class Keeper(Protocol):
+    """Whoever keeps the trainer's state."""
+
+    def after(self, step: int, must: bool) -> None:
+        """A step is done; `must`: it is the last one for now."""
+
+
+class Stopped(Exception):
+    """All ranks have agreed to stop after a step, because one was asked to."""
+
+    def __init__(self, step: int):
+        self.step = step
+        super().__init__(f"stopped after step {step}")
+
+
 class Trainer:
     """A job's engine and data."""
 
@@ -32,33 +51,47 @@ class Trainer:
         self.job, self.sources, self.mesh = job, sources, mesh
         self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
         self.engine = Engine(job, mesh, self.tracer.watch)
+        self.done = 0  # steps, this run's and those of the checkpoint that it goes on from
+        self.samples = 0  # of the data order that they were trained on
+        self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
+        self.stopped = False  # whether any has, and so all do, after this step
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
 
-    def run(self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None = None) -> Evaluation | None:
-        """All steps; returns the last look at the held-out data, if there is any.
+    def run(
+        self,
+        listeners: list[Listener],
+        on_trace: Callable[[Trace], None] | None = None,
+        keeper: Keeper | None = None,
+    ) -> Evaluation | None:
+        """All steps that are left; returns the last look at the held-out data, if there is any.
 
         `on_trace` is given the trace of the steps that the job wants traced, if it does, on rank 0.
         """
-        every, steps = self.job.train.eval_every, self.job.train.steps
+        every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self.reads())))
             evaluation = None
             targets = 0
-            for step, batch in enumerate(batches, start=1):
-                with self.tracer.step(step):
+            for step, batch in enumerate(batches, start=first):
+                with self.tracer.step(step - first + 1):
                     record = self.step(step, batch)
-                trace = self.tracer.after(step, self.engine.schedule)
+                self.done, self.samples = step, self.samples + len(batch.samples)
+                trace = self.tracer.after(step - first + 1, self.engine.schedule)
                 if trace is not None and on_trace is not None:
                     on_trace(trace)
                 targets += record.loss_tokens
                 for listener in listeners:
                     listener.on_step(record)
-                if step == steps or (every and step % every == 0):
+                if not self.stopped and (step == steps or (every and step % every == 0)):
                     evaluation = self.evaluate(step)
                     if evaluation is not None:
                         for listener in listeners:
                             listener.on_evaluation(evaluation)
+                if keeper is not None:
+                    keeper.after(step, must=self.stopped or step == steps)
+                if self.stopped:
+                    raise Stopped(step)
         if not targets:
             raise TrainingError(
                 f"in all {steps} steps no target carried loss: every token of {self.sources.path} is masked"
@@ -66,19 +99,29 @@ class Trainer:
         return evaluation
 
     def reads(self) -> Iterator[partial[Batch]]:
-        """One call per step that reads its global batch: samples step x batch and on, whatever the layout."""
+        """One call per step that reads its global batch: the samples after those before, whatever the layout."""
         data, size = self.job.data, self.job.train.batch
-        for step in range(self.job.train.steps):
-            wanted = range(step * size, (step + 1) * size)
+        for number in range(self.job.train.steps - self.done):
+            first = self.samples + number * size
+            wanted = range(first, first + size)
             yield partial(read_batch, self.sources.train, data.seq, data.seed, wanted, self.job.model.vocab)
 
     def step(self, step: int, batch: Batch) -> Step:
         """Step number `step`, counted from 1. A batch in which no target carries loss changes nothing."""
+        try:
+            return self._step(step, batch)
+        except PeerLost as error:
+            raise PeerLost(f"step {step}: {error}") from error.__cause__
+
+    def _step(self, step: int, batch: Batch) -> Step:
         start = time.perf_counter()
         loss = self.engine.accumulate(batch)
+        if faults.strike("step", step=step):
+            next(p.grad for p in self.engine.weights.masters.values() if p.grad is not None).fill_(math.nan)
         with self.tracer.update("norm"):
-            norm = self.engine.gradient_norm()
-            mean, norm_value = loss.item(), norm.item()
+            wish = torch.full((), float(self.stopping()), dtype=torch.float64, device=self.mesh.device)
+            norm = self.engine.gradient_norm(wish)
+            mean, norm_value, wishes = loss.item(), norm.item(), wish.item()
         if not (math.isfinite(mean) and math.isfinite(norm_value)):
             raise TrainingError(
                 f"step {step}: loss {mean} and gradient norm {norm_value} are not both finite; samples "
@@ -90,6 +133,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         tokens = batch.tokens.size
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
+        self.stopped = wishes > 0
         return Step(
             step=step,
             loss=mean,

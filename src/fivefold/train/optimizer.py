@@ -31,17 +31,27 @@ class Optimizer:
         for master in weights.masters.values():
             moments = {key: torch.zeros_like(master, requires_grad=False) for key in _MOMENTS}
             self.adam.state[master] = {"step": torch.zeros((), device=master.device)} | moments
+        self.updates = 0
 
-    def gradient_norm(self) -> Tensor:
-        """The norm over all parameters of the model, before clipping: in float64, and the same on every rank."""
-        mine = [p.grad for name, p in self.weights.masters.items() if p.grad is not None and self.weights.counts(name)]
+    def gradient_norm(self, wish: Tensor | None = None) -> Tensor:
+        """The norm over all parameters of the model, before clipping: in float64, and the same on every rank.
+
+        `wish` is a number of this rank's, and becomes the sum over all ranks: beside the norm's it costs nothing.
+        """
+        masters = self.weights.masters.items()
+        mine = [p.grad for name, p in masters if p.grad is not None and self.weights.copies(name)[0] == 0]
         if mine:
             norms = torch._foreach_norm(mine, 2, dtype=torch.float64)
             square = torch.stack(norms).square().sum()
         else:
             square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.world.size > 1:
+        if self.mesh.world.size > 1 and wish is None:
             dist.all_reduce(square, group=self.mesh.world.group)
+        elif self.mesh.world.size > 1 and wish is not None:
+            both = torch.stack((square, wish))
+            dist.all_reduce(both, group=self.mesh.world.group)
+            square = both[0]
+            wish.copy_(both[1])
         return square.sqrt()
 
     @torch.no_grad()
@@ -58,13 +68,25 @@ class Optimizer:
             for group in self.adam.param_groups:
                 group["lr"] = rate
             self.adam.step()
+            self.updates += 1
+        self.weights.publish()
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """AdamW's two of this rank's shard of a parameter."""
+        return {key: self.adam.state[self.weights.masters[name]][key] for key in _MOMENTS}
+
+    def restore(self, updates: int) -> None:
+        """After masters and moments have been filled in place: as if `updates` steps had led there."""
+        self.updates = updates
+        for state in self.adam.state.values():
+            state["step"].fill_(updates)
         self.weights.publish()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """By parameter name the master and AdamW's two moments, as parts of the whole; they share memory with this."""
         kept: dict[str, dict[str, Tensor]] = {}
         for name, master in self.weights.masters.items():
-            local = {"master": master.detach()} | {key: self.adam.state[master][key] for key in _MOMENTS}
+            local = {"master": master.detach()} | self.moments(name)
             kept[name] = {key: self.weights.globally(name, value) for key, value in local.items()}
         return kept
 

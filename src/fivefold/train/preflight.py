@@ -8,8 +8,8 @@ from pathlib import Path
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.schedule.catalogue import build
+from fivefold.schedule.check import prove
+from fivefold.stages import schedule_of
 from fivefold.train.config import Job
 
 _SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
@@ -26,7 +26,7 @@ class Sources:
 
 def preflight(job: Job, world: int) -> Sources:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
-    problems = job.problems(world) or _schedule(job.layout)
+    problems = job.problems(world) or _schedule(job)
     problems += [*_packages(job), *_run_directory(Path(job.run.dir).expanduser())]
     sources = _open(job, problems)
     if problems or sources is None:
@@ -34,10 +34,10 @@ def preflight(job: Job, world: int) -> Sources:
     return sources
 
 
-def _schedule(layout: Layout) -> list[str]:
-    """What only the builder of a schedule knows."""
+def _schedule(job: Job) -> list[str]:
+    """What only the builder of a schedule knows; and what is run is proven first, as what is drawn is."""
     try:
-        build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks)
+        prove(schedule_of(job.model, job.layout, job.data.seq))
     except UserError as error:
         return error.problems
     return []

@@ -3,6 +3,9 @@
 import json
 import platform
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fivefold
+from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
 from fivefold.errors import PeerLost, UserError
 from fivefold.parallel.lost import reason
@@ -19,9 +23,11 @@ from fivefold.parallel.mesh import Mesh, backend
 from fivefold.trace.report import TraceFile
 from fivefold.train import world as worlds
 from fivefold.train.config import Job, to_toml
+from fivefold.train.control import Control
 from fivefold.train.device import check_bfloat16, check_memory, choose_device, make_repeatable
 from fivefold.train.display import Display
-from fivefold.train.listeners import Listener, MetricsFile, TensorBoard
+from fivefold.train.keeper import Checkpoints
+from fivefold.train.listeners import Listener, MetricsFile, TensorBoard, trim
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import Sources
 from fivefold.train.records import Evaluation
@@ -30,10 +36,20 @@ from fivefold.words import si
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
-def run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -> Path | None:
-    """Train; the path of the run's directory on rank 0, which alone speaks and writes."""
+@dataclass(frozen=True)
+class Options:
+    """What is asked of one start of a run, and is no part of its job."""
+
+    fresh: bool = False  # in a new directory, whatever checkpoints there are
+    stopping: Callable[[], bool] = lambda: False  # whether this rank was asked to stop, and save
+
+
+def run_job(
+    job: Job, sources: Sources, world: worlds.World, console: Console, options: Options | None = None
+) -> Path | None:
+    """Train; the path of the run's directory on rank 0, which alone speaks."""
     try:
-        return _run_job(job, sources, world, console)
+        return _run_job(job, sources, world, console, options or Options())
     except RuntimeError as error:
         why = reason(error) if world.size > 1 else None
         if why is None:
@@ -41,7 +57,7 @@ def run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -
         raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
 
 
-def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console) -> Path | None:
+def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, options: Options) -> Path | None:
     device = choose_device(job.train.device, world.local_rank)
     check_memory(job, device, world)
     make_repeatable(job.train)
@@ -49,25 +65,41 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console) 
     worlds.join(world, backend(device, world.local_size), job.train.timeout)
     try:
         mesh = Mesh.of(job.layout, device, job.train.timeout)
+        control = Control(mesh)
+        directory = control.from_first(run_directory(job, options.fresh) if world.rank == 0 else Path())
+        trainer = Trainer(job, sources, mesh)
+        trainer.stopping = options.stopping
+        keeper = Checkpoints(Store(directory / "checkpoints"), control, trainer, partial(_note, console))
         if world.rank > 0:
-            Trainer(job, sources, mesh).run([])
+            keeper.restore()
+            if trainer.done < job.train.steps:
+                trainer.run([], keeper=keeper)
             return None
-        directory = make_directory(Path(job.run.dir).expanduser(), job.run.name)
+        show_job(console, job, directory)
+        begun = keeper.restore()
+        if begun is not None:
+            console.print(f"[bold]goes on[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
+        if trainer.done >= job.train.steps:
+            console.print(
+                f"all {job.train.steps} steps of {directory} are done; --fresh starts over in a directory of its own, "
+                f"and train.steps={2 * job.train.steps} goes on",
+                soft_wrap=True,
+            )
+            return directory
         (directory / "job.toml").write_text(to_toml(job))
         (directory / "environment.json").write_text(json.dumps(environment(mesh, sources), indent=2) + "\n")
-        show_job(console, job, directory)
         marks = show_corpus(console, sources)
         if slow:
-            console.print(f"[bold yellow]note[/]  {slow}", soft_wrap=True)
-        trainer = Trainer(job, sources, mesh)
-        display = Display(console, job.train.steps, marks, job.train.log_every)
+            _note(console, slow)
+        earlier = trim(directory / "metrics.jsonl", trainer.done)
+        display = Display(console, job.train.steps, marks, job.train.log_every, earlier)
         listeners: list[Listener] = [MetricsFile(directory / "metrics.jsonl"), display]
         if job.run.tensorboard:
-            listeners.append(TensorBoard(directory / "tensorboard"))
+            listeners.append(TensorBoard(directory / "tensorboard", trainer.done + 1))
         traced = TraceFile(directory / "trace.json")
         start = time.monotonic()
         try:
-            evaluation = trainer.run(listeners, traced)
+            evaluation = trainer.run(listeners, traced, keeper)
         finally:
             for listener in listeners:
                 listener.close()
@@ -78,11 +110,24 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console) 
         worlds.leave(world)
 
 
-def make_directory(parent: Path, name: str) -> Path:
-    """A new directory NAME, or NAME-2, NAME-3 ...: what an earlier run left is never touched."""
+def _note(console: Console, sentence: str) -> None:
+    console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
+
+
+def run_directory(job: Job, fresh: bool) -> Path:
+    """The newest of the run's name, NAME, NAME-2, NAME-3 ..., if it has checkpoints to go on from; else a new one.
+
+    What an earlier run left is never deleted.
+    """
+    parent, name = Path(job.run.dir).expanduser(), job.run.name
     number = 1
+    while (parent / _numbered(name, number)).exists():
+        number += 1
+    newest = parent / _numbered(name, number - 1)
+    if not fresh and number > 1 and Store(newest / "checkpoints").complete():
+        return newest
     while True:
-        directory = parent / (name if number == 1 else f"{name}-{number}")
+        directory = parent / _numbered(name, number)
         try:
             directory.mkdir(parents=True)
             return directory
@@ -90,6 +135,10 @@ def make_directory(parent: Path, name: str) -> Path:
             number += 1
         except OSError as error:
             raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number < 2 else f"{name}-{number}"
 
 
 def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
@@ -147,7 +196,7 @@ def show_end(
     for row in display.curve():
         console.print(row, soft_wrap=True)
     console.print(
-        f"{len(display.losses)} steps in {seconds:.1f} s; job, metrics and environment in {directory}", markup=False
+        f"{display.steps_here} steps in {seconds:.1f} s; job, metrics and environment in {directory}", markup=False
     )
     if evaluation is None:
         return

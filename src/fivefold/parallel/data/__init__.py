@@ -52,8 +52,11 @@ class Weights(Protocol):
     def ready(self) -> None:
         """Wait until the model's own weights are the published ones, for whoever reads them without a forward."""
 
-    def counts(self, name: str) -> bool:
-        """Whether this rank's shard counts in a sum over the world in which every element counts once."""
+    def copies(self, name: str) -> tuple[int, int]:
+        """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
+
+    def block(self, name: str) -> tuple[range, ...]:
+        """The rows, and for a matrix the columns, of the whole parameter that this rank's master is."""
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp."""

@@ -24,7 +24,7 @@ from fivefold.model.dtypes import wide
 from fivefold.parallel.data.bucket import Bucket, slots_of
 from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.reducer import Reducer
-from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, shared_names
+from fivefold.parallel.data.shards import bytes_of, copies, draw_rows, globally, held_by, shared_names
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.staging import stage
 from fivefold.spec import ModelSpec
@@ -113,8 +113,13 @@ class FullySharded:
     def ready(self) -> None:
         """The masters are the model's weights."""
 
-    def counts(self, name: str) -> bool:
-        return counts(self.held[name], self.mesh, sharded=True, shared=self.shared)
+    def copies(self, name: str) -> tuple[int, int]:
+        return copies(self.held[name], self.mesh, sharded=True, shared=self.shared)
+
+    def block(self, name: str) -> tuple[range, ...]:
+        one = self.held[name]
+        rows = one.share(self.mesh.zero.size, self.mesh.zero.rank)
+        return (rows,) if one.columns is None else (rows, one.columns)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=True)

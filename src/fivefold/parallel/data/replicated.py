@@ -19,7 +19,7 @@ from fivefold.parallel.data.bucket import Bucket, slots_of
 from fivefold.parallel.data.loose import Loose
 from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.reducer import Reducer
-from fivefold.parallel.data.shards import bytes_of, counts, draw_rows, globally, held_by, local_of, shared_names
+from fivefold.parallel.data.shards import bytes_of, copies, draw_rows, globally, held_by, local_of, shared_names
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
 
@@ -173,8 +173,13 @@ class Replicated:
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
-    def counts(self, name: str) -> bool:
-        return counts(self.held[name], self.mesh, sharded=self.stage > 0, shared=self.shared)
+    def copies(self, name: str) -> tuple[int, int]:
+        return copies(self.held[name], self.mesh, sharded=self.stage > 0, shared=self.shared)
+
+    def block(self, name: str) -> tuple[range, ...]:
+        one = self.held[name]
+        rows = one.share(self.mesh.zero.size, self.mesh.zero.rank) if self.stage else one.rows
+        return (rows,) if one.columns is None else (rows, one.columns)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)

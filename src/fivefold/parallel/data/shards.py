@@ -1,5 +1,6 @@
 """One rank's part of a parameter: drawn from the seed, and seen as part of the whole."""
 
+import math
 from collections.abc import Collection, Iterable
 
 import torch
@@ -50,11 +51,15 @@ def shared_names(spec: ModelSpec, mesh: Mesh) -> set[str]:
     return {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
 
 
-def counts(one: Held, mesh: Mesh, sharded: bool, shared: Collection[str]) -> bool:
-    """Among the ranks that hold the same elements, the first of each axis counts."""
-    first_of_ends = one.name not in shared or mesh.ends.rank == 0
-    first_of_copies = (sharded or mesh.zero.rank == 0) and mesh.replicate.rank == 0
-    return first_of_ends and first_of_copies and (one.tp.dim is not None or mesh.tp.rank == 0)
+def copies(one: Held, mesh: Mesh, sharded: bool, shared: Collection[str]) -> tuple[int, int]:
+    """Among the ranks that hold the same elements, this one's number, and how many they are."""
+    axes = [mesh.replicate] if sharded else [mesh.replicate, mesh.zero]
+    axes += [mesh.tp] if one.tp.dim is None else []
+    axes += [mesh.ends] if one.name in shared else []
+    number = 0
+    for axis in axes:
+        number = number * axis.size + axis.rank
+    return number, math.prod(axis.size for axis in axes)
 
 
 def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:

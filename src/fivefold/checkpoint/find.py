@@ -1,0 +1,35 @@
+"""Which checkpoint a person means: a run's directory, its `checkpoints`, or one of them."""
+
+from pathlib import Path
+
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
+from fivefold.errors import UserError
+
+
+def store_of(path: Path) -> Store:
+    """Of a run's directory, or the `checkpoints` in it."""
+    inside = path / "checkpoints"
+    if inside.is_dir():
+        return Store(inside)
+    if path.is_dir() and (path.name == "checkpoints" or Store(path).complete()):
+        return Store(path)
+    runs = sorted(str(other.parent) for other in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
+    known = f"; {path.parent} has: {', '.join(runs[:5])}" if runs else ""
+    what = "is no directory" if not path.is_dir() else "has no checkpoints"
+    raise UserError(f"{path} {what}{known}")
+
+
+def find(path: Path, step: int | None = None) -> Checkpoint:
+    """The one of `step`, or the newest that is complete and has all its files."""
+    if (path / MANIFEST).is_file():
+        return Checkpoint(path.resolve())  # it may be the link `latest`
+    complete = store_of(path).complete()
+    if step is not None:
+        if found := [one for one in complete if one.step == step]:
+            return found[0]
+        known = ", ".join(str(one.step) for one in reversed(complete)) or "none"
+        raise UserError(f"{path} has no complete checkpoint of step {step}; it has: {known}")
+    for one in complete:
+        if not one.misfits():
+            return one
+    raise UserError(f"{path} has no complete checkpoint")

@@ -1,0 +1,242 @@
+"""Hugging Face directories: read tensor by tensor, written file by file. No process ever holds the whole model."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import fivefold
+from fivefold.checkpoint.load import load
+from fivefold.checkpoint.pieces import Box, Piece, Pieces
+from fivefold.checkpoint.save import write_alone
+from fivefold.checkpoint.state import MODEL, model_key
+from fivefold.checkpoint.store import Checkpoint, Manifest, Progress, Store
+from fivefold.errors import UserError
+from fivefold.hf_config import read_hf_config, to_hf_config
+from fivefold.model.hf import Source, source
+from fivefold.spec import ModelSpec, Parameter
+from fivefold.train.config import Job, RunConfig, to_toml
+from fivefold.words import bytes_text
+
+_PART = 1 << 30  # bytes that an import holds at a time
+_INDEX = "model.safetensors.index.json"
+
+
+class HuggingFace:
+    """A directory with config.json and safetensors, in one file or many; every tensor is there and has its shape."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.spec = read_hf_config(directory)
+        self.files = _files(directory)
+        self.open: dict[Path, Any] = {}
+        problems = []
+        for parameter in self.spec.parameters():
+            problem = self._misfit(parameter)
+            problems += [problem] if problem else []
+        if problems:
+            raise UserError(problems)
+
+    def _misfit(self, parameter: Parameter) -> str | None:
+        home = source(self.spec, parameter.name)
+        name = self._name(home)
+        if name is None:
+            return f"{self.directory} has no tensor {home.name} (our {parameter.name}, shape {list(parameter.shape)})"
+        shape = self._slice(name).get_shape()
+        shape = shape[::-1] if home.transposed else shape
+        if home.third is not None:
+            shape = [shape[0] // 3, *shape[1:]]
+        if tuple(shape) != parameter.shape:
+            return (
+                f"tensor {name} of {self.files[name].name} gives shape {list(shape)} for our {parameter.name}, and "
+                f"config.json means {list(parameter.shape)}"
+            )
+        return None
+
+    def _name(self, home: Source) -> str | None:
+        """As the files spell it: a model without its head is saved without the first word of its names."""
+        short = home.name.partition(".")[2]
+        return next((name for name in (home.name, short) if name in self.files), None)
+
+    def _slice(self, name: str) -> Any:
+        path = self.files[name]
+        if path not in self.open:
+            self.open[path] = _opened(path)
+        return self.open[path].get_slice(name)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of our parameter; no more than it is read where it lies in their tensor as it does in ours."""
+        home = source(self.spec, name)
+        found = self._name(home)
+        assert found is not None
+        lies = self._slice(found)
+        if home.third is None and not home.transposed:
+            return lies[tuple(slice(side.start, side.stop) for side in box)]
+        whole = lies[:].T if home.transposed else lies[:]
+        whole = whole if home.third is None else whole.chunk(3, dim=0)[home.third]
+        return whole[tuple(slice(side.start, side.stop) for side in box)].contiguous()
+
+    def fill(self, pieces: Pieces) -> None:
+        """The `model.` pieces of a rank, each its box."""
+        for key, piece in pieces.items():
+            piece.make().copy_(self.read(key.removeprefix(f"{MODEL}."), piece.box))
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """By tensor, the file that has it."""
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is not an index of tensors: {error}") from None
+        if missing := sorted({name for name in names.values() if not (directory / name).is_file()}):
+            raise UserError(f"{directory / name} is missing, and {_INDEX} names it" for name in missing)
+        return {tensor: directory / name for tensor, name in names.items()}
+    found = sorted(directory.glob("*.safetensors"))
+    if not found:
+        others = [path.name for pattern in ("*.bin", "*.pth") for path in directory.glob(pattern)]
+        hint = f"; it has {others[0]}: save it with safetensors first" if others else ""
+        raise UserError(f"{directory} has no *.safetensors{hint}")
+    return {tensor: path for path in found for tensor in _opened(path).keys()}  # noqa: SIM118 - it is no dict
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a safetensors file that can be read: {error}") from None
+
+
+# ---- in ------------------------------------------------------------------------------------------------------------
+
+
+def import_hf(directory: Path, run: Path, progress: Progress) -> Checkpoint:
+    """A run directory whose step 0 has the weights, and a job to train it further."""
+    theirs = HuggingFace(directory)
+    spec = theirs.spec
+    job = Job(model=spec, run=RunConfig(name=run.name, dir=str(run.absolute().parent)))
+    manifest = Manifest(
+        fivefold=fivefold.__version__,
+        torch=str(torch.__version__),
+        step=0,
+        samples=0,
+        updates=0,
+        optimizer=False,
+        data="",
+        job=msgspec.to_builtins(job),
+        files=[],
+    )
+    parts: list[dict[str, Piece]] = [{}]
+    held = 0
+    for parameter in spec.parameters():
+        piece = _lazy(theirs, parameter)
+        size = 4 * piece.shape.numel()
+        if held and held + size > _PART:
+            parts.append({})
+            held = 0
+        parts[-1][model_key(parameter.name)] = piece
+        held += size
+    if run.exists() and any(run.iterdir()):
+        raise UserError(f"{run} is not empty; give -o a new name")
+    run.mkdir(parents=True, exist_ok=True)
+    path = write_alone(Store(run / "checkpoints"), parts, manifest, progress)
+    (run / "job.toml").write_text(to_toml(job))
+    if (directory / "tokenizer.json").is_file():
+        shutil.copyfile(directory / "tokenizer.json", run / "tokenizer.json")
+    return Checkpoint(path)
+
+
+def _lazy(theirs: HuggingFace, parameter: Parameter) -> Piece:
+    box = tuple(range(size) for size in parameter.shape)
+    return Piece(
+        torch.Size(parameter.shape), box, torch.float32, lambda: theirs.read(parameter.name, box).to(torch.float32)
+    )
+
+
+# ---- out -----------------------------------------------------------------------------------------------------------
+
+
+def export_hf(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    out: Path,
+    dtype: str,
+    limit: int,
+    tokenizer: Path | None,
+    progress: Progress,
+) -> Path:
+    """config.json and safetensors of at most `limit` bytes each (a larger tensor has a file of its own)."""
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+    config = to_hf_config(spec, dtype)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already, and not empty; give -o a new name")
+    half = out.with_name(out.name + ".half")
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir(parents=True)
+    config_file = half / "config.json"
+    try:
+        config_file.write_text(json.dumps(config, indent=2) + "\n")
+        groups = list(_groups(spec, kind.itemsize, limit))
+        names: dict[str, str] = {}
+        for number, group in enumerate(groups, start=1):
+            single = len(groups) == 1
+            file = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            tensors = _read(checkpoint, spec, group, kind)
+            save_file(tensors, half / file, metadata={"format": "pt"})
+            (half / file).chmod(config_file.stat().st_mode)  # safetensors makes it for its owner alone
+            names |= dict.fromkeys(tensors, file)
+            progress(sum(tensor.nbytes for tensor in tensors.values()))
+            del tensors
+        if len(groups) > 1:
+            total = sum((half / file).stat().st_size for file in set(names.values()))
+            index = {"metadata": {"total_size": total}, "weight_map": names}
+            (half / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, half / "tokenizer.json")
+        if out.is_dir():
+            out.rmdir()
+        half.rename(out)
+    except OSError as error:
+        free = bytes_text(shutil.disk_usage(out.parent).free)
+        raise UserError(f"cannot write {out}: {error.strerror or error}; {free} are free there") from None
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    return out
+
+
+def _groups(spec: ModelSpec, itemsize: int, limit: int) -> Iterator[list[list[Parameter]]]:
+    """Files of tensors, a tensor of theirs being one or three of our parameters."""
+    homes: dict[str, list[Parameter]] = {}
+    for parameter in spec.parameters():
+        homes.setdefault(source(spec, parameter.name).name, []).append(parameter)
+    group: list[list[Parameter]] = []
+    held = 0
+    for parts in homes.values():
+        size = sum(torch.Size(part.shape).numel() for part in parts) * itemsize
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append(parts)
+        held += size
+    yield group
+
+
+def _read(
+    checkpoint: Checkpoint, spec: ModelSpec, group: list[list[Parameter]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    found = {}
+    for parts in group:
+        ours = {part.name: torch.empty(part.shape) for part in parts}
+        load(checkpoint, {model_key(name): Piece.whole(tensor) for name, tensor in ours.items()})
+        home = source(spec, parts[0].name)
+        whole = torch.cat([ours[part.name] for part in parts]) if len(parts) > 1 else ours[parts[0].name]
+        found[home.name] = (whole.T if home.transposed else whole).to(dtype).contiguous()
+    return found

@@ -1,0 +1,24 @@
+"""The job that a checkpoint was made by, for whoever goes on from it otherwise."""
+
+from pathlib import Path
+
+import msgspec
+
+from fivefold.checkpoint.store import Checkpoint
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.train.config import Job
+
+
+def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | None = None) -> Job:
+    """With another `layout`, and as the job of the run directory `run`, where given."""
+    try:
+        job = msgspec.convert(checkpoint.manifest.job, Job)
+    except msgspec.ValidationError as error:
+        raise UserError(f"the job in {checkpoint.path} cannot be read by this release: {error}") from None
+    replace = msgspec.structs.replace
+    if layout is not None:
+        job = replace(job, layout=layout)
+    if run is not None:
+        job = replace(job, run=replace(job.run, name=run.name, dir=str(run.absolute().parent)))
+    return job

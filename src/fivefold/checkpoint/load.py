@@ -1,0 +1,53 @@
+"""Loading: the newest checkpoint that is what its manifest says, into the ranks of any layout."""
+
+import warnings
+from collections.abc import Callable
+
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from fivefold.checkpoint.pieces import LoadPlan, Pieces
+from fivefold.checkpoint.store import Checkpoint, Store
+from fivefold.errors import UserError
+from fivefold.train.control import Control
+
+Say = Callable[[str], None]
+
+
+def newest(store: Store, control: Control, say: Say) -> Checkpoint | None:
+    """Collective: the newest complete checkpoint whose bytes are those of its manifest; each rank hashes a share.
+
+    What is incomplete or damaged is set aside and said, and the one before it is tried.
+    """
+    if control.rank == 0:
+        for path in store.incomplete():
+            aside = store.set_aside(path, "incomplete")
+            say(f"{path.name} was never finished; set aside as {aside.name}")
+    while True:
+        checkpoint = control.from_first(next(iter(store.complete()), None) if control.rank == 0 else None)
+        if checkpoint is None:
+            return None
+        problems = [problem for found in control.from_all(_share(checkpoint, control)) for problem in found]
+        if not problems:
+            return checkpoint
+        if control.rank == 0:
+            aside = store.set_aside(checkpoint.path, "damaged")
+            for problem in problems:
+                say(problem)
+            say(f"{checkpoint.path.name} is not used, and set aside as {aside.name}; the one before it is tried")
+
+
+def _share(checkpoint: Checkpoint, control: Control) -> list[str]:
+    try:
+        files = checkpoint.manifest.files
+    except UserError as error:
+        return error.problems if control.rank == 0 else []
+    return checkpoint.damage(files[control.rank :: control.size])
+
+
+def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
+    """Fill the pieces' memory; each rank reads what it needs, and no rank waits for another."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        reader = FileSystemReader(checkpoint.path)
+        state_dict_loader.load(dict(pieces), storage_reader=reader, planner=LoadPlan(), no_dist=True)

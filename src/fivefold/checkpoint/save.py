@@ -1,0 +1,229 @@
+"""Saving: a snapshot at once, its files in the background, and a manifest when every rank's are there.
+
+saver = Saver(store, control, config)
+saver.start(pieces, manifest)     # returns when the snapshot is taken; parameters may change from there on
+...
+saver.finish()                    # waits for the one under way, and raises what went wrong with it
+"""
+
+import os
+import resource
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan as Plan
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
+
+from fivefold import faults
+from fivefold.checkpoint.pieces import Piece, Pieces, SavePlan
+from fivefold.checkpoint.store import Checkpoint, File, Manifest, Progress, Store, digest
+from fivefold.errors import TrainingError
+from fivefold.train.config import CheckpointConfig
+from fivefold.train.control import Control
+from fivefold.words import bytes_text
+
+
+@dataclass
+class Saved:
+    """A save that is under way or over."""
+
+    manifest: Manifest
+    thread: threading.Thread | None = None
+    checkpoint: Checkpoint | None = None
+    error: BaseException | None = None
+    seconds: float = 0.0  # in the background
+
+
+class Saver:
+    def __init__(self, store: Store, control: Control, config: CheckpointConfig):
+        self.store, self.control, self.config = store, control, config
+        self.under_way: Saved | None = None
+        self.buffers: dict[str, Tensor] = {}  # of snapshots, kept from one to the next
+
+    def start(self, pieces: Pieces, manifest: Manifest) -> None:
+        """Collective. Takes the snapshot; waits first for an earlier save, so that one at most is under way."""
+        self.finish()
+        snapshot = {name: self._copied(name, piece) for name, piece in pieces.items()}
+        saved = Saved(manifest)
+        saved.thread = threading.Thread(target=self._write, args=(saved, snapshot), name="checkpoint", daemon=True)
+        self.under_way = saved
+        saved.thread.start()
+
+    def _copied(self, name: str, piece: Piece) -> Piece:
+        tensor = piece.make()
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            pinned = tensor.is_cuda
+            buffer = self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        buffer.copy_(tensor)
+        return Piece.of(buffer, tuple(piece.shape), piece.box)
+
+    def finish(self) -> Checkpoint | None:
+        """Wait for the save under way: its checkpoint, or what went wrong with it."""
+        saved, self.under_way = self.under_way, None
+        if saved is None or saved.thread is None:
+            return None
+        saved.thread.join()
+        return self._outcome(saved)
+
+    def poll(self) -> Checkpoint | None:
+        """The checkpoint of a save that has ended since the last look, on rank 0's word; never waits."""
+        if self.under_way is None or self.under_way.thread is None or self.under_way.thread.is_alive():
+            return None
+        return self.finish()
+
+    def _outcome(self, saved: Saved) -> Checkpoint | None:
+        if saved.error is not None:
+            last = next((one for one in self.store.complete() if not one.misfits()), None)
+            kept = f"; the last good one is {last.path.name}" if last else ""
+            raise TrainingError(f"the checkpoint of step {saved.manifest.step} was not written: {saved.error}{kept}")
+        return saved.checkpoint
+
+    # ---- in the background -------------------------------------------------------------------------------------------
+
+    def _write(self, saved: Saved, snapshot: Pieces) -> None:
+        start = time.monotonic()
+        try:
+            path = write(self.store, self.control, snapshot, saved.manifest)
+            saved.checkpoint = Checkpoint(path)
+            if self.control.rank == 0:
+                self.store.retain(self.config.keep, self.config.keep_every)
+        except BaseException as error:
+            saved.error = error
+        saved.seconds = time.monotonic() - start
+
+
+def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Path:
+    """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
+    needed = sum(_bytes(piece) for piece in pieces.values())
+    path = _agree(control, lambda: _room(store, manifest.step, sum(control.from_all(needed)), control.rank))
+    assert path is not None
+    try:
+        _dcp(path, control, pieces)
+        own = sorted(path.glob(f"__{control.rank}_*.distcp")) + ([path / ".metadata"] if control.rank == 0 else [])
+        files = control.from_all([File(one.name, one.stat().st_size, digest(one)) for one in own])
+        every = [file for of_rank in files for file in of_rank]
+        whole = msgspec.structs.replace(manifest, files=every)
+        _agree(control, lambda: store.commit(path, whole).path if control.rank == 0 else None)
+    except BaseException:
+        if control.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)  # half a save, and by us: nothing good is in it
+        raise
+    return path
+
+
+def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progress: Progress = lambda _: None) -> Path:
+    """What `parts` ranks would write, by this process alone, one part after the other: only one is in memory at a time.
+
+    `progress` is told of the bytes that have been written.
+    """
+    path = _room(store, manifest.step, sum(_bytes(piece) for part in parts for piece in part.values()), 0)
+    assert path is not None
+    try:
+        planners, writers, plans = [SavePlan() for _ in parts], [_Writer(path) for _ in parts], []
+        for rank, (planner, writer, part) in enumerate(zip(planners, writers, parts, strict=True)):
+            planner.set_up_planner(dict(part), is_coordinator=rank == 0)
+            writer.set_up_storage_writer(rank == 0)
+            plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+        plans, metadata = planners[0].create_global_plan(plans)
+        plans = writers[0].prepare_global_plan(plans)
+        results = []
+        for planner, writer, plan in zip(planners, writers, plans, strict=True):
+            results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
+            progress(_planned(plan))
+        writers[0].finish(metadata, results)
+        names = [*sorted(path.glob("__*.distcp")), path / ".metadata"]
+        files = [File(one.name, one.stat().st_size, digest(one)) for one in names]
+        store.commit(path, msgspec.structs.replace(manifest, files=files))
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return path
+
+
+def _room(store: Store, step: int, needed: int, rank: int) -> Path | None:
+    if rank:
+        return None
+    store.directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(store.directory).free
+    if free < needed:
+        raise OSError(f"it takes {bytes_text(needed)}, and {store.directory} has {bytes_text(free)} left")
+    return store.new(step)
+
+
+def _agree(control: Control, do: Any) -> Path | None:
+    """What rank 0 got by doing it, everywhere; if one failed, all do."""
+    done, problem = None, ""
+    try:
+        done = do()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    for other in control.from_all(problem):
+        if other:
+            raise OSError(other)
+    return control.from_first(done)
+
+
+def _dcp(path: Path, control: Control, pieces: Pieces) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            save(
+                dict(pieces),
+                storage_writer=_Writer(path),
+                planner=SavePlan(),
+                process_group=control.group,
+                no_dist=control.size == 1,
+            )
+        except CheckpointException as error:
+            rank, (failure, _) = min(error.failures.items())
+            raise OSError(f"rank {rank}: {failure}" if control.size > 1 else str(failure)) from None
+
+
+class _Writer(FileSystemWriter):
+    """DCP's, with words of its own where a file cannot be written: torch's speak of positions in an archive."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, overwrite=False)
+        self.directory = path
+
+    def write_data(self, plan: Plan, planner: SavePlanner) -> Future[Any]:
+        faults.strike("write")
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise OSError(_why(error, self.directory, _planned(plan))) from None
+
+
+def _planned(plan: Plan) -> int:
+    """Bytes of the tensors of a plan."""
+    data = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(one.chunk.sizes.numel() * one.properties.dtype.itemsize for one in data)
+
+
+def _why(error: BaseException, directory: Path, needed: int) -> str:
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+        cause = cause.__cause__ or cause.__context__
+    free = shutil.disk_usage(directory).free
+    said = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else str(error)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    allowed = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
+    return f"{said}: {bytes_text(needed)} go into {directory}, {bytes_text(free)} are free there{allowed}"
+
+
+def _bytes(piece: Piece) -> int:
+    return piece.chunk.sizes.numel() * piece.dtype.itemsize

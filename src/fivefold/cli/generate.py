@@ -1,0 +1,72 @@
+"""`fivefold generate`: what a model says."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fivefold.errors import UserError
+
+SHORT = 'Let a model speak.  [dim]fivefold generate runs/demo --prompt "def "[/]'
+
+
+def generate(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory.", show_default=False),
+    ],
+    prompt: Annotated[list[str] | None, typer.Option(help="What it goes on from; may be given several times.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="The same as numbers: 1,2,3.")] = None,
+    count: Annotated[int, typer.Option("--count", "-n", help="The most tokens to say.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among so many likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this much probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    layout: Annotated[str, typer.Option(help="tp and pp: ranks of this machine that share the model.")] = "dp=1",
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; without it the newest complete one.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds for ranks of a layout.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Go on from a prompt, with the weights of a run or of a Hugging Face directory.
+
+    Keys and values of earlier tokens are kept. Greedy unless --temperature says
+    otherwise; the same seed draws the same tokens, in any layout.
+
+    [dim]Examples:[/]
+
+      fivefold generate runs/demo --prompt "def main"
+
+      fivefold generate runs/demo --prompt "import" --temperature 0.8 --top-k 20 --layout tp=2,pp=2
+
+      fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
+    """
+    from fivefold.generate.ask import Question, ask
+    from fivefold.generate.choose import Taste
+
+    if bool(prompt) == bool(tokens):
+        raise UserError("give a --prompt, or --tokens, and not both")
+    taste = Taste(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    question = Question(source.expanduser(), step, layout, dtype, device, count, taste, timeout)
+    console = Console(highlight=False, soft_wrap=True)
+
+    def stream(text: str) -> None:
+        if not as_json:
+            console.file.write(text)
+            console.file.flush()
+
+    answers = ask(question, prompt or [], _numbers(tokens), stream)
+    if as_json:
+        typer.echo(json.dumps([answer.as_json() for answer in answers]))
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--tokens {text!r} is not a list of numbers; write for example --tokens 1,2,3") from None

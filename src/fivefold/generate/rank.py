@@ -1,0 +1,29 @@
+"""One rank of a model that is spread over several."""
+
+from pathlib import Path
+
+import torch
+
+from fivefold.generate.choose import Chooser, Taste
+from fivefold.generate.speaker import Speaker
+from fivefold.parallel.mesh import Mesh
+from fivefold.prove.ranks import Rank
+from fivefold.train.config import Job
+from fivefold.train.device import choose_device
+
+
+def speak(
+    rank: Rank, job: Job, weights: str, prompts: list[list[int]], count: int, taste: Taste, end: int | None
+) -> list[list[int]]:
+    if rank.world > 1:
+        rank.join("gloo")
+    device = choose_device(job.train.device, rank.number)
+    mesh = Mesh.of(job.layout, device) if rank.world > 1 else Mesh(job.layout, device)
+    speaker = Speaker(job, mesh, Path(weights), max(map(len, prompts)) + count)
+    return [list(speaker.speak(prompt, count, Chooser(taste), end)) for prompt in prompts]
+
+
+def alone(job: Job, weights: Path, length: int) -> Speaker:
+    device = choose_device(job.train.device)
+    torch.set_grad_enabled(False)
+    return Speaker(job, Mesh(job.layout, device), weights, length)

@@ -1,0 +1,111 @@
+"""A trainer and its checkpoints: where it goes on from, and when it saves."""
+
+import hashlib
+
+import msgspec
+import torch
+
+import fivefold
+from fivefold.checkpoint.load import Say, load, newest
+from fivefold.checkpoint.save import Saver
+from fivefold.checkpoint.state import held, written
+from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.data.index import NAME as INDEX
+from fivefold.errors import UserError
+from fivefold.train.config import Job
+from fivefold.train.control import Control
+from fivefold.train.loop import Trainer
+from fivefold.train.preflight import Sources
+
+
+class Checkpoints:
+    """The `Keeper` of a run that has a directory."""
+
+    def __init__(self, store: Store, control: Control, trainer: Trainer, say: Say):
+        self.store, self.control, self.trainer, self.say = store, control, trainer, say
+        self.saver = Saver(store, control, trainer.job.checkpoint)
+        self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
+        self.data = fingerprint(trainer.sources)
+        self.saved = 0  # the last step of which a save was begun, or that was loaded
+
+    def restore(self) -> Checkpoint | None:
+        """Collective: the trainer as the newest good checkpoint has it, if there is one."""
+        checkpoint = newest(self.store, self.control, self.say)
+        if checkpoint is None:
+            return None
+        manifest, job = checkpoint.manifest, self.trainer.job
+        if problems := conflicts(manifest, job):
+            raise UserError(problems)
+        for note in changes(manifest, job, self.data):
+            self.say(note)
+        engine = self.trainer.engine
+        load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if manifest.optimizer else None))
+        engine.optimizer.restore(manifest.updates)
+        self.trainer.done, self.trainer.samples = manifest.step, manifest.samples
+        self.saved = manifest.step
+        return checkpoint
+
+    def after(self, step: int, must: bool) -> None:
+        config = self.trainer.job.checkpoint
+        self.saver.poll()
+        if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
+            self.save(step)
+        if must:
+            self.saver.finish()
+
+    def save(self, step: int) -> None:
+        """Collective. Returns when the snapshot is taken."""
+        engine = self.trainer.engine
+        self.saved = step
+        self.saver.start(written(engine.weights, self.shapes, engine.optimizer), self.manifest(step))
+
+    def manifest(self, step: int) -> Manifest:
+        return Manifest(
+            fivefold=fivefold.__version__,
+            torch=str(torch.__version__),
+            step=step,
+            samples=self.trainer.samples,
+            updates=self.trainer.engine.optimizer.updates,
+            optimizer=True,
+            data=self.data,
+            job=msgspec.to_builtins(self.trainer.job),
+            files=[],
+        )
+
+
+def fingerprint(sources: Sources) -> str:
+    """Of prepared data: its index has the sha256 of every file."""
+    return hashlib.sha256((sources.path / INDEX).read_bytes()).hexdigest()
+
+
+def conflicts(manifest: Manifest, job: Job) -> list[str]:
+    """Why a job cannot go on from a checkpoint: the model has other numbers."""
+    ours, theirs = msgspec.json.decode(msgspec.json.encode(job.model)), manifest.job["model"]
+    free = {"name", "dropout", "init_std"}  # which do not make the weights others
+    return [
+        f"model.{key}={ours[key]!r}, and the run's checkpoint of step {manifest.step} has {theirs.get(key)!r}; --fresh "
+        "starts a run of its own"
+        for key in ours
+        if key not in free and ours[key] != theirs.get(key)
+    ]
+
+
+def changes(manifest: Manifest, job: Job, data: str) -> list[str]:
+    """What is other than in the run so far, and has a bearing on its numbers; layouts have none."""
+    ours = msgspec.json.decode(msgspec.json.encode(job))  # as the manifest has it: lists, no tuples
+    notes = []
+    for section, keys in _TOLD.items():
+        for key in keys:
+            before, now = manifest.job.get(section, {}).get(key), ours[section][key]
+            if before is not None and before != now:
+                notes.append(f"{section}.{key} was {before} up to step {manifest.step}, and is {now} from here on")
+    if manifest.data and data != manifest.data:
+        notes.append(f"the data is not that of the run so far: sample {manifest.samples} and on are the new data's")
+    return notes
+
+
+_TOLD = {
+    "data": ("seq", "seed", "document_mask"),
+    "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup", "decay", "final"),
+    "train": ("steps", "batch", "seed", "dtype", "label_smoothing", "z_loss"),
+}

@@ -1,0 +1,62 @@
+"""A job's model on this rank: its stages, their weights, and the pipeline that runs them."""
+
+from collections.abc import Callable
+
+import torch
+
+from fivefold.model.decoder import Decoder
+from fivefold.model.local import Local
+from fivefold.parallel.channels import Channels
+from fivefold.parallel.data import spread
+from fivefold.parallel.later import Later
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Pipeline, Watch
+from fivefold.parallel.verbs import verbs_of
+from fivefold.schedule.actions import WEIGHT_GRAD
+from fivefold.stages import schedule_of, stages_of
+from fivefold.train.config import Job
+from fivefold.train.device import DTYPES
+
+
+class Network:
+    """`watch` surrounds every action of the pipeline; `around` puts verbs of its own around the layout's."""
+
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        watch: Watch | None = None,
+        around: Callable[[Local], Local] = lambda verbs: verbs,
+    ):
+        self.job, self.mesh = job, mesh
+        layout, compute = job.layout, DTYPES[job.train.dtype]
+        self.schedule = schedule_of(job.model, layout, job.data.seq)
+        later, split = Later(), self.schedule.count(WEIGHT_GRAD) > 0
+        self.verbs = around(verbs_of(job.model, mesh, later if split else None))
+        self.stages = self._stages()
+        self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
+        later.report = self.weights.add
+        channels = Channels(self.schedule, mesh, compute)
+        self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, later, channels, watch)
+
+    def _stages(self) -> dict[int, Decoder]:
+        """This rank's, on the meta device: no weights are drawn that would be thrown away."""
+        job = self.job
+        every = stages_of(job.model, job.layout, job.data.seq)
+        mine = [every[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
+        with torch.device("meta"):
+            made = {
+                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.verbs, stage)
+                for stage in mine
+            }
+        if job.model.tied and len(mine) > 1 and mine[0].first and mine[-1].last:
+            made[mine[-1].index].embedding = made[mine[0].index].embedding  # both ends are here: one weight
+        for model in made.values():
+            self.verbs.adopt(model)
+        return made
+
+    @property
+    def model(self) -> Decoder:
+        """The whole model, where one stage is all of it."""
+        (model,) = self.stages.values()
+        return model
