@@ -75,10 +75,30 @@ def test_a_run_leaves_its_job_its_metrics_and_its_environment(tmp_path, tokens: 
     job = read_job(run / "job.toml")
     assert (job.train.steps, job.layout.microbatches, job.model.layers) == (3, 2, 1)
 
-    again = fivefold("train", str(run / "job.toml"), cwd=tmp_path)
+    again = fivefold("train", str(run / "job.toml"), "--fresh", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     repeated = [json.loads(line) for line in (tmp_path / "runs/run-2/metrics.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in repeated[:3]] == [r["loss"] for r in records[:3]]  # to the bit
+
+
+def test_a_finished_run_says_so_and_goes_on_when_it_is_told_to(tmp_path: Path, tokens: Path) -> None:
+    words = ["train", f"data.path={tokens}", *FAST, "checkpoint.every=1"]
+    assert fivefold(*words, cwd=tmp_path).returncode == 0
+    done = fivefold(*words, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "all 3 steps of runs/run are done; --fresh starts over" in done.stdout
+    on = fivefold(*words, "train.steps=5", "optimizer.lr=1e-4", cwd=tmp_path)
+    assert on.returncode == 0, on.stderr
+    assert "after step 3" in on.stdout
+    assert "optimizer.lr was 0.003 up to step 3, and is 0.0001 from here on" in on.stdout
+    records = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5]
+    other = fivefold(*words, "model.hidden=32", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "model.hidden=32, and the run's checkpoint of step 5 has 128" in other.stderr
+    fresh = fivefold(*words, "model.hidden=32", "--fresh", cwd=tmp_path)
+    assert fresh.returncode == 0
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"run", "run-2"}
 
 
 def started(tmp_path: Path, tokens: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
@@ -131,7 +151,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path: Path, toke
     finally:
         run.kill()
     assert run.returncode == 1
-    assert err.strip().splitlines()[-1] == "rank 1 was ended by SIGKILL"
+    assert err.strip().splitlines()[-1] == "rank 1 (tp 1) was ended by SIGKILL"
     assert "Traceback" not in err
     assert re.search(r"error: rank 0 (\(tp 0\): .+ rank 1 \(|lost its connection to another rank)", err)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

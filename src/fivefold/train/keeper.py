@@ -53,6 +53,9 @@ class Checkpoints:
         if must:
             self.saver.finish()
 
+    def settle(self) -> None:
+        self.saver.finish()
+
     def save(self, step: int) -> None:
         """Collective. Returns when the snapshot is taken."""
         engine = self.trainer.engine

@@ -35,6 +35,9 @@ class Keeper(Protocol):
     def after(self, step: int, must: bool) -> None:
         """A step is done; `must`: it is the last one for now."""
 
+    def settle(self) -> None:
+        """No step will follow, on any rank: finish what is under way."""
+
 
 class Stopped(Exception):
     """All ranks have agreed to stop after a step, because one was asked to."""
@@ -68,6 +71,16 @@ class Trainer:
 
         `on_trace` is given the trace of the steps that the job wants traced, if it does, on rank 0.
         """
+        try:
+            return self._run(listeners, on_trace, keeper)
+        except TrainingError as error:
+            if keeper is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
+                keeper.settle()
+            raise
+
+    def _run(
+        self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None, keeper: Keeper | None
+    ) -> Evaluation | None:
         every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self.reads())))
@@ -101,9 +114,9 @@ class Trainer:
     def reads(self) -> Iterator[partial[Batch]]:
         """One call per step that reads its global batch: the samples after those before, whatever the layout."""
         data, size = self.job.data, self.job.train.batch
-        for number in range(self.job.train.steps - self.done):
-            first = self.samples + number * size
-            wanted = range(first, first + size)
+        first, left = self.samples, self.job.train.steps - self.done
+        for number in range(left):
+            wanted = range(first + number * size, first + (number + 1) * size)
             yield partial(read_batch, self.sources.train, data.seq, data.seed, wanted, self.job.model.vocab)
 
     def step(self, step: int, batch: Batch) -> Step:

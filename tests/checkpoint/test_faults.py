@@ -1,0 +1,155 @@
+"""The faults that docs/faults.md promises to survive, injected into real ranks."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from fivefold.checkpoint.store import MANIFEST, Store
+from fivefold.errors import UserError
+from fivefold.faults import parse
+from tests.checkpoint.runs import loaded, small_job, train
+from tests.ranks import RankFailure, run_ranks
+
+
+def fault(text: str) -> dict[str, str]:
+    return dict(os.environ) | {"FIVEFOLD_FAULT": text}
+
+
+@pytest.mark.parametrize("at", ["write", "commit"])
+def test_killed_while_saving_the_one_before_is_used(tokens: Path, tmp_path: Path, at: str) -> None:
+    job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2", "checkpoint.every=1")
+    run_ranks(2, train, job, tmp_path)
+    more = small_job(tokens, "layout=dp=2,zero=1", "train.steps=3", "checkpoint.every=1")
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(2, train, more, tmp_path, env=fault(f"kill@at={at},rank=0"))
+    assert [one.step for one in Store(tmp_path).complete()] == [2, 1]
+    assert [path.name for path in Store(tmp_path).incomplete()] == ["step-00000003"]
+    step, _, said = run_ranks(2, loaded, more, tmp_path)[0]
+    assert step == 2
+    assert said[0] == "step-00000003 was never finished; set aside as step-00000003.incomplete"
+
+
+def test_killed_while_saving_a_step_again_two_saves_never_mix(tokens: Path, tmp_path: Path) -> None:
+    """A run is rolled back by hand and saves step 3 once more, over the leftovers of the first save of it."""
+    job = small_job(tokens, "train.steps=3", "checkpoint.every=1", "checkpoint.keep=5")
+    want = run_ranks(1, train, job, tmp_path)[0]
+    first = Store(tmp_path).complete()[0].path
+    before = {file.name: file.read_bytes() for file in first.iterdir()}
+    first.rename(tmp_path / "kept")
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(1, train, job, tmp_path, env=fault("kill@at=commit,step=3"))
+    assert [one.step for one in Store(tmp_path).complete()] == [2, 1]
+    again = run_ranks(1, train, job, tmp_path)[0]
+    assert again[1] == want[1]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir()} == before
+
+
+def test_killed_during_retention_enough_remain(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "train.steps=4", "checkpoint.every=1", "checkpoint.keep=2")
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(1, train, job, tmp_path, env=fault("kill@at=retain"))
+    complete = Store(tmp_path).complete()
+    assert len(complete) >= 2
+    assert all(not one.damage() for one in complete)
+    assert run_ranks(1, loaded, job, tmp_path)[0][0] == complete[0].step
+    run_ranks(1, train, job, tmp_path)
+    assert [one.step for one in Store(tmp_path).complete()] == [4, 3]
+    assert not list(tmp_path.glob("*.deleting"))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+HARM = {
+    "flipped": (flip, "is damaged: its sha256 is"),
+    "short": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is short"),
+    "missing": (lambda file: file.unlink(), "is missing"),
+}
+
+
+@pytest.mark.parametrize("how", HARM)
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+def test_a_harmed_file_is_named_and_the_one_before_is_used(tokens: Path, tmp_path: Path, how: str, name: str) -> None:
+    job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2", "checkpoint.every=1")
+    run_ranks(2, train, job, tmp_path)
+    newest = Store(tmp_path).complete()[0].path
+    harm, said = HARM[how]
+    harm(newest / name)
+    ranks = run_ranks(2, loaded, job, tmp_path)
+    assert [step for step, _, _ in ranks] == [1, 1]
+    assert said in ranks[0][2][0]
+    assert f"{newest.name}/{name}" in ranks[0][2][0]
+    assert ranks[0][2][1] == (
+        "step-00000002 is not used, and set aside as step-00000002.damaged; the one before it is tried"
+    )
+    assert (tmp_path / "step-00000002.damaged" / MANIFEST).exists()  # nothing was deleted
+
+
+def with_small_files(rank: int, world: int, *arguments: object) -> object:
+    """As on a disk that is full after 20 KB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    return train(rank, world, *arguments)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_named_with_bytes_and_the_old_checkpoint_is_intact(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=1")
+    run_ranks(2, train, job, tmp_path)
+    more = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2")
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, with_small_files, more, tmp_path)
+    said = failure.value.error
+    assert "the checkpoint of step 2 was not written: rank 0: File too large" in said
+    assert "KiB go into" in said
+    assert "are free there, files may have 19.53 KiB; the last good one is step-00000001" in said
+    assert [one.step for one in Store(tmp_path).complete()] == [1]
+    assert not Store(tmp_path).incomplete()
+    assert run_ranks(2, loaded, more, tmp_path)[0][0] == 1
+
+
+def test_a_gradient_that_is_no_number_stops_all_ranks_alike_and_touches_nothing(tokens: Path, tmp_path: Path) -> None:
+    same = ["layout=dp=2,zero=1", "optimizer.schedule=constant", "checkpoint.every=1"]
+    job = small_job(tokens, *same, "train.steps=4")
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, train, job, tmp_path, env=fault("nan@rank=1,step=3"))
+    ends = failure.value.ends
+    assert [end.kind for end in ends] == ["raised", "raised"]
+    for end in ends:
+        assert "TrainingError: step 3:" in end.error
+        assert "samples 16 to 23; the weights were not touched" in end.error
+    want = run_ranks(2, train, small_job(tokens, *same, "train.steps=2"), tmp_path / "other")
+    assert run_ranks(2, loaded, job, tmp_path)[0][1] == want[0][1]
+
+
+def test_a_fault_that_is_not_one_is_refused() -> None:
+    assert parse("") is None
+    assert parse("kill@rank=1,step=4") == ("kill", "step", 1, 4)
+    for text in ("die", "kill@rank=x", "kill@at=nowhere", "kill@colour=red"):
+        with pytest.raises(UserError, match="is not KIND@rank=R"):
+            parse(text)
+
+
+def mutate_after_save(rank: int, world: int, job, directory: Path) -> dict[str, str]:
+    """The state that was saved; it is changed as soon as `save` has returned."""
+    from tests.checkpoint.runs import Run
+
+    run = Run(job, world, directory)
+    state = run.state()
+    run.keeper.save(1)
+    for master in run.trainer.engine.weights.masters.values():
+        master.data.fill_(7.0)
+    for name in run.trainer.engine.weights.masters:
+        for moment in run.trainer.engine.optimizer.moments(name).values():
+            moment.fill_(7.0)
+    run.keeper.saver.finish()
+    return state
+
+
+def test_what_is_written_is_the_snapshot(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "layout=dp=2,zero=1", "model.hidden=64")
+    want = run_ranks(2, mutate_after_save, job, tmp_path)[0]
+    assert run_ranks(2, loaded, job, tmp_path)[0][1] == want

@@ -1,0 +1,211 @@
+"""Hugging Face's directories, both ways: the same logits as `transformers`, and bad ones named."""
+
+import json
+import weakref
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from fivefold.checkpoint import hf
+from fivefold.checkpoint.find import find
+from fivefold.checkpoint.hf import HuggingFace, export_hf, import_hf
+from fivefold.checkpoint.job import job_of
+from fivefold.errors import UserError
+from fivefold.generate.rank import alone
+from fivefold.hf_config import read_hf_config, spec_from_hf, to_hf_config
+from fivefold.model.decoder import Decoder
+from fivefold.presets import preset
+from fivefold.train.config import Job
+from tests.checkpoint.runs import small_job, train
+from tests.ranks import run_ranks
+
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 250
+
+
+def quiet(_: int) -> None: ...
+
+
+def theirs(directory: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def ours(spec, fill) -> torch.Tensor:
+    model = Decoder(spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(name, parameter)
+        return model.eval()(TOKENS)
+
+
+def from_files(directory: Path) -> torch.Tensor:
+    reader = HuggingFace(directory)
+
+    def fill(name: str, parameter: torch.Tensor) -> None:
+        parameter.copy_(reader.read(name, tuple(range(size) for size in parameter.shape)))
+
+    return ours(reader.spec, fill)
+
+
+def made(kind: str, tied: bool, directory: Path, shard: str = "5GB") -> Path:
+    """A directory that transformers wrote."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 64, "head_dim": 8, "initializer_range": 0.2}  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=259, n_positions=64,
+                                         initializer_range=0.2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, tie_word_embeddings=tied))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied))
+    model.save_pretrained(directory, max_shard_size=shard)
+    return directory
+
+
+CASES = [("llama", False), ("llama", True), ("qwen3", False), ("qwen3", True), ("gpt2", True)]
+
+
+@pytest.mark.parametrize(("kind", "tied"), CASES)
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_imported_and_exported_again_it_has_the_logits_of_transformers(
+    tmp_path: Path, kind: str, tied: bool, shard: str
+) -> None:
+    directory = made(kind, tied, tmp_path / "in", shard)
+    assert (len(list(directory.glob("*.safetensors"))) > 1) == (shard == "20KB")
+    want = theirs(directory)
+    assert torch.allclose(from_files(directory), want, atol=1e-5)
+    import_hf(directory, tmp_path / "run", quiet)
+    one = find(tmp_path / "run")
+    assert one.damage() == []
+    assert (one.manifest.step, one.manifest.optimizer) == (0, False)
+    export_hf(one, job_of(one).model, tmp_path / "out", "float32", 20_000, None, quiet)
+    assert torch.equal(theirs(tmp_path / "out"), want)
+    assert read_hf_config(tmp_path / "out").tied == tied
+
+
+def test_what_was_trained_under_tp_and_pp_is_read_by_transformers(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "model.kv_heads=2", "layout=tp=2,pp=2,microbatches=2", "train.steps=3")
+    run_ranks(4, train, job, tmp_path / "checkpoints")
+    one = find(tmp_path)
+    export_hf(one, job.model, tmp_path / "out", "float32", 10**9, None, quiet)
+    speaker = alone(Job(model=job.model), one.path, 16)
+    with torch.enable_grad():
+        logits = theirs(tmp_path / "out")
+    for row, want in zip(TOKENS.tolist(), logits, strict=True):
+        speaker.cache.forget()
+        found = speaker._next(row, 0)
+        assert found is not None
+        assert torch.allclose(found, want[-1], atol=1e-5)
+
+
+def test_a_run_goes_on_from_imported_weights(tokens: Path, tmp_path: Path) -> None:
+    directory = made("llama", False, tmp_path / "in")
+    import_hf(directory, tmp_path / "run", quiet)
+    spec = read_hf_config(directory)
+    job = small_job(tokens, "train.steps=2", "optimizer.lr=1e-3")
+    job = msgspec.structs.replace(job, model=spec)
+    losses, _, samples = run_ranks(1, train, job, tmp_path / "run" / "checkpoints")[0]
+    assert sorted(losses) == [1, 2]
+    assert samples == list(range(16))
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b", "qwen3-8b", "tiny-gpt", "tiny", "llama2-7b"])
+def test_a_config_that_is_written_reads_back_as_the_same_model(name: str) -> None:
+    spec = preset(name)
+    assert spec_from_hf(to_hf_config(spec, "bfloat16"), spec.name) == spec
+
+
+def test_a_model_that_transformers_has_not_is_refused(tokens: Path) -> None:
+    job = small_job(tokens, "model.bias=true", "model.norm=layernorm")
+    with pytest.raises(UserError) as error:
+        to_hf_config(job.model, "float32")
+    assert len(error.value.problems) == 2
+    assert "llama of transformers has norm='rmsnorm', and tiny has norm='layernorm'" in error.value.problems
+
+
+def changed(directory: Path, change) -> None:
+    file = next(iter(directory.glob("*.safetensors")))
+    state = load_file(file)
+    change(state)
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def test_bad_directories_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*config.json: No such file"):
+        HuggingFace(tmp_path)
+    directory = made("llama", False, tmp_path / "in")
+
+    def harm(state: dict[str, torch.Tensor]) -> None:
+        del state["model.norm.weight"]
+        state["lm_head.weight"] = state["lm_head.weight"][:-1].clone()
+
+    changed(directory, harm)
+    with pytest.raises(UserError) as error:
+        HuggingFace(directory)
+    assert [problem.replace(str(directory), "DIR") for problem in error.value.problems] == [
+        "DIR has no tensor model.norm.weight (our norm.weight, shape [32])",
+        "tensor lm_head.weight of model.safetensors gives shape [258, 32] for our head.weight, and config.json means "
+        "[259, 32]",
+    ]
+    (directory / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="is not a safetensors file that can be read"):
+        HuggingFace(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"has no \*.safetensors"):
+        HuggingFace(directory)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(UserError, match=r"gone\.safetensors is missing"):
+        HuggingFace(directory)
+    config = json.loads((directory / "config.json").read_text()) | {"model_type": "mamba"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="model_type 'mamba' is not of the family"):
+        HuggingFace(directory)
+
+
+def test_neither_way_overwrites_anything(tmp_path: Path) -> None:
+    directory = made("llama", False, tmp_path / "in")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        import_hf(directory, tmp_path / "full", quiet)
+    import_hf(directory, tmp_path / "run", quiet)
+    one = find(tmp_path / "run")
+    with pytest.raises(UserError, match="not empty"):
+        export_hf(one, job_of(one).model, tmp_path / "full", "float32", 10**9, None, quiet)
+    assert (tmp_path / "full" / "file").read_text() == "mine"
+
+
+def test_no_more_than_a_part_is_in_memory(tmp_path: Path, monkeypatch) -> None:
+    """The tensors that have been read and are still alive, at their most, in parts of 1 MB."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=300))
+    model.save_pretrained(tmp_path / "in", max_shard_size="1MB")
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = [0]
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        alive.add(tensor)
+        most[0] = max(most[0], sum(one.nbytes for one in alive))
+        return tensor
+
+    read, load = hf.HuggingFace.read, hf.load
+    monkeypatch.setattr(hf, "_PART", 1 << 20)
+    monkeypatch.setattr(hf.HuggingFace, "read", lambda *arguments: watch(read(*arguments)))
+    import_hf(tmp_path / "in", tmp_path / "run", quiet)
+    assert whole > 12 << 20
+    assert 1 << 19 < most[0] < whole / 4
+    most[0] = 0
+    one = find(tmp_path / "run")
+    monkeypatch.setattr(
+        hf, "load", lambda of, pieces: (load(of, pieces), [watch(piece.make()) for piece in pieces.values()])
+    )
+    export_hf(one, job_of(one).model, tmp_path / "out", "float32", 1 << 20, None, quiet)
+    assert 1 << 19 < most[0] < whole / 4

@@ -1,0 +1,73 @@
+"""What a model says: token for token that of `transformers`, on one process and on many."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fivefold.errors import UserError
+from fivefold.generate.ask import Question, ask
+from fivefold.generate.choose import Chooser, Taste
+from tests.checkpoint.test_hf import made
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def question(source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **taste: float) -> Question:
+    return Question(source, None, layout, dtype, "cpu", count, Taste(**taste), 60.0)  # type: ignore[arg-type]
+
+
+def said(*arguments, **settings) -> list[int]:
+    return ask(question(*arguments, **settings), [], PROMPT, lambda _: None)[0].tokens
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen3", True), ("gpt2", True)])
+def test_greedy_is_that_of_transformers_in_every_layout(tmp_path: Path, kind: str, tied: bool) -> None:
+    directory = made(kind, tied, tmp_path / "in")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    end = model.generation_config.eos_token_id
+    with torch.no_grad():
+        found = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    want = found[0, len(PROMPT) :].tolist()
+    assert end is None or end not in want
+    assert len(set(want)) > 1, "a model that repeats one token would prove little"
+    for layout in ("dp=1", "tp=2", "tp=2,pp=2", "pp=2,split=1,2" if kind != "gpt2" else "pp=2"):
+        assert said(directory, layout) == want, layout
+
+
+def test_the_same_seed_draws_the_same_in_every_layout(tmp_path: Path) -> None:
+    directory = made("llama", False, tmp_path / "in")
+    one = said(directory, dtype="float64", temperature=1.0, seed=1)
+    assert one == said(directory, "tp=2,pp=2", dtype="float64", temperature=1.0, seed=1)
+    assert one != said(directory, dtype="float64", temperature=1.0, seed=2)
+
+
+def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
+
+    def drawn(**taste: float) -> list[float]:
+        choose = Chooser(Taste(**taste))  # type: ignore[arg-type]
+        count = [0] * 4
+        for _ in range(4000):
+            count[choose(logits)] += 1
+        return [one / 4000 for one in count]
+
+    assert drawn() == [1.0, 0.0, 0.0, 0.0]
+    assert drawn(temperature=1.0) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.03)
+    assert drawn(temperature=1.0, top_k=2) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.03)
+    assert drawn(temperature=1.0, top_p=0.7) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.03)
+    assert drawn(temperature=0.5)[0] > 0.7
+
+
+def test_bad_questions_are_refused(tmp_path: Path) -> None:
+    directory = made("gpt2", True, tmp_path / "in")
+    with pytest.raises(UserError, match="dp, zero does not help to speak; tp and pp do"):
+        ask(question(directory, "dp=2,zero=1"), [], PROMPT, lambda _: None)
+    with pytest.raises(UserError) as error:
+        ask(question(directory, "tp=3", count=80, temperature=-1.0), [], [999], lambda _: None)
+    assert len(error.value.problems) == 5  # temperature, heads and kv heads, token, positions
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        ask(question(directory), ["hello"], None, lambda _: None)
+    with pytest.raises(UserError, match="is no directory"):
+        ask(question(tmp_path / "nowhere"), [], PROMPT, lambda _: None)
