@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test install lint types pytest clean
 
 demo: install
-	$(BIN)/fivefold train examples/demo.toml --nproc 8
+	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
 
 test: lint types pytest
 

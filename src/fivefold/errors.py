@@ -16,11 +16,15 @@ class UserError(Exception):
 
 
 class TrainingError(Exception):
-    """A run that cannot go on: a sentence with the step and the values. Ends the command with exit code 1."""
+    """A run that cannot go on: a sentence with the step and the values. Ends the command with its exit code."""
+
+    code = 1
 
 
 class PeerLost(TrainingError):
     """This rank cannot go on because of another one. Every rank says its own, so that one sees who waited for whom."""
+
+    code = 3  # by which a launcher tells a victim from the cause
 
 
 class Note(UserWarning):

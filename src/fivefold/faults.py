@@ -5,8 +5,9 @@
     nan       poisons a gradient
 
 The words after @ say where: `rank`, `step`, and `at`, one of the places that call `strike`: step (the default: after
-the gradients of a step, before its update), write, commit and retain of a checkpoint. Tests inject with it what
-docs/faults.md promises to survive; without the variable nothing happens.
+the gradients of a step, before its update), write, commit and retain of a checkpoint. It happens in the first start
+of a run only, not in those after a failure. Tests inject with it what docs/faults.md promises to survive; without the
+variable nothing happens.
 """
 
 import os
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from fivefold.errors import UserError
 
 KINDS = ("kill", "stop", "raise", "term", "nan")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torchrun's, and ours: how often the ranks have been started again
 PLACES = ("step", "write", "commit", "retain")
 
 
@@ -53,14 +55,14 @@ def parse(text: str) -> Fault | None:
 def strike(at: str, step: int | None = None) -> bool:
     """Called where a fault may happen; True where the caller is to poison something."""
     fault = parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    if fault is None or fault.at != at or fault.rank not in (None, int(os.environ.get("RANK", "0"))):
+    if fault is None or fault.at != at or os.environ.get(RESTARTS, "0") != "0":
+        return False
+    if fault.rank not in (None, int(os.environ.get("RANK", "0"))):
         return False
     if fault.step is not None and step is not None and fault.step != step:
         return False
     if fault.kind == "raise":
-        raise RuntimeError(
-            f"FIVEFOLD_FAULT: rank {os.environ.get('RANK', '0')} was told to fail at {at} {step or ''}".strip()
-        )
+        raise RuntimeError(f"FIVEFOLD_FAULT={os.environ['FIVEFOLD_FAULT']} was asked for, and happens")
     signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
     if fault.kind in signals:
         os.kill(os.getpid(), signals[fault.kind])

@@ -55,7 +55,7 @@ def _root(
 
 
 def main() -> None:
-    """Run; bad input ends in one sentence per problem and exit code 2, a run that broke in exit code 1."""
+    """Run; bad input ends in a sentence per problem and exit code 2, a run that broke in 1, or 3 for want of a peer."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _speak_notes(console)
     try:
@@ -68,7 +68,7 @@ def main() -> None:
         # What all ranks have seen one says, and each who it was waiting for.
         if isinstance(error, PeerLost) or os.environ.get("RANK", "0") == "0":
             console.print(_error(str(error)))
-        sys.exit(1)
+        sys.exit(error.code)
 
 
 def _error(sentence: str) -> Text:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fivefold import faults
 from fivefold.cli.words import JobWords, split
 from fivefold.errors import PeerLost, UserError
 
@@ -64,6 +65,7 @@ def train(
         raise UserError(
             f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
         )
+    faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
     resolved = read_job(path, changes)
     sources = preflight(resolved, nproc if nproc > 1 else world.size)
     if check:
@@ -80,6 +82,7 @@ def train(
         for number in range(1, restarts + 1):
             if code in (0, 2, INTERRUPTED, TERMINATED):  # done, bad input, or asked to stop
                 break
+            os.environ[faults.RESTARTS] = str(number)
             typer.echo(f"starting again from the last checkpoint: {number} of {restarts}", err=True)
             code = launch(nproc, words, resolved.layout.place)
         raise typer.Exit(code)
@@ -89,7 +92,7 @@ def train(
     console = Console(highlight=False, quiet=world.rank > 0)
     stop = _Stop()
     # torchrun starts a run again with the very same words: the first time only is meant.
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    first = os.environ.get(faults.RESTARTS, "0") == "0"
     try:
         run_job(resolved, sources, world, console, Options(fresh and first, lambda: stop.term))
     except Stopped as stopped:

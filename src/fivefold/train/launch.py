@@ -15,8 +15,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+
+from fivefold.errors import PeerLost
 
 _GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
 _LOOK = 0.05
@@ -40,21 +43,16 @@ def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambd
     before = signal.signal(signal.SIGTERM, lambda *_: _tell(ranks, signal.SIGTERM))
     try:
         _start(ranks, [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)], arguments)
-        first = _first_failure(ranks)
-        if first is None:
+        if not _failed(ranks):
             return 0
-        code = ranks[first].exitcode or 0
         silent = _end(ranks)
-        if code == TERMINATED:
+        codes = [rank.exitcode or 0 for rank in ranks]
+        if TERMINATED in codes:
             return TERMINATED
-        # Who is silent is who the others waited for, unless one was ended from outside.
-        to_blame = [first] if code < 0 or not silent else silent
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        for number in to_blame:
+        for number in _to_blame(codes, silent):
             where = f" ({place(number)})" if place(number) else ""
-            end = f"did not end with the others, and was ended after {_GRACE:.0f} s" if number in silent else how
-            print(f"rank {number}{where} {end}", file=sys.stderr)
-        return code if code > 0 else 1
+            print(f"rank {number}{where} {_how(codes[number], number in silent)}", file=sys.stderr)
+        return next((code for code in codes if code > 0 and code != PeerLost.code), 1)
     except KeyboardInterrupt:
         _tell(ranks, signal.SIGINT)  # a terminal has told them already; `kill -INT` on this process alone has not
         _end(ranks)
@@ -93,7 +91,11 @@ def _live(env: dict[str, str], arguments: list[str]) -> None:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     os.environ.update(env)
     sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    except Exception:
+        traceback.print_exc()  # multiprocessing would put a line of its own before it
+        sys.exit(1)
 
 
 def _end_with_the_launcher() -> None:
@@ -103,16 +105,29 @@ def _end_with_the_launcher() -> None:
     os._exit(1)
 
 
-def _first_failure(ranks: list[BaseProcess]) -> int | None:
-    """Waits until all are done, or one has failed: its number. Deaths by a signal explain failures seen with them."""
+def _failed(ranks: list[BaseProcess]) -> bool:
+    """Waits until all are done, or one has failed."""
     while True:
         codes = [rank.exitcode for rank in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
+        if any(codes):
+            return True
         if all(code == 0 for code in codes):
-            return None
+            return False
         time.sleep(_LOOK)
+
+
+def _to_blame(codes: list[int], silent: list[int]) -> list[int]:
+    """Of ranks that have ended: one that was ended from outside; else one that failed by itself; else those who were
+    silent, for whom the others waited."""
+    outside = [rank for rank, code in enumerate(codes) if code < 0 and rank not in silent]
+    failed = [rank for rank, code in enumerate(codes) if code > 0 and code != PeerLost.code and rank not in silent]
+    return outside[:1] or failed[:1] or silent or [rank for rank, code in enumerate(codes) if code][:1]
+
+
+def _how(code: int, silent: bool) -> str:
+    if silent:
+        return f"did not end with the others, and was ended after {_GRACE:.0f} s"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
 
 
 def _end(ranks: list[BaseProcess]) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fivefold.errors import UserError
+from fivefold.faults import RESTARTS
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def join(world: World, backend: str, timeout: float = 600.0) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     if not world.joined:
         return
@@ -69,7 +71,13 @@ def join(world: World, backend: str, timeout: float = 600.0) -> None:
         os.environ.setdefault("MASTER_ADDR", world.address)
         os.environ.setdefault("MASTER_PORT", str(world.port))
     patience = timedelta(seconds=timeout)
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=patience)
+    store = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps its store when it starts ranks again, with the addresses of those that died in it.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        kept = TCPStore(address, port, world.size, is_master=False, timeout=patience)
+        store = PrefixStore(f"start {os.environ.get(RESTARTS, '0')}", kept)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
 
 
 def leave(world: World) -> None:

@@ -1,0 +1,208 @@
+"""Checkpoints from the command line: stopped, killed and started again, looked at, exported and spoken with."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.checkpoint.store import Store
+from fivefold.cli import app
+from fivefold.data.prepare import prepare
+from fivefold.errors import UserError
+
+FAST = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=2", "model.hidden=32", "model.ffn=48",
+        "train.device=cpu", "optimizer.schedule=constant", "train.log_every=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("The same few words, again and again. " * 200)
+    prepare([folder / "text.txt"], folder / "tokens")
+    return folder / "tokens"
+
+
+def fivefold(*words: str, cwd: Path, fault: str = "", module: str = "fivefold") -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"FIVEFOLD_FAULT": fault, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", module, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def whole(tokens: Path, tmp_path_factory) -> tuple[list[str], Path]:
+    """A run of 8 steps on two ranks that nothing happens to: its words, and its directory."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = ["train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=dp=2,zero=1", "train.steps=8",
+             "checkpoint.every=2"]  # fmt: skip
+    done = fivefold(*words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return words, folder / "runs" / "run"
+
+
+def test_sigterm_saves_one_agreed_step_and_the_same_command_goes_on(whole, tmp_path: Path) -> None:
+    words, want = whole
+    done = fivefold(*words, cwd=tmp_path, fault="term@rank=1,step=3")
+    assert done.returncode == 143, done.stderr
+    assert "stopped by SIGTERM after step 3; its checkpoint is saved" in done.stdout
+    assert Store(tmp_path / "runs/run/checkpoints").complete()[0].step == 3
+    on = fivefold(*words, cwd=tmp_path)
+    assert on.returncode == 0, on.stderr
+    assert "after step 3" in on.stdout
+    assert losses(tmp_path / "runs/run") == losses(want)
+
+
+def test_sigterm_to_the_launcher_reaches_the_ranks(tokens: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=tp=2"]
+    run = subprocess.Popen([*command, "train.steps=100000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    while "step      3/" not in run.stdout.readline():
+        assert run.poll() is None
+    run.send_signal(signal.SIGTERM)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 143
+    assert "stopped by SIGTERM" in out
+    assert len(Store(tmp_path / "runs/run/checkpoints").complete()) == 1
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tokens: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=tp=2"]
+    run = subprocess.Popen([*command, "train.steps=100000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    while "step      3/" not in run.stdout.readline():
+        assert run.poll() is None
+    run.kill()
+    run.communicate(timeout=30)  # ends when the ranks have closed it too
+
+
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+def test_a_killed_run_is_brought_back_by_itself(whole, tmp_path: Path, launcher: str) -> None:
+    words, want = whole
+    if launcher == "ours":
+        done = fivefold(*words, "--restarts", "2", cwd=tmp_path, fault="kill@rank=1,step=5")
+        assert "rank 1 (dp 1) was ended by SIGKILL" in done.stderr
+        assert "step 5: rank 0 (dp 0):" in done.stderr
+        assert "starting again from the last checkpoint: 1 of 2" in done.stderr
+        assert done.stderr.count("starting again") == 1
+    else:
+        at = words.index("--nproc")
+        plain = words[:at] + words[at + 2 :]
+        torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "--module", "fivefold"]
+        done = fivefold(*torchrun, *plain, "--fresh", cwd=tmp_path, fault="kill@rank=1,step=5",
+                        module="torch.distributed.run")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+    assert losses(tmp_path / "runs/run") == losses(want)
+
+
+def test_an_exception_of_one_rank_comes_first_and_the_others_say_a_line(whole, tmp_path: Path) -> None:
+    words, _ = whole
+    done = fivefold(*words, cwd=tmp_path, fault="raise@rank=1,step=2")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert done.stderr.count("Traceback") == 1
+    assert any("FIVEFOLD_FAULT=raise@rank=1,step=2 was asked for, and happens" in line for line in lines)
+    assert any(line.startswith("error: step 2: rank 0 (dp 0):") for line in lines)
+    assert lines[-1] == "rank 1 (dp 1) failed with exit code 1"
+
+
+def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(whole, tmp_path: Path) -> None:
+    words, _ = whole
+    done = fivefold(*words, "train.timeout=3", cwd=tmp_path, fault="stop@rank=1,step=2")
+    assert done.returncode == 1
+    assert "step 2: rank 0 (dp 0): the gradient norm waited 3." in done.stderr
+    assert "for rank 1 (world): it gave no sign" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("rank 1 (dp 1) did not end with the others")
+
+
+def test_an_unwritable_output_is_refused_before_the_first_step(tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    done = fivefold("train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=dp=2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not a directory that can be written to" in done.stderr
+
+
+def here(*words: object) -> str:
+    """What a command prints that starts no ranks: in this process, since torch is imported already."""
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_the_commands_that_look(whole) -> None:
+    _, run = whole
+    listed = json.loads(here("checkpoint", "ls", run, "--json"))
+    assert [row["step"] for row in listed["checkpoints"]] == [6, 8]
+    assert listed["checkpoints"][1]["layout"] == "dp=2,zero=1"
+    assert "step-00000008" in here("checkpoint", "ls", run)
+    shown = json.loads(here("checkpoint", "show", run, "--json"))
+    assert (shown["step"], shown["samples"], shown["updates"], len(shown["tensors"])) == (8, 32, 8, 63)
+    assert "any other reads it" in here("checkpoint", "show", run, "--step", "6")
+    assert here("checkpoint", "verify", run).count("sound") == 2
+    damaged = run.parent / "damaged"
+    shutil.copytree(run, damaged, symlinks=True)
+    (damaged / "checkpoints/step-00000006/__1_0.distcp").unlink()
+    done = CliRunner().invoke(app, ["checkpoint", "verify", str(damaged)])
+    assert done.exit_code == 1
+    assert "step-00000006  damaged" in done.stdout
+    assert "__1_0.distcp is missing" in done.stdout.replace("\n", "")
+    assert "damaged" in here("checkpoint", "ls", damaged)
+
+
+def test_reshard_export_import_and_generate(whole, tmp_path: Path, monkeypatch) -> None:
+    _, run = whole
+    monkeypatch.chdir(tmp_path)
+    assert "--nproc 4" in here("checkpoint", "reshard", run, "--layout", "tp=2,pp=2", "-o", "cut")
+    assert json.loads(here("checkpoint", "verify", "cut", "--json"))["sound"]
+    here("export", "hf", run, "-o", "out", "--dtype", "float32")
+    here("import", "hf", "out", "-o", "runs/in")
+    said = {
+        str(source): json.loads(here("generate", source, "--prompt", "The same", "-n", "8", "--json"))
+        for source in (run, "cut", "out", "runs/in")
+    }
+    assert len({json.dumps(one) for one in said.values()}) == 1
+    (answer,) = said["out"]
+    assert answer["prompt_tokens"] == list(b"The same")
+    assert len(answer["tokens"]) == 8
+    # What was resharded trains on, in its new layout, and says the same on many ranks.
+    on = fivefold("train", "cut/job.toml", "--nproc", "4", "train.steps=9", cwd=tmp_path)
+    assert on.returncode == 0, on.stderr
+    assert "after step 8" in on.stdout
+    plain = fivefold("generate", "out", "--prompt", "The same", "-n", "8", "--layout", "tp=2", cwd=tmp_path)
+    assert plain.stdout == f"The same{answer['text']}\n"
+
+
+def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
+    _, run = whole
+    monkeypatch.chdir(tmp_path)
+    for words, said in [
+        (["generate", run], "give a --prompt, or --tokens"),
+        (["generate", run, "--tokens", "a"], "is not a list of numbers"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere is no directory"),
+        (["export", "hf", run, "-o", "x", "--shard-size", "big"], "--shard-size big is no size"),
+        (["export", "hf", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is none of"),
+        (["import", "hf", "nowhere", "-o", "x"], "nowhere is no directory"),
+        (["checkpoint", "reshard", run, "--layout", "tp=3", "-o", "x"], "does not divide the 4 attention heads"),
+        (["checkpoint", "show", run, "--step", "7"], "has no complete checkpoint of step 7; it has: 6, 8"),
+        (["train", "--restarts", "1"], "--restarts belongs to --nproc"),
+        (["train", "checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
+    ]:
+        with pytest.raises(UserError) as error:
+            here(*words)
+        assert said in "\n".join(error.value.problems), words
+    monkeypatch.setenv("FIVEFOLD_FAULT", "explode")
+    with pytest.raises(UserError, match="FIVEFOLD_FAULT='explode' is not"):
+        here("train")
+    assert not (tmp_path / "x").exists()
