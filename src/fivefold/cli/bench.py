@@ -1,10 +1,14 @@
 """`fivefold bench`: measurements, each with the command that repeats them."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from fivefold.cli.words import JobWords, split
+from fivefold.errors import UserError
 
 SHORT = "Measure how fast things are.  [dim]fivefold bench attention --tp 2[/]"
 
@@ -102,3 +106,53 @@ def pipeline(
     else:
         bench_pipeline.report(Console(highlight=False), shape, result)
     raise typer.Exit(0 if bench_pipeline.agree(result) else 1)
+
+
+@app.command(short_help="What a checkpoint costs.  [dim]fivefold bench checkpoint model=small[/]")
+def checkpoint(
+    job: JobWords = None,
+    rounds: Annotated[int, typer.Option(help="Saves and loads of each kind, in turns; medians are shown.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps before each save, and beside its writing.")] = 6,
+    directory: Annotated[
+        Path | None, typer.Option(help="On the disk to be measured; without it the system's for temporary files.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 1200.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Time what steps lose to an asynchronous save, and how fast files are written and read.
+
+    The job's ranks are started on this machine. Save and load of the same state
+    take turns with DCP alone and with plain torch.save. Nothing is kept.
+
+    [dim]Examples:[/]
+
+      fivefold bench checkpoint model=small data.seq=64
+
+      fivefold bench checkpoint model=small layout=dp=2,zero=1 --rounds 7 --json
+    """
+    import tempfile
+
+    import msgspec
+
+    from fivefold.prove import bench_checkpoint
+    from fivefold.train.config import read_job
+    from fivefold.train.preflight import preflight
+
+    if min(rounds, steps) < 1:
+        raise UserError(f"--rounds {rounds} and --steps {steps} must be at least 1")
+    if directory is not None and not directory.is_dir():
+        raise UserError(f"--directory {directory} is no directory")
+    path, changes = split(job)
+    read = read_job(path, changes)
+    replace = msgspec.structs.replace
+    resolved = replace(read, train=replace(read.train, steps=2 + 2 * rounds * steps, eval_samples=0))
+    preflight(resolved, resolved.layout.world)
+    with (
+        Console(stderr=True, highlight=False).status(f"{rounds} rounds on {resolved.layout.world} ranks"),
+        tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch,
+    ):
+        times = bench_checkpoint.measure(resolved, scratch, rounds, steps, timeout)
+    if as_json:
+        typer.echo(json.dumps(bench_checkpoint.as_json(resolved, times)))
+    else:
+        bench_checkpoint.report(Console(highlight=False), resolved, times)
