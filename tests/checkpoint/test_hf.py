@@ -22,7 +22,7 @@ from fivefold.generate.rank import alone
 from fivefold.hf_config import read_hf_config, spec_from_hf, to_hf_config
 from fivefold.model.decoder import Decoder
 from fivefold.presets import preset
-from fivefold.train.config import Job
+from fivefold.train.config import Job, TrainConfig
 from tests.checkpoint.runs import small_job, train
 from tests.ranks import run_ranks
 
@@ -100,7 +100,7 @@ def test_what_was_trained_under_tp_and_pp_is_read_by_transformers(tokens: Path, 
     run_ranks(4, train, job, tmp_path / "checkpoints")
     one = find(tmp_path)
     export_hf(one, job.model, tmp_path / "out", "float32", 10**9, None, quiet)
-    speaker = alone(Job(model=job.model), one.path, 16)
+    speaker = alone(Job(model=job.model, train=TrainConfig(device="cpu")), one.path, 16)
     with torch.enable_grad():
         logits = theirs(tmp_path / "out")
     for row, want in zip(TOKENS.tolist(), logits, strict=True):
