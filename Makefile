@@ -16,8 +16,10 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Those that measure time run by themselves.
 pytest: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 # The stamp makes this a no-op until pyproject.toml changes.
 install: .venv/installed

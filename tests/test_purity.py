@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 PURE = [
     "fivefold.spec", "fivefold.presets", "fivefold.hf_config", "fivefold.layout", "fivefold.cluster",
     "fivefold.accelerators", "fivefold.reading", "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli",

@@ -41,8 +41,16 @@ def test_the_state_of_one_layout_is_that_of_the_next(tokens: Path, tmp_path: Pat
     assert gathered([state for _, state, _ in read]) == state
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1", "tp=2,sp", "pp=2,microbatches=2", "dp=2,zero=3"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("dp=1", "float32"),
+        ("dp=2,zero=1", "float32"),
+        ("tp=2,sp", "float64"),
+        ("pp=2,microbatches=2", "float32"),
+        ("dp=2,zero=3", "bfloat16"),
+    ],
+)
 def test_a_run_that_was_cut_is_the_run_that_was_not_to_the_bit(
     tokens: Path, tmp_path: Path, layout: str, dtype: str
 ) -> None:

@@ -49,14 +49,14 @@ def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
     def drawn(**taste: float) -> list[float]:
         choose = Chooser(Taste(**taste))  # type: ignore[arg-type]
         count = [0] * 4
-        for _ in range(4000):
+        for _ in range(2000):
             count[choose(logits)] += 1
-        return [one / 4000 for one in count]
+        return [one / 2000 for one in count]
 
     assert drawn() == [1.0, 0.0, 0.0, 0.0]
-    assert drawn(temperature=1.0) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.03)
-    assert drawn(temperature=1.0, top_k=2) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.03)
-    assert drawn(temperature=1.0, top_p=0.7) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.03)
+    assert drawn(temperature=1.0) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.05)
+    assert drawn(temperature=1.0, top_k=2) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.05)
+    assert drawn(temperature=1.0, top_p=0.7) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.05)
     assert drawn(temperature=0.5)[0] > 0.7
 
 

@@ -24,6 +24,8 @@ from fivefold.train.config import DataConfig, Job, TrainConfig
 from fivefold.train.engine import Engine
 from tests.ranks import RankEnd, RankFailure, run_ranks
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT = 1.5  # of messages and collectives
 SPEC = ModelSpec(layers=8, hidden=16, heads=2, ffn=16, vocab=32)
 SENTENCE = re.compile(

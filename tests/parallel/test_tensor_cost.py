@@ -14,6 +14,8 @@ from fivefold.presets import preset
 from tests.parallel.test_tensor import B, S, data, parallel
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.alone
+
 E = 32
 
 

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
+
+pytestmark = pytest.mark.alone
 
 
 def test_the_bench_measures_every_contender_on_two_ranks(tmp_path) -> None:

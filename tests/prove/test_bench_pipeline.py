@@ -14,9 +14,12 @@ from rich.console import Console
 from fivefold.errors import UserError
 from fivefold.prove.bench_pipeline import SCHEDULES, Result, Shape, agree, as_json, measure, report, rows
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="refused with a sentence before torch 2.13"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="refused with a sentence before torch 2.13"
+    ),
+]
 
 SHAPE = Shape(pp=2, microbatches=4, hidden=64, layers=4, seq=8, batch=4, rounds=3)
 RESULT = Result(

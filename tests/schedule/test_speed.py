@@ -8,6 +8,8 @@ import pytest
 
 from fivefold.schedule.benchmark import Case, measure
 
+pytestmark = pytest.mark.alone
+
 
 def test_sixteen_thousand_actions_take_well_under_half_a_second() -> None:
     timings = [measure(Case("interleaved", 16, 128, 4), clock=process_time) for _ in range(3)]

@@ -11,6 +11,8 @@ from fivefold.trace.summary import Summary
 from tests.ranks import run_ranks
 from tests.trace.asleep import Naps, sleep
 
+pytestmark = pytest.mark.alone
+
 # Seconds of F, I and W, and B is I + W: where ranks are more than cores, sleeps do not fight for them.
 NAPS = Naps(f=0.030, i=0.036, w=0.024)
 ALLOWED = 0.05  # of the run

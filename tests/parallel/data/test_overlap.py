@@ -14,6 +14,8 @@ from fivefold.train.optimizer import Optimizer
 from tests.parallel.data.world import CONFIG, accumulate, each, make, microbatches, whole
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.alone
+
 DEEP = preset("tiny", layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
 
 
