@@ -206,3 +206,23 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(UserError, match="FIVEFOLD_FAULT='explode' is not"):
         here("train")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_directory_is_trained_by_one_process_at_a_time(tokens: Path, tmp_path: Path) -> None:
+    words = ["train", f"data.path={tokens}", *FAST, "train.steps=100000", "checkpoint.every=1"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "fivefold", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    while "step      3/" not in first.stdout.readline():
+        assert first.poll() is None
+    second = fivefold(*words, "--nproc", "2", "layout=tp=2", cwd=tmp_path)
+    first.kill()
+    first.communicate(timeout=30)
+    assert second.returncode == 2
+    assert second.stderr.splitlines()[0] == (
+        "error: another process is training in runs/run; --fresh starts a run of its own, and so does another run.name"
+    )
+    assert "Traceback" not in second.stderr
+    third = fivefold(*words[:-2], "train.steps=5", cwd=tmp_path)
+    assert third.returncode == 0, third.stderr

@@ -35,7 +35,7 @@ class Checkpoints:
             return None
         manifest, job = checkpoint.manifest, self.trainer.job
         if problems := conflicts(manifest, job):
-            raise UserError(problems)
+            raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
         for note in changes(manifest, job, self.data):
             self.say(note)
         engine = self.trainer.engine

@@ -1,5 +1,6 @@
 """A run from its job to its result: the directory, the listeners, the loop, and the words around it."""
 
+import fcntl
 import json
 import platform
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import torch
@@ -33,6 +35,7 @@ from fivefold.train.preflight import Sources
 from fivefold.train.records import Evaluation
 from fivefold.words import si
 
+_CLAIMS: list[IO[str]] = []  # open as long as this process lives
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
@@ -66,7 +69,7 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
     try:
         mesh = Mesh.of(job.layout, device, job.train.timeout)
         control = Control(mesh)
-        directory = control.from_first(run_directory(job, options.fresh) if world.rank == 0 else Path())
+        directory = _agreed_directory(job, options.fresh, control)
         trainer = Trainer(job, sources, mesh)
         trainer.stopping = options.stopping
         keeper = Checkpoints(Store(directory / "checkpoints"), control, trainer, partial(_note, console))
@@ -112,6 +115,33 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
 
 def _note(console: Console, sentence: str) -> None:
     console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
+
+
+def _agreed_directory(job: Job, fresh: bool, control: Control) -> Path:
+    """Rank 0 finds or makes it, and claims it; if it cannot, all ranks end alike, and rank 0 says why."""
+    directory, problems = Path(), []
+    if control.rank == 0:
+        try:
+            directory = run_directory(job, fresh)
+            _claim(directory)
+        except UserError as error:
+            problems = error.problems
+    if control.from_first(bool(problems)):
+        raise UserError(problems)
+    return control.from_first(directory)
+
+
+def _claim(directory: Path) -> None:
+    """One process at a time trains in a directory. The claim ends with the process, however that ends."""
+    _CLAIMS.append((directory / "claim").open("w"))
+    try:
+        fcntl.flock(_CLAIMS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another process is training in {directory}; --fresh starts a run of its own, and so does another run.name"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def run_directory(job: Job, fresh: bool) -> Path:
