@@ -19,6 +19,7 @@ from fivefold.errors import UserError
 
 KINDS = ("kill", "stop", "raise", "term", "nan")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torchrun's, and ours: how often the ranks have been started again
+RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
 PLACES = ("step", "write", "commit", "retain")
 
 

@@ -90,6 +90,41 @@ def test_a_harmed_file_is_named_and_the_one_before_is_used(tokens: Path, tmp_pat
     assert (tmp_path / "step-00000002.damaged" / MANIFEST).exists()  # nothing was deleted
 
 
+def changed(store: Path, old: bytes, new: bytes) -> None:
+    for one in Store(store).complete():
+        manifest = one.path / MANIFEST
+        text = manifest.read_bytes()
+        assert old in text
+        manifest.write_bytes(text.replace(old, new))
+
+
+def test_a_number_changed_in_a_manifest_is_damage(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "train.steps=2", "checkpoint.every=1")
+    run_ranks(1, train, job, tmp_path)
+    newest = Store(tmp_path).complete()[0].path / MANIFEST
+    newest.write_bytes(newest.read_bytes().replace(b'"samples": 16', b'"samples": 17'))
+    step, _, said = run_ranks(1, loaded, job, tmp_path)[0]
+    assert step == 1
+    assert "manifest.json is damaged: its numbers are not those that it was sealed with" in said[0]
+
+
+def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "layout=dp=2", "train.steps=1")
+    run_ranks(2, train, job, tmp_path)
+    changed(tmp_path, b'"version": 1', b'"version": 2')
+    with pytest.raises(RankFailure, match="has version 2 of the format"):
+        run_ranks(2, loaded, job, tmp_path)
+    assert [one.path.name for one in Store(tmp_path).complete()] == ["step-00000001"]
+
+
+def test_a_run_of_which_no_checkpoint_is_good_does_not_start_over_by_itself(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "train.steps=1")
+    run_ranks(1, train, job, tmp_path)
+    flip(Store(tmp_path).complete()[0].path / "__0_0.distcp")
+    with pytest.raises(RankFailure, match=r"none of the 1 checkpoints in .* is good; --fresh starts over"):
+        run_ranks(1, loaded, job, tmp_path)
+
+
 def with_small_files(rank: int, world: int, *arguments: object) -> object:
     """As on a disk that is full after 20 KB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))

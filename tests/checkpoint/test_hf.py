@@ -17,6 +17,7 @@ from fivefold.checkpoint import hf
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.hf import HuggingFace, export_hf, import_hf
 from fivefold.checkpoint.job import job_of
+from fivefold.checkpoint.store import Store
 from fivefold.errors import UserError
 from fivefold.generate.rank import alone
 from fivefold.hf_config import read_hf_config, spec_from_hf, to_hf_config
@@ -90,7 +91,7 @@ def test_imported_and_exported_again_it_has_the_logits_of_transformers(
     one = find(tmp_path / "run")
     assert one.damage() == []
     assert (one.manifest.step, one.manifest.optimizer) == (0, False)
-    export_hf(one, job_of(one).model, tmp_path / "out", "float32", 20_000, None, quiet)
+    export_hf(one, job_of(one).model, tmp_path / "out", "float32", 20_000, None, None, quiet)
     assert torch.equal(theirs(tmp_path / "out"), want)
     assert read_hf_config(tmp_path / "out").tied == tied
 
@@ -99,7 +100,7 @@ def test_what_was_trained_under_tp_and_pp_is_read_by_transformers(tokens: Path, 
     job = small_job(tokens, "model.kv_heads=2", "layout=tp=2,pp=2,microbatches=2", "train.steps=3")
     run_ranks(4, train, job, tmp_path / "checkpoints")
     one = find(tmp_path)
-    export_hf(one, job.model, tmp_path / "out", "float32", 10**9, None, quiet)
+    export_hf(one, job.model, tmp_path / "out", "float32", 10**9, None, None, quiet)
     speaker = alone(Job(model=job.model, train=TrainConfig(device="cpu")), one.path, 16)
     with torch.enable_grad():
         logits = theirs(tmp_path / "out")
@@ -159,6 +160,19 @@ def test_bad_directories_are_named(tmp_path: Path) -> None:
         "tensor lm_head.weight of model.safetensors gives shape [258, 32] for our head.weight, and config.json means "
         "[259, 32]",
     ]
+    directory = made("llama", False, tmp_path / "odd")
+
+    def oddities(state: dict[str, torch.Tensor]) -> None:
+        state["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+        state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
+
+    changed(directory, oddities)
+    with pytest.raises(UserError) as error:
+        HuggingFace(directory)
+    assert [problem.replace(str(directory), "DIR") for problem in error.value.problems] == [
+        "tensor model.layers.1.mlp.up_proj.weight of model.safetensors is of I8, which is no kind of weight",
+        "tensor model.layers.0.self_attn.q_proj.bias of DIR has no place in the model of its config.json",
+    ]
     (directory / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match="is not a safetensors file that can be read"):
         HuggingFace(directory)
@@ -168,10 +182,30 @@ def test_bad_directories_are_named(tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(UserError, match=r"gone\.safetensors is missing"):
         HuggingFace(directory)
-    config = json.loads((directory / "config.json").read_text()) | {"model_type": "mamba"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["a"]}))
+    with pytest.raises(UserError, match="is not an index of tensors"):
+        HuggingFace(directory)
+    save_file({"a": torch.zeros(1)}, directory / "model.safetensors")
+    names = dict.fromkeys(["model.embed_tokens.weight"], "model.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match=r"model\.safetensors has no tensor model\.embed_tokens\.weight"):
+        HuggingFace(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match="is quantised"):
+        HuggingFace(directory)
+    config |= {"model_type": "mamba"}
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="model_type 'mamba' is not of the family"):
         HuggingFace(directory)
+
+
+def test_weights_that_are_no_numbers_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    directory = made("llama", False, tmp_path / "in")
+    changed(directory, lambda state: state["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(UserError, match=r"no numbers in norm\.weight"):
+        import_hf(directory, tmp_path / "run", quiet)
+    assert Store(tmp_path / "run" / "checkpoints").complete() == []
 
 
 def test_neither_way_overwrites_anything(tmp_path: Path) -> None:
@@ -183,7 +217,7 @@ def test_neither_way_overwrites_anything(tmp_path: Path) -> None:
     import_hf(directory, tmp_path / "run", quiet)
     one = find(tmp_path / "run")
     with pytest.raises(UserError, match="not empty"):
-        export_hf(one, job_of(one).model, tmp_path / "full", "float32", 10**9, None, quiet)
+        export_hf(one, job_of(one).model, tmp_path / "full", "float32", 10**9, None, None, quiet)
     assert (tmp_path / "full" / "file").read_text() == "mine"
 
 
@@ -204,7 +238,7 @@ def both_ways(rank: int, world: int, folder: Path, whole: int) -> tuple[int, int
     imported = growth(lambda: import_hf(folder / "in", folder / "run", quiet))
     one = find(folder / "run")
     spec = job_of(one).model
-    exported = growth(lambda: export_hf(one, spec, folder / "out", "float32", 8 << 20, None, quiet))
+    exported = growth(lambda: export_hf(one, spec, folder / "out", "float32", 8 << 20, None, None, quiet))
     return imported, exported, growth(lambda: torch.ones(whole // 4))
 
 

@@ -98,3 +98,5 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     save(Store(tmp_path / "runs" / "a" / "checkpoints"), 3)
     with pytest.raises(UserError, match="no complete checkpoint of step 4; it has: 3"):
         find(tmp_path / "runs" / "a", 4)
+    with pytest.raises(UserError, match="is the checkpoint of step 3, and --step 4 is another"):
+        find(tmp_path / "runs" / "a" / "checkpoints" / "latest", 4)

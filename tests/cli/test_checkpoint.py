@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,21 @@ def test_sigterm_to_the_launcher_reaches_the_ranks(tokens: Path, tmp_path: Path)
     assert run.returncode == 143
     assert "stopped by SIGTERM" in out
     assert len(Store(tmp_path / "runs/run/checkpoints").complete()) == 1
+
+
+def test_sigterm_before_the_first_step_is_no_failure(tokens: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=tp=2"]
+    run = subprocess.Popen(
+        [*command, "train.steps=100000", "--restarts", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    while len(children.read_text().split()) < 2:
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 143
+    assert "starting again" not in err
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tokens: Path, tmp_path: Path) -> None:
@@ -177,11 +193,31 @@ def test_reshard_export_import_and_generate(whole, tmp_path: Path, monkeypatch) 
     assert answer["prompt_tokens"] == list(b"The same")
     assert len(answer["tokens"]) == 8
     # What was resharded trains on, in its new layout, and says the same on many ranks.
+    named = here("generate", run / "checkpoints" / "latest", "--prompt", "The same", "-n", "8", "--json")
+    assert json.loads(named) == [answer]
+    # The end of a text goes along, and nothing of others is touched.
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
+    (tmp_path / "file").write_text("mine")
+    for words in (["export", "hf", run], ["import", "hf", "out"], ["checkpoint", "reshard", run, "--layout", "tp=2"]):
+        for place in ("file", "file/x"):
+            with pytest.raises(UserError, match=r"not empty|cannot write"):
+                here(*words, "-o", place)
     on = fivefold("train", "cut/job.toml", "--nproc", "4", "train.steps=9", cwd=tmp_path)
     assert on.returncode == 0, on.stderr
     assert "after step 8" in on.stdout
     plain = fivefold("generate", "out", "--prompt", "The same", "-n", "8", "--layout", "tp=2", cwd=tmp_path)
     assert plain.stdout == f"The same{answer['text']}\n"
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_made(whole, tmp_path: Path) -> None:
+    _, run = whole
+    for words in (["export", "hf", str(run)], ["checkpoint", "reshard", str(run), "--layout", "tp=2"]):
+        command = f"ulimit -f 20; exec {sys.executable} -m fivefold {' '.join(words)} -o x"
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+        assert "cannot write x: " in done.stderr
+        assert "are free there" in done.stderr
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
@@ -195,6 +231,8 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
         (["export", "hf", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is none of"),
         (["import", "hf", "nowhere", "-o", "x"], "nowhere is no directory"),
         (["checkpoint", "reshard", run, "--layout", "tp=3", "-o", "x"], "does not divide the 4 attention heads"),
+        (["generate", run, "--prompt", "x", "--temperature", "1e-320"], "must be 0, which is greedy, or at least"),
+        (["generate", run, "--prompt", "x", "--seed", str(1 << 70)], "must lie between 0 and 2^63 - 1"),
         (["checkpoint", "show", run, "--step", "7"], "has no complete checkpoint of step 7; it has: 6, 8"),
         (["train", "--restarts", "1"], "--restarts belongs to --nproc"),
         (["train", "checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),

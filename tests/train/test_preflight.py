@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UserError
+from fivefold.faults import RESTARTS, RUN
 from fivefold.train.config import read_job
 from fivefold.train.preflight import preflight
 from fivefold.train.run import run_directory
@@ -44,11 +45,20 @@ def test_held_out_text_too_short_for_a_look_stops_no_run_that_does_not_look(toke
     assert preflight(read_job(None, [*changes, "train.eval_samples=0"]), world=1).valid is None
 
 
-def test_run_directories_are_never_shared(tmp_path: Path) -> None:
+def test_run_directories_are_never_shared(tmp_path: Path, monkeypatch) -> None:
     def made(parent: str, fresh: bool) -> str:
         return run_directory(read_job(None, [f"run.dir={parent}", "run.name=a"]), fresh).name
 
     runs = str(tmp_path / "runs")
     assert [made(runs, fresh) for fresh in (False, False, True)] == ["a", "a-2", "a-3"]  # none has a checkpoint
+    monkeypatch.setenv(RUN, "abc")
+    assert made(runs, True) == "a-4"
+    (tmp_path / "runs/a-4/checkpoints/step-00000001").mkdir(parents=True)
+    (tmp_path / "runs/a-4/checkpoints/step-00000001/manifest.json").write_text("")
+    assert made(runs, False) == "a-4"
+    monkeypatch.setenv(RESTARTS, "1")
+    assert made(runs, True) == "a-4"  # started again by a launcher, with the same words
+    monkeypatch.setenv(RUN, "another")
+    assert made(runs, True) == "a-5"
     with pytest.raises(UserError, match="cannot make the run's directory"):
         made("/proc/nothing", True)

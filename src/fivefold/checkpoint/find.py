@@ -19,10 +19,18 @@ def store_of(path: Path) -> Store:
     raise UserError(f"{path} {what}{known}")
 
 
+def run_of(checkpoint: Checkpoint) -> Path:
+    """The run's directory that a checkpoint lies in."""
+    return checkpoint.path.parent.parent
+
+
 def find(path: Path, step: int | None = None) -> Checkpoint:
     """The one of `step`, or the newest that is complete and has all its files."""
     if (path / MANIFEST).is_file():
-        return Checkpoint(path.resolve())  # it may be the link `latest`
+        one = Checkpoint(path.resolve())  # it may be the link `latest`
+        if step is not None and one.step != step:
+            raise UserError(f"{path} is the checkpoint of step {one.step}, and --step {step} is another; leave one out")
+        return one
     complete = store_of(path).complete()
     if step is not None:
         if found := [one for one in complete if one.step == step]:

@@ -1,7 +1,10 @@
 """Hugging Face directories: read tensor by tensor, written file by file. No process ever holds the whole model."""
 
 import json
+import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,13 @@ from fivefold.hf_config import read_hf_config, to_hf_config
 from fivefold.model.hf import Source, source
 from fivefold.spec import ModelSpec, Parameter
 from fivefold.train.config import Job, RunConfig, to_toml
-from fivefold.words import bytes_text
 
 _PART = 1 << 30  # bytes that an import holds at a time
 _INDEX = "model.safetensors.index.json"
+HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
+# Tensors of others' files that are made of the configuration, or are the embedding once more.
+_NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class HuggingFace:
@@ -35,12 +41,16 @@ class HuggingFace:
     def __init__(self, directory: Path):
         self.directory = directory
         self.spec = read_hf_config(directory)
+        if quantised := json.loads((directory / "config.json").read_text()).get("quantization_config"):
+            raise UserError(f"{directory} is quantised ({quantised}); import the weights that it was made of")
         self.files = _files(directory)
         self.open: dict[Path, Any] = {}
-        problems = []
-        for parameter in self.spec.parameters():
-            problem = self._misfit(parameter)
-            problems += [problem] if problem else []
+        problems = [problem for one in self.spec.parameters() if (problem := self._misfit(one))]
+        used = {self._name(source(self.spec, parameter.name)) for parameter in self.spec.parameters()}
+        left = sorted(name for name in set(self.files) - used if not _NEEDLESS.search(name))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            problems.append(f"tensor {left[0]}{more} of {directory} has no place in the model of its config.json")
         if problems:
             raise UserError(problems)
 
@@ -49,7 +59,13 @@ class HuggingFace:
         name = self._name(home)
         if name is None:
             return f"{self.directory} has no tensor {home.name} (our {parameter.name}, shape {list(parameter.shape)})"
-        shape = self._slice(name).get_shape()
+        try:
+            lies = self._slice(name)
+        except SafetensorError:
+            return f"{self.files[name]} has no tensor {name}, and {_INDEX} says so"
+        if lies.get_dtype() not in _FLOATS:
+            return f"tensor {name} of {self.files[name].name} is of {lies.get_dtype()}, which is no kind of weight"
+        shape = lies.get_shape()
         shape = shape[::-1] if home.transposed else shape
         if home.third is not None:
             shape = [shape[0] // 3, *shape[1:]]
@@ -94,7 +110,7 @@ def _files(directory: Path) -> dict[str, Path]:
     index = directory / _INDEX
     if index.is_file():
         try:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            names = msgspec.convert(json.loads(index.read_text())["weight_map"], dict[str, str])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{index} is not an index of tensors: {error}") from None
         if missing := sorted({name for name in names.values() if not (directory / name).is_file()}):
@@ -149,6 +165,7 @@ def import_hf(directory: Path, run: Path, progress: Progress) -> Checkpoint:
     run.mkdir(parents=True, exist_ok=True)
     path = write_alone(Store(run / "checkpoints"), parts, manifest, progress)
     (run / "job.toml").write_text(to_toml(job))
+    shutil.copyfile(directory / "config.json", run / HF_CONFIG)
     if (directory / "tokenizer.json").is_file():
         shutil.copyfile(directory / "tokenizer.json", run / "tokenizer.json")
     return Checkpoint(path)
@@ -156,9 +173,14 @@ def import_hf(directory: Path, run: Path, progress: Progress) -> Checkpoint:
 
 def _lazy(theirs: HuggingFace, parameter: Parameter) -> Piece:
     box = tuple(range(size) for size in parameter.shape)
-    return Piece(
-        torch.Size(parameter.shape), box, torch.float32, lambda: theirs.read(parameter.name, box).to(torch.float32)
-    )
+
+    def make() -> Tensor:
+        tensor = theirs.read(parameter.name, box).to(torch.float32)
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{theirs.directory} has weights that are no numbers in {parameter.name}")
+        return tensor
+
+    return Piece(torch.Size(parameter.shape), box, torch.float32, make)
 
 
 # ---- out -----------------------------------------------------------------------------------------------------------
@@ -171,16 +193,20 @@ def export_hf(
     dtype: str,
     limit: int,
     tokenizer: Path | None,
+    end: int | None,
     progress: Progress,
 ) -> Path:
-    """config.json and safetensors of at most `limit` bytes each (a larger tensor has a file of its own)."""
+    """config.json and safetensors of at most `limit` bytes each (a larger tensor has a file of its own).
+
+    `end` is the token that ends a text, if there is one.
+    """
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-    config = to_hf_config(spec, dtype)
+    config = to_hf_config(spec, dtype) | {"bos_token_id": None, "eos_token_id": end}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already, and not empty; give -o a new name")
-    half = out.with_name(out.name + ".half")
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir(parents=True)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    half = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
+    half.chmod(0o777 & ~_umask())
     config_file = half / "config.json"
     try:
         config_file.write_text(json.dumps(config, indent=2) + "\n")
@@ -204,12 +230,16 @@ def export_hf(
         if out.is_dir():
             out.rmdir()
         half.rename(out)
-    except OSError as error:
-        free = bytes_text(shutil.disk_usage(out.parent).free)
-        raise UserError(f"cannot write {out}: {error.strerror or error}; {free} are free there") from None
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return out
+
+
+def _umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
 
 
 def _groups(spec: ModelSpec, itemsize: int, limit: int) -> Iterator[list[list[Parameter]]]:

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torch.futures import Future
 from fivefold import faults
 from fivefold.checkpoint.pieces import Piece, Pieces, SavePlan
 from fivefold.checkpoint.store import Checkpoint, File, Manifest, Progress, Store, digest
-from fivefold.errors import TrainingError
+from fivefold.errors import TrainingError, UserError
 from fivefold.train.config import CheckpointConfig
 from fivefold.train.control import Control
 from fivefold.words import bytes_text
@@ -99,10 +100,11 @@ class Saver:
         try:
             path = write(self.store, self.control, snapshot, saved.manifest)
             saved.checkpoint = Checkpoint(path)
-            if self.control.rank == 0:
-                self.store.retain(self.config.keep, self.config.keep_every)
         except BaseException as error:
             saved.error = error
+        if saved.checkpoint is not None and self.control.rank == 0:
+            with suppress(OSError):  # what cannot be deleted now is tried again after the next save
+                self.store.retain(self.config.keep, self.config.keep_every)
         saved.seconds = time.monotonic() - start
 
 
@@ -204,6 +206,8 @@ class _Writer(FileSystemWriter):
         faults.strike("write")
         try:
             return super().write_data(plan, planner)
+        except UserError:  # of a piece that could not be made
+            raise
         except Exception as error:
             raise OSError(_why(error, self.directory, _planned(plan))) from None
 

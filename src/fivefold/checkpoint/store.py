@@ -52,6 +52,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     data: str  # the data's fingerprint, empty where there was none
     job: dict[str, Any]  # resolved; seeds are in it, and nothing else is random
     files: list[File]
+    seal: str = ""  # sha256 of all of this with an empty seal
+
+    def sealed(self) -> "Manifest":
+        bare = msgspec.structs.replace(self, seal="")
+        return msgspec.structs.replace(self, seal=hashlib.sha256(msgspec.json.encode(bare)).hexdigest())
+
+
+class Damaged(UserError):
+    """A manifest that is not what was written. (One that cannot be opened, or is of another release, may be.)"""
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,13 @@ class Checkpoint:
         except OSError as error:
             raise UserError(f"cannot read {self.path / MANIFEST}: {error.strerror}") from None
         except msgspec.MsgspecError as error:
-            raise UserError(f"{self.path / MANIFEST} is damaged: {error}") from None
+            raise Damaged(f"{self.path / MANIFEST} is damaged: {error}") from None
         if manifest.version != VERSION:
             raise UserError(
                 f"{self.path} has version {manifest.version} of the format, and this release reads {VERSION}"
             )
+        if manifest.sealed().seal != manifest.seal:
+            raise Damaged(f"{self.path / MANIFEST} is damaged: its numbers are not those that it was sealed with")
         return manifest
 
     @property
@@ -153,7 +164,7 @@ class Store:
         for file in manifest.files:
             sync(path / file.name)
         half = path / f"{MANIFEST}.half"
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+        half.write_bytes(msgspec.json.format(msgspec.json.encode(manifest.sealed())) + b"\n")
         sync(half)
         faults.strike("commit", step=manifest.step)
         half.rename(path / MANIFEST)

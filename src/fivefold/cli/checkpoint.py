@@ -1,6 +1,7 @@
 """`fivefold checkpoint`: look at a run's checkpoints, verify them, cut them anew."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fivefold.cli.progress import bytes_bar
+from fivefold.cli.progress import bytes_bar, whole_or_nothing
 from fivefold.errors import UserError
 from fivefold.words import bytes_text
 
@@ -87,6 +88,8 @@ def show(run: Run, step: Step = None, as_json: Json = False) -> None:
 
     one = find(run, step)
     manifest = one.manifest
+    if misfits := one.misfits():
+        raise UserError(misfits)
     tensors = _tensors(one.path)
     if as_json:
         import msgspec
@@ -177,7 +180,7 @@ def reshard(
 
       fivefold checkpoint reshard runs/demo --step 100 --layout dp=8,zero=3 -o runs/eight
     """
-    from fivefold.checkpoint.find import find
+    from fivefold.checkpoint.find import find, run_of
     from fivefold.checkpoint.job import job_of
     from fivefold.checkpoint.reshard import reshard as cut
     from fivefold.checkpoint.store import Store
@@ -189,11 +192,12 @@ def reshard(
     job = job_of(one, layout=wanted, run=output)
     if problems := job.layout.problems(job.model, seq=job.data.seq, batch=job.train.batch):
         raise UserError(problems)
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} is not empty; give -o a new name")
     if damage := one.damage():
         raise UserError(damage)
-    with bytes_bar("writing", one.bytes) as advance:
+    with whole_or_nothing(output), bytes_bar("writing", one.bytes) as advance:
         path = cut(one, job.model, wanted, job.data.seq, Store(output / "checkpoints"), advance)
-    (output / "job.toml").write_text(to_toml(job))
+        (output / "job.toml").write_text(to_toml(job))
+        for name in ("tokenizer.json", "config.hf.json"):
+            if (run_of(one) / name).is_file():
+                shutil.copyfile(run_of(one) / name, output / name)
     typer.echo(f"{path}; go on with: fivefold train {output / 'job.toml'} --nproc {wanted.world}")

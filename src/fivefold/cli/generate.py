@@ -55,7 +55,8 @@ def generate(
 
     def stream(text: str) -> None:
         if not as_json:
-            console.file.write(text)
+            encoding = console.encoding  # which may know fewer letters than the model
+            console.file.write(text.encode(encoding, "replace").decode(encoding))
             console.file.flush()
 
     answers = ask(question, prompt or [], _numbers(tokens), stream)

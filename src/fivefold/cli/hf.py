@@ -1,12 +1,15 @@
 """`fivefold import hf` and `fivefold export hf`: to and from Hugging Face's directories."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.progress import bytes_bar
+from fivefold.cli.progress import bytes_bar, whole_or_nothing
 from fivefold.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.train.config import Job
 
 IMPORT = "Weights of others.  [dim]fivefold import hf DIR -o runs/llama[/]"
 EXPORT = "Weights for others.  [dim]fivefold export hf runs/demo -o demo-hf[/]"
@@ -54,7 +57,8 @@ def import_hf(
 
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory")
-    with bytes_bar("importing", 4 * read_hf_config(directory).parameter_count) as advance:
+    count = read_hf_config(directory).parameter_count
+    with whole_or_nothing(output), bytes_bar("importing", 4 * count) as advance:
         checkpoint = take(directory, output, advance)
     typer.echo(f"{checkpoint.path}; train it with: fivefold train {output / 'job.toml'} data.path=TOKENS")
 
@@ -78,7 +82,7 @@ def export_hf(
 
       fivefold export hf runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
     """
-    from fivefold.checkpoint.find import find
+    from fivefold.checkpoint.find import find, run_of
     from fivefold.checkpoint.hf import export_hf as give
     from fivefold.checkpoint.job import job_of
 
@@ -89,8 +93,9 @@ def export_hf(
     if damage := checkpoint.damage():
         raise UserError(damage)
     job = job_of(checkpoint)
-    with bytes_bar("exporting", widths[dtype] * job.model.parameter_count) as advance:
-        give(checkpoint, job.model, output, dtype, _bytes(shard_size), _tokenizer(run, job.data.path), advance)
+    limit, (tokenizer, end) = _bytes(shard_size), _words(run_of(checkpoint), job)
+    with whole_or_nothing(output), bytes_bar("exporting", widths[dtype] * job.model.parameter_count) as advance:
+        give(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
     typer.echo(f"{output}: {job.model.name} after step {checkpoint.manifest.step}, in {dtype}")
 
 
@@ -106,6 +111,13 @@ def _bytes(text: str) -> int:
     return int(size)
 
 
-def _tokenizer(run: Path, data: str) -> Path | None:
-    places = [run / "tokenizer.json", *([Path(data).expanduser() / "tokenizer.json"] if data else [])]
-    return next((place for place in places if place.is_file()), None)
+def _words(run: Path, job: "Job") -> tuple[Path | None, int | None]:
+    """The run's tokenizer.json, if it has one, and the token that ends a text, if that is known."""
+    from fivefold.generate.text import text_of
+
+    imported = (run / "config.hf.json").is_file()
+    try:
+        text = text_of(run, None if imported else job.data.path, job.model.vocab)
+    except UserError:  # the data is gone, or it has words of its own
+        return None, None
+    return text.file, text.end

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import uuid
 from typing import Annotated
 
 import typer
@@ -76,9 +77,9 @@ def train(
     if restarts and nproc == 1:
         raise UserError("--restarts belongs to --nproc: ranks of another launcher are started again by it")
     if nproc > 1:
-        words = ["fivefold", "train", *(job or [])]
-        first_words = [*words, "--fresh"] if fresh else words
-        code = launch(nproc, first_words, resolved.layout.place)
+        words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
+        os.environ.setdefault(faults.RUN, uuid.uuid4().hex)
+        code = launch(nproc, words, resolved.layout.place)
         for number in range(1, restarts + 1):
             if code in (0, 2, INTERRUPTED, TERMINATED):  # done, bad input, or asked to stop
                 break
@@ -91,10 +92,8 @@ def train(
 
     console = Console(highlight=False, quiet=world.rank > 0)
     stop = _Stop()
-    # torchrun starts a run again with the very same words: the first time only is meant.
-    first = os.environ.get(faults.RESTARTS, "0") == "0"
     try:
-        run_job(resolved, sources, world, console, Options(fresh and first, lambda: stop.term))
+        run_job(resolved, sources, world, console, Options(fresh, lambda: stop.term))
     except Stopped as stopped:
         saved = "its checkpoint is saved, and the same command goes on from there" if resolved.checkpoint.save else ""
         console.print(f"stopped by SIGTERM after step {stopped.step}; {saved}".rstrip("; "))

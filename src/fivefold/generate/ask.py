@@ -1,5 +1,6 @@
 """Prompts in, answers out: in this process, or on the ranks of a layout."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from fivefold.checkpoint.find import find
+from fivefold.checkpoint.find import find, run_of
+from fivefold.checkpoint.hf import HF_CONFIG
 from fivefold.checkpoint.job import job_of
 from fivefold.errors import UserError
 from fivefold.generate.choose import Chooser, Taste
@@ -47,7 +49,7 @@ def ask(
     question: Question, prompts: list[str], numbers: list[int] | None, stream: Callable[[str], None]
 ) -> list[Answer]:
     """`numbers` is a prompt in tokens, for models whose tokenizer is not here. `stream` gets text as it comes."""
-    job, weights, words = _model(question, needs_text=numbers is None)
+    job, weights, words, job_directory = _model(question, needs_text=numbers is None)
     given = [numbers] if numbers is not None else [words.encode(prompt) for prompt in prompts if words]
     _check(question, job, given)
     spoken = [words.decode(ids) if words else " ".join(map(str, ids)) for ids in given]
@@ -55,7 +57,7 @@ def ask(
     def said(ids: list[int]) -> str:
         return words.decode(ids) if words else " ".join(map(str, ids))
 
-    end = words.end if words else None
+    end = _ends(job_directory) or ({words.end} if words else set())
     if job.layout.world == 1:
         from fivefold.generate.rank import alone
 
@@ -81,13 +83,24 @@ def ask(
     return [Answer(prompt, said(answer), ids, answer) for prompt, ids, answer in zip(spoken, given, found, strict=True)]
 
 
-def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None]:
+def _ends(directory: Path) -> set[int]:
+    """The tokens that end an answer, as a Hugging Face configuration has them."""
+    for name in ("generation_config.json", "config.json", HF_CONFIG):
+        if (directory / name).is_file():
+            found = json.loads((directory / name).read_text()).get("eos_token_id")
+            if found is not None:
+                return set(found) if isinstance(found, list) else {found}
+    return set()
+
+
+def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None, Path]:
+    """The job to speak with, its weights, its words, and the directory of the run or of Hugging Face's."""
     layout = Layout.parse(question.layout)
     if strange := sorted(set(layout.given()) - _ALLOWED):
         raise UserError(f"--layout {question.layout}: {', '.join(strange)} does not help to speak; tp and pp do")
     source = question.source
     if (source / "config.json").is_file():
-        spec, weights, data = read_hf_config(source), source, None
+        spec, weights, data, directory = read_hf_config(source), source, None, source
     else:
         checkpoint = find(source, question.step)
         if damage := checkpoint.damage():
@@ -95,14 +108,15 @@ def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None
         made_by = job_of(checkpoint)
         imported = not checkpoint.manifest.data
         spec, weights, data = made_by.model, checkpoint.path, None if imported else made_by.data.path
+        directory = run_of(checkpoint)
     if question.dtype not in ("float32", "bfloat16", "float64"):
         raise UserError(f"--dtype {question.dtype} is none of float32, bfloat16, float64")
     if question.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {question.device} is none of auto, cpu, cuda")
     train = msgspec.convert({"dtype": question.dtype, "device": question.device}, TrainConfig)
     job = Job(model=spec, layout=msgspec.structs.replace(layout, microbatches=1), train=train)
-    words = text_of(source, data, spec.vocab) if needs_text else None
-    return job, weights, words
+    words = text_of(directory, data, spec.vocab) if needs_text else None
+    return job, weights, words, directory
 
 
 def _check(question: Question, job: Job, prompts: list[list[int]]) -> None:

@@ -18,7 +18,11 @@ class Taste(msgspec.Struct, frozen=True, kw_only=True):
 
     def problems(self) -> list[str]:
         rules = [
-            (0 <= self.temperature < math.inf, f"--temperature {self.temperature:g} must not be negative; 0 is greedy"),
+            (
+                self.temperature == 0 or 1e-3 <= self.temperature < math.inf,
+                f"--temperature {self.temperature:g} must be 0, which is greedy, or at least 0.001",
+            ),
+            (0 <= self.seed < 1 << 63, f"--seed {self.seed} must lie between 0 and 2^63 - 1"),
             (self.top_k >= 0, f"--top-k {self.top_k} must not be negative; 0 means all"),
             (0 < self.top_p <= 1, f"--top-p {self.top_p:g} is a probability above 0, and at most 1"),
         ]

@@ -13,7 +13,7 @@ from fivefold.train.device import choose_device
 
 
 def speak(
-    rank: Rank, job: Job, weights: str, prompts: list[list[int]], count: int, taste: Taste, end: int | None
+    rank: Rank, job: Job, weights: str, prompts: list[list[int]], count: int, taste: Taste, end: set[int]
 ) -> list[list[int]]:
     if rank.world > 1:
         rank.join("gloo")

@@ -39,14 +39,14 @@ class Speaker:
             stage.eval()
 
     @torch.no_grad()
-    def speak(self, prompt: list[int], count: int, choose: Chooser, end: int | None) -> Iterator[int]:
-        """Up to `count` tokens, the same on every rank; `end` is the last one, if it comes."""
+    def speak(self, prompt: list[int], count: int, choose: Chooser, ends: set[int]) -> Iterator[int]:
+        """Up to `count` tokens, the same on every rank; one of `ends` is the last, if it comes."""
         self.cache.forget()
         tokens, before = prompt, 0
         for _ in range(count):
             token = self._broadcast(self._next(tokens, before), choose)
             yield token
-            if token == end:
+            if token in ends:
                 return
             tokens, before = [token], before + len(tokens)
 

@@ -13,31 +13,31 @@ class Text:
         """`file`: a tokenizer.json; None: a token is a byte."""
         self.file = file
         if file is None:
-            self.vocab, self.end = ByteTokenizer.vocab, ByteTokenizer.end
-        else:
-            tokenizer = load_tokenizer(file)
-            self.vocab, self.end = tokenizer.vocab, tokenizer.end
-
-    def encode(self, text: str) -> list[int]:
-        if self.file is None:
-            return list(text.encode())
+            self.end = ByteTokenizer.end
+            return
         import tokenizers
 
-        ids: list[int] = tokenizers.Tokenizer.from_file(str(self.file)).encode(text, add_special_tokens=False).ids
+        self.end = load_tokenizer(file).end
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
+
+    def encode(self, text: str) -> list[int]:
+        raw = text.encode("utf-8", "surrogateescape")  # what a shell hands over need not be text
+        if self.file is None:
+            return list(raw)
+        ids: list[int] = self.tokenizer.encode(raw.decode("utf-8", "replace"), add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: list[int]) -> str:
         ids = [token for token in ids if token != self.end]
         if self.file is None:
             return bytes(token for token in ids if token < 256).decode(errors="replace")
-        import tokenizers
-
-        text: str = tokenizers.Tokenizer.from_file(str(self.file)).decode(ids, skip_special_tokens=False)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
 
 def text_of(directory: Path, data: str | None, vocab: int) -> Text:
-    """The tokenizer beside the weights, or that of the data that they were trained on; `data` None: of no data."""
+    """The tokenizer in the directory of a run or of Hugging Face's, or that of the data that it was trained on; `data`
+    None: of no data."""
     if (directory / "tokenizer.json").is_file():
         return Text(directory / "tokenizer.json")
     if data is not None:

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from fivefold.errors import PeerLost
 
 _GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
+_SAVING = 600.0  # seconds for a last checkpoint after SIGTERM
 _LOOK = 0.05
 _FORK = sys.platform == "linux"  # elsewhere a fork after numpy or torch is not safe, and every rank imports for itself
 # torch imports the last three late, and each rank would for itself: the first step of an optimizer imports dynamo.
@@ -40,14 +41,23 @@ def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambd
     shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     env = {"OMP_NUM_THREADS": threads} | os.environ | {name: str(value) for name, value in shared.items()}
     ranks: list[BaseProcess] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: _tell(ranks, signal.SIGTERM))
+    told: list[int] = []
+
+    def hand_on(number: int, _: object) -> None:
+        told.append(number)
+        _tell(ranks, number)
+
+    before = signal.signal(signal.SIGTERM, hand_on)
     try:
         _start(ranks, [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)], arguments)
+        if told:
+            _tell(ranks, signal.SIGTERM)  # those that it was too early for
         if not _failed(ranks):
             return 0
-        silent = _end(ranks)
+        asked = bool(told) or TERMINATED in [rank.exitcode for rank in ranks]
+        silent = _end(ranks, _SAVING if asked else _GRACE)
         codes = [rank.exitcode or 0 for rank in ranks]
-        if TERMINATED in codes:
+        if asked:
             return TERMINATED
         for number in _to_blame(codes, silent):
             where = f" ({place(number)})" if place(number) else ""
@@ -130,9 +140,9 @@ def _how(code: int, silent: bool) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
 
 
-def _end(ranks: list[BaseProcess]) -> list[int]:
+def _end(ranks: list[BaseProcess], grace: float = _GRACE) -> list[int]:
     """Those that had to be told."""
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(rank.exitcode is None for rank in ranks):
         time.sleep(_LOOK)
     silent = [number for number, rank in enumerate(ranks) if rank.exitcode is None]

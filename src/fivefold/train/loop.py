@@ -96,14 +96,14 @@ class Trainer:
                 targets += record.loss_tokens
                 for listener in listeners:
                     listener.on_step(record)
-                if not self.stopped and (step == steps or (every and step % every == 0)):
+                if step == steps or (every and step % every == 0 and not self.stopped):
                     evaluation = self.evaluate(step)
                     if evaluation is not None:
                         for listener in listeners:
                             listener.on_evaluation(evaluation)
                 if keeper is not None:
                     keeper.after(step, must=self.stopped or step == steps)
-                if self.stopped:
+                if self.stopped and step < steps:
                     raise Stopped(step)
         if not targets:
             raise TrainingError(

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import fivefold
 from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
 from fivefold.errors import PeerLost, UserError
+from fivefold.faults import RESTARTS, RUN
 from fivefold.parallel.lost import reason
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.trace.report import TraceFile
@@ -36,6 +38,7 @@ from fivefold.train.records import Evaluation
 from fivefold.words import si
 
 _CLAIMS: list[IO[str]] = []  # open as long as this process lives
+_FRESH = "fresh"  # the file that says which run --fresh made a directory for
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
@@ -84,8 +87,8 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
             console.print(f"[bold]goes on[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
         if trainer.done >= job.train.steps:
             console.print(
-                f"all {job.train.steps} steps of {directory} are done; --fresh starts over in a directory of its own, "
-                f"and train.steps={2 * job.train.steps} goes on",
+                f"all {trainer.done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
+                f"train.steps={trainer.done + job.train.steps} goes on",
                 soft_wrap=True,
             )
             return directory
@@ -154,17 +157,26 @@ def run_directory(job: Job, fresh: bool) -> Path:
     while (parent / _numbered(name, number)).exists():
         number += 1
     newest = parent / _numbered(name, number - 1)
-    if not fresh and number > 1 and Store(newest / "checkpoints").complete():
+    if number > 1 and Store(newest / "checkpoints").complete() and not (fresh and _other(newest)):
         return newest
     while True:
         directory = parent / _numbered(name, number)
         try:
             directory.mkdir(parents=True)
+            if fresh:
+                (directory / _FRESH).write_text(os.environ.get(RUN, ""))
             return directory
         except FileExistsError:
             number += 1
         except OSError as error:
             raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
+
+
+def _other(directory: Path) -> bool:
+    """Whether a directory was made by another run than this one, which launchers start again with the same words."""
+    mark = directory / _FRESH
+    mine = mark.is_file() and mark.read_text() == os.environ.get(RUN, "")
+    return os.environ.get(RESTARTS, "0") == "0" or not mine
 
 
 def _numbered(name: str, number: int) -> str:
