@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path: Path, toke
     assert run.returncode == 1
     assert err.strip().splitlines()[-1] == "rank 1 (tp 1) was ended by SIGKILL"
     assert "Traceback" not in err
-    assert re.search(r"error: rank 0 (\(tp 0\): .+ rank 1 \(|lost its connection to another rank)", err)
+    assert re.search(r"error: (step \d+: )?rank 0 (\(tp 0\): .+ rank 1 \(|lost its connection to another rank)", err)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 

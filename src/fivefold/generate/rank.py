@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from fivefold.generate.choose import Chooser, Taste
 from fivefold.generate.speaker import Speaker
 from fivefold.parallel.mesh import Mesh
@@ -24,6 +22,4 @@ def speak(
 
 
 def alone(job: Job, weights: Path, length: int) -> Speaker:
-    device = choose_device(job.train.device)
-    torch.set_grad_enabled(False)
-    return Speaker(job, Mesh(job.layout, device), weights, length)
+    return Speaker(job, Mesh(job.layout, choose_device(job.train.device)), weights, length)

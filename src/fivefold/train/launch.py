@@ -55,7 +55,7 @@ def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambd
         if not _failed(ranks):
             return 0
         asked = bool(told) or TERMINATED in [rank.exitcode for rank in ranks]
-        silent = _end(ranks, _SAVING if asked else _GRACE)
+        silent = _end(ranks, saving=asked)
         codes = [rank.exitcode or 0 for rank in ranks]
         if asked:
             return TERMINATED
@@ -140,10 +140,12 @@ def _how(code: int, silent: bool) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
 
 
-def _end(ranks: list[BaseProcess], grace: float = _GRACE) -> list[int]:
-    """Those that had to be told."""
-    deadline = time.monotonic() + grace
+def _end(ranks: list[BaseProcess], saving: bool = False) -> list[int]:
+    """Wait for the others; those that had to be told. While they are `saving`, and none has failed, they have long."""
+    deadline = time.monotonic() + (_SAVING if saving else _GRACE)
     while time.monotonic() < deadline and any(rank.exitcode is None for rank in ranks):
+        if saving and any(rank.exitcode not in (None, 0, TERMINATED) for rank in ranks):
+            saving, deadline = False, time.monotonic() + _GRACE  # they wait for one that will not come
         time.sleep(_LOOK)
     silent = [number for number, rank in enumerate(ranks) if rank.exitcode is None]
     for number in silent:
