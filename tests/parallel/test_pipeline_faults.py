@@ -187,9 +187,10 @@ def test_a_training_run_ends_and_says_which_rank_it_lost(tmp_path: Path, how: si
         run.kill()
     assert run.returncode == 1
     assert least <= time.monotonic() - start < 30
-    waited = re.search(r"error: rank 0 \(pp 0\): .+? (waited [\d.]+ s for|found) .*rank 1\b", said)
+    waited = re.search(r"error: step \d+: rank 0 \(pp 0\): .+? (waited [\d.]+ s for|found) .*rank 1\b", said)
     assert waited, said
-    assert "rank 1 was ended by SIGKILL" in said if how is signal.SIGKILL else "rank 1 did not end with it" in said
+    ends = {signal.SIGKILL: "was ended by SIGKILL", signal.SIGSTOP: "did not end with the others"}
+    assert f"rank 1 (pp 1) {ends[how]}" in said
     assert "Traceback" not in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
