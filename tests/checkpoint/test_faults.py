@@ -146,6 +146,15 @@ def test_a_full_disk_is_named_with_bytes_and_the_old_checkpoint_is_intact(tokens
     assert run_ranks(2, loaded, more, tmp_path)[0][0] == 1
 
 
+def test_a_disk_that_fills_up_on_the_way_stops_all_ranks_with_the_same_words(tokens: Path, tmp_path: Path) -> None:
+    """Whoever notices first does not leave the others to find a closed connection."""
+    job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2000", "checkpoint.every=3")
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, with_small_files, job, tmp_path, timeout=60)
+    for end in failure.value.ends:
+        assert "TrainingError: the checkpoint of step 3 was not written: rank 0: File too large" in end.error
+
+
 def test_a_gradient_that_is_no_number_stops_all_ranks_alike_and_touches_nothing(tokens: Path, tmp_path: Path) -> None:
     same = ["layout=dp=2,zero=1", "optimizer.schedule=constant", "checkpoint.every=1"]
     job = small_job(tokens, *same, "train.steps=4")

@@ -80,11 +80,10 @@ class Saver:
         saved.thread.join()
         return self._outcome(saved)
 
-    def poll(self) -> Checkpoint | None:
-        """The checkpoint of a save that has ended since the last look, on rank 0's word; never waits."""
-        if self.under_way is None or self.under_way.thread is None or self.under_way.thread.is_alive():
-            return None
-        return self.finish()
+    @property
+    def failed(self) -> bool:
+        """Whether the save under way has ended, on this rank, and badly; `finish` says how, on all ranks alike."""
+        return self.under_way is not None and self.under_way.error is not None
 
     def _outcome(self, saved: Saved) -> Checkpoint | None:
         if saved.error is not None:

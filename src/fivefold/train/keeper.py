@@ -47,11 +47,14 @@ class Checkpoints:
 
     def after(self, step: int, must: bool) -> None:
         config = self.trainer.job.checkpoint
-        self.saver.poll()
         if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
             self.save(step)
         if must:
             self.saver.finish()
+
+    @property
+    def failed(self) -> bool:
+        return self.saver.failed
 
     def settle(self) -> None:
         self.saver.finish()

@@ -35,8 +35,12 @@ class Keeper(Protocol):
     def after(self, step: int, must: bool) -> None:
         """A step is done; `must`: it is the last one for now."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether, as far as this rank knows, something went wrong beside the steps: all ranks are to stop for it."""
+
     def settle(self) -> None:
-        """No step will follow, on any rank: finish what is under way."""
+        """No step will follow, on any rank: finish what is under way, and raise what went wrong with it."""
 
 
 class Stopped(Exception):
@@ -57,6 +61,7 @@ class Trainer:
         self.done = 0  # steps, this run's and those of the checkpoint that it goes on from
         self.samples = 0  # of the data order that they were trained on
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
+        self.keeper: Keeper | None = None
         self.stopped = False  # whether any has, and so all do, after this step
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
@@ -81,6 +86,7 @@ class Trainer:
     def _run(
         self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None, keeper: Keeper | None
     ) -> Evaluation | None:
+        self.keeper = keeper
         every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self.reads())))
@@ -132,7 +138,8 @@ class Trainer:
         if faults.strike("step", step=step):
             next(p.grad for p in self.engine.weights.masters.values() if p.grad is not None).fill_(math.nan)
         with self.tracer.update("norm"):
-            wish = torch.full((), float(self.stopping()), dtype=torch.float64, device=self.mesh.device)
+            asked = self.stopping() or (self.keeper is not None and self.keeper.failed)
+            wish = torch.full((), float(asked), dtype=torch.float64, device=self.mesh.device)
             norm = self.engine.gradient_norm(wish)
             mean, norm_value, wishes = loss.item(), norm.item(), wish.item()
         if not (math.isfinite(mean) and math.isfinite(norm_value)):
