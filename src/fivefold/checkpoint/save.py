@@ -12,11 +12,11 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -30,11 +30,13 @@ from torch.futures import Future
 
 from fivefold import faults
 from fivefold.checkpoint.pieces import Piece, Pieces, SavePlan
-from fivefold.checkpoint.store import Checkpoint, File, Manifest, Progress, Store, digest
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, File, Manifest, Progress, Store, digest
 from fivefold.errors import TrainingError, UserError
 from fivefold.train.config import CheckpointConfig
 from fivefold.train.control import Control
 from fivefold.words import bytes_text
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -110,20 +112,30 @@ class Saver:
 def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Path:
     """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
     needed = sum(_bytes(piece) for piece in pieces.values())
-    path = _agree(control, lambda: _room(store, manifest.step, sum(control.from_all(needed)), control.rank))
+    path = together(control, lambda: _room(store, manifest.step, sum(control.from_all(needed)), control.rank))[0]
     assert path is not None
     try:
         _dcp(path, control, pieces)
-        own = sorted(path.glob(f"__{control.rank}_*.distcp")) + ([path / ".metadata"] if control.rank == 0 else [])
-        files = control.from_all([File(one.name, one.stat().st_size, digest(one)) for one in own])
-        every = [file for of_rank in files for file in of_rank]
-        whole = msgspec.structs.replace(manifest, files=every)
-        _agree(control, lambda: store.commit(path, whole).path if control.rank == 0 else None)
+        mine = [path / ".metadata"] if control.rank == 0 else []
+        mine += sorted(path.glob(f"__{control.rank}_*.distcp"))
+        files = together(control, lambda: [_hashed(file) for file in mine])
+        whole = msgspec.structs.replace(manifest, files=[file for of_rank in files for file in of_rank])
+        together(control, lambda: store.commit(path, whole) if control.rank == 0 else None)
     except BaseException:
         if control.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)  # half a save, and by us: nothing good is in it
+            _drop(path)
         raise
     return path
+
+
+def _hashed(file: Path) -> File:
+    return File(file.name, file.stat().st_size, digest(file))
+
+
+def _drop(path: Path) -> None:
+    """Half a save, and ours: nothing good is in it. What has its manifest is whole, whatever went wrong afterwards."""
+    if not (path / MANIFEST).exists():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progress: Progress = lambda _: None) -> Path:
@@ -147,10 +159,9 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
             progress(_planned(plan))
         writers[0].finish(metadata, results)
         names = [*sorted(path.glob("__*.distcp")), path / ".metadata"]
-        files = [File(one.name, one.stat().st_size, digest(one)) for one in names]
-        store.commit(path, msgspec.structs.replace(manifest, files=files))
+        store.commit(path, msgspec.structs.replace(manifest, files=[_hashed(file) for file in names]))
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+        _drop(path)
         raise
     return path
 
@@ -165,17 +176,18 @@ def _room(store: Store, step: int, needed: int, rank: int) -> Path | None:
     return store.new(step)
 
 
-def _agree(control: Control, do: Any) -> Path | None:
-    """What rank 0 got by doing it, everywhere; if one failed, all do."""
+def together(control: Control, do: Callable[[], T]) -> list[T]:
+    """What every rank got by doing it; if one failed, all do, and say why."""
     done, problem = None, ""
     try:
         done = do()
     except OSError as error:
         problem = error.strerror or str(error)
-    for other in control.from_all(problem):
+    found = control.from_all((done, problem))
+    for _, other in found:
         if other:
             raise OSError(other)
-    return control.from_first(done)
+    return [cast(T, value) for value, _ in found]
 
 
 def _dcp(path: Path, control: Control, pieces: Pieces) -> None:
