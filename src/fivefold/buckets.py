@@ -52,6 +52,11 @@ class Held:
         mine = chunk(len(self.rows), parts, index)
         return self.rows[mine.start : mine.stop]
 
+    def block(self, parts: int, index: int) -> tuple[range, ...]:
+        """The same as rows, and for a matrix columns, of the whole parameter."""
+        rows = self.share(parts, index)
+        return (rows,) if self.columns is None else (rows, self.columns)
+
     def share_size(self, parts: int) -> int:
         """Elements of the largest share, to which the others are padded."""
         return -(-len(self.rows) // parts) * self.width

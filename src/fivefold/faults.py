@@ -16,10 +16,9 @@ from functools import cache
 from typing import NamedTuple
 
 from fivefold.errors import UserError
+from fivefold.train.world import RESTARTS
 
 KINDS = ("kill", "stop", "raise", "term", "nan")
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torchrun's, and ours: how often the ranks have been started again
-RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
 PLACES = ("step", "write", "commit", "retain")
 
 

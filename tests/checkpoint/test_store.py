@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.find import find
-from fivefold.checkpoint.store import MANIFEST, File, Manifest, Store, digest
+from fivefold.checkpoint.store import MANIFEST, Manifest, Store
 from fivefold.errors import UserError
+from fivefold.files import hashed
 
 
 def save(store: Store, step: int, text: str = "weights", finish: bool = True) -> Path:
     path = store.new(step)
     (path / "__0_0.distcp").write_text(text)
-    files = [File(file.name, file.stat().st_size, digest(file)) for file in path.iterdir()]
+    files = [hashed(file) for file in path.iterdir()]
     manifest = Manifest(fivefold="0", torch="0", step=step, samples=0, updates=0, optimizer=True, data="", job={},
                         files=files)  # fmt: skip
     return store.commit(path, manifest).path if finish else path

@@ -36,6 +36,16 @@ def fivefold(*words: str, cwd: Path, fault: str = "", module: str = "fivefold") 
     )
 
 
+def training(tmp_path: Path, tokens: Path, *words: str) -> subprocess.Popen[str]:
+    """A run without end that has made its third step."""
+    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "train.steps=100000", *words]
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    while "step      3/" not in run.stdout.readline():
+        assert run.poll() is None
+    return run
+
+
 def losses(run: Path) -> dict[int, float]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
@@ -65,11 +75,7 @@ def test_sigterm_saves_one_agreed_step_and_the_same_command_goes_on(whole, tmp_p
 
 
 def test_sigterm_to_the_launcher_reaches_the_ranks(tokens: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=tp=2"]
-    run = subprocess.Popen([*command, "train.steps=100000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    while "step      3/" not in run.stdout.readline():
-        assert run.poll() is None
+    run = training(tmp_path, tokens, "--nproc", "2", "layout=tp=2")
     run.send_signal(signal.SIGTERM)
     out, _ = run.communicate(timeout=60)
     assert run.returncode == 143
@@ -93,11 +99,7 @@ def test_sigterm_before_the_first_step_is_no_failure(tokens: Path, tmp_path: Pat
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tokens: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=tp=2"]
-    run = subprocess.Popen([*command, "train.steps=100000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    while "step      3/" not in run.stdout.readline():
-        assert run.poll() is None
+    run = training(tmp_path, tokens, "--nproc", "2", "layout=tp=2")
     run.kill()
     run.communicate(timeout=30)  # ends when the ranks have closed it too
 
@@ -248,12 +250,7 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
 
 def test_a_directory_is_trained_by_one_process_at_a_time(tokens: Path, tmp_path: Path) -> None:
     words = ["train", f"data.path={tokens}", *FAST, "train.steps=100000", "checkpoint.every=1"]
-    first = subprocess.Popen(
-        [sys.executable, "-m", "fivefold", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    assert first.stdout is not None
-    while "step      3/" not in first.stdout.readline():
-        assert first.poll() is None
+    first = training(tmp_path, tokens, "checkpoint.every=1")
     second = fivefold(*words, "--nproc", "2", "layout=tp=2", cwd=tmp_path)
     first.kill()
     first.communicate(timeout=30)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.faults import RESTARTS, RUN
 from fivefold.train.config import read_job
 from fivefold.train.preflight import preflight
 from fivefold.train.run import run_directory
+from fivefold.train.world import RESTARTS, RUN
 
 
 def problems_of(*changes: str) -> list[str]:

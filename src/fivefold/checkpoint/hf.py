@@ -1,13 +1,12 @@
 """Hugging Face directories: read tensor by tensor, written file by file. No process ever holds the whole model."""
 
 import json
-import os
 import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -15,19 +14,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import fivefold
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.pieces import Box, Piece, Pieces
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.state import MODEL, model_key
-from fivefold.checkpoint.store import Checkpoint, Manifest, Progress, Store
+from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.errors import UserError
+from fivefold.files import Progress, whole_or_nothing
 from fivefold.hf_config import read_hf_config, to_hf_config
 from fivefold.model.hf import Source, source
 from fivefold.spec import ModelSpec, Parameter
 from fivefold.train.config import Job, RunConfig, to_toml
 
+T = TypeVar("T")
 _PART = 1 << 30  # bytes that an import holds at a time
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
 # Tensors of others' files that are made of the configuration, or are the embedding once more.
@@ -139,35 +140,19 @@ def import_hf(directory: Path, run: Path, progress: Progress) -> Checkpoint:
     theirs = HuggingFace(directory)
     spec = theirs.spec
     job = Job(model=spec, run=RunConfig(name=run.name, dir=str(run.absolute().parent)))
-    manifest = Manifest(
-        fivefold=fivefold.__version__,
-        torch=str(torch.__version__),
-        step=0,
-        samples=0,
-        updates=0,
-        optimizer=False,
-        data="",
-        job=msgspec.to_builtins(job),
-        files=[],
-    )
-    parts: list[dict[str, Piece]] = [{}]
-    held = 0
-    for parameter in spec.parameters():
-        piece = _lazy(theirs, parameter)
-        size = 4 * piece.shape.numel()
-        if held and held + size > _PART:
-            parts.append({})
-            held = 0
-        parts[-1][model_key(parameter.name)] = piece
-        held += size
-    if run.exists() and any(run.iterdir()):
-        raise UserError(f"{run} is not empty; give -o a new name")
-    run.mkdir(parents=True, exist_ok=True)
-    path = write_alone(Store(run / "checkpoints"), parts, manifest, progress)
-    (run / "job.toml").write_text(to_toml(job))
-    shutil.copyfile(directory / "config.json", run / HF_CONFIG)
-    if (directory / "tokenizer.json").is_file():
-        shutil.copyfile(directory / "tokenizer.json", run / "tokenizer.json")
+    manifest = Manifest(step=0, samples=0, updates=0, optimizer=False, data="", job=msgspec.to_builtins(job))
+    pieces = [(parameter.name, _lazy(theirs, parameter)) for parameter in spec.parameters()]
+    parts = [
+        {model_key(name): piece for name, piece in group}
+        for group in _cut(pieces, [piece.nbytes for _, piece in pieces], _PART)
+    ]
+    with whole_or_nothing(run):
+        run.mkdir(parents=True, exist_ok=True)
+        path = write_alone(Store(run / "checkpoints"), parts, manifest, progress)
+        (run / "job.toml").write_text(to_toml(job))
+        shutil.copyfile(directory / "config.json", run / HF_CONFIG)
+        if (directory / "tokenizer.json").is_file():
+            shutil.copyfile(directory / "tokenizer.json", run / "tokenizer.json")
     return Checkpoint(path)
 
 
@@ -202,59 +187,48 @@ def export_hf(
     """
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
     config = to_hf_config(spec, dtype) | {"bos_token_id": None, "eos_token_id": end}
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already, and not empty; give -o a new name")
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    half = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
-    half.chmod(0o777 & ~_umask())
-    config_file = half / "config.json"
-    try:
-        config_file.write_text(json.dumps(config, indent=2) + "\n")
-        groups = list(_groups(spec, kind.itemsize, limit))
-        names: dict[str, str] = {}
-        for number, group in enumerate(groups, start=1):
-            single = len(groups) == 1
-            file = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            tensors = _read(checkpoint, spec, group, kind)
-            save_file(tensors, half / file, metadata={"format": "pt"})
-            (half / file).chmod(config_file.stat().st_mode)  # safetensors makes it for its owner alone
-            names |= dict.fromkeys(tensors, file)
-            progress(sum(tensor.nbytes for tensor in tensors.values()))
-            del tensors
-        if len(groups) > 1:
-            total = sum((half / file).stat().st_size for file in set(names.values()))
-            index = {"metadata": {"total_size": total}, "weight_map": names}
-            (half / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, half / "tokenizer.json")
-        if out.is_dir():
-            out.rmdir()
-        half.rename(out)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
+    homes: dict[str, list[Parameter]] = {}  # a tensor of theirs is one or three of our parameters
+    for parameter in spec.parameters():
+        homes.setdefault(source(spec, parameter.name).name, []).append(parameter)
+    sizes = [sum(part.size for part in parts) * kind.itemsize for parts in homes.values()]
+    groups = list(_cut(list(homes.values()), sizes, limit))
+    half = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
+    with whole_or_nothing(out):
+        try:
+            half.mkdir(parents=True)
+            config_file = half / "config.json"
+            config_file.write_text(json.dumps(config, indent=2) + "\n")
+            names: dict[str, str] = {}
+            for number, group in enumerate(groups, start=1):
+                file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else _SINGLE
+                tensors = _read(checkpoint, spec, group, kind)
+                save_file(tensors, half / file, metadata={"format": "pt"})
+                (half / file).chmod(config_file.stat().st_mode)  # safetensors makes it for its owner alone
+                names |= dict.fromkeys(tensors, file)
+                progress(sum(tensor.nbytes for tensor in tensors.values()))
+                del tensors
+            if len(groups) > 1:
+                index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
+                (half / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, half / "tokenizer.json")
+            half.rename(out)  # also onto an empty directory
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        finally:
+            shutil.rmtree(half, ignore_errors=True)
     return out
 
 
-def _umask() -> int:
-    os.umask(mask := os.umask(0))
-    return mask
-
-
-def _groups(spec: ModelSpec, itemsize: int, limit: int) -> Iterator[list[list[Parameter]]]:
-    """Files of tensors, a tensor of theirs being one or three of our parameters."""
-    homes: dict[str, list[Parameter]] = {}
-    for parameter in spec.parameters():
-        homes.setdefault(source(spec, parameter.name).name, []).append(parameter)
-    group: list[list[Parameter]] = []
+def _cut(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in groups of at most `limit` together; a larger one is a group of its own."""
+    group: list[T] = []
     held = 0
-    for parts in homes.values():
-        size = sum(torch.Size(part.shape).numel() for part in parts) * itemsize
+    for item, size in zip(items, sizes, strict=True):
         if group and held + size > limit:
             yield group
             group, held = [], 0
-        group.append(parts)
+        group.append(item)
         held += size
     yield group
 

@@ -1,12 +1,11 @@
 """Loading: the newest checkpoint that is what its manifest says, into the ranks of any layout."""
 
-import warnings
 from collections.abc import Callable
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from fivefold.checkpoint.pieces import LoadPlan, Pieces
+from fivefold.checkpoint.pieces import LoadPlan, Pieces, quietly
 from fivefold.checkpoint.store import Checkpoint, Damaged, Store
 from fivefold.errors import UserError
 from fivefold.train.control import Control
@@ -69,7 +68,6 @@ def _share(checkpoint: Checkpoint, control: Control) -> list[str]:
 
 def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
     """Fill the pieces' memory; each rank reads what it needs, and no rank waits for another."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with quietly():
         reader = FileSystemReader(checkpoint.path)
         state_dict_loader.load(dict(pieces), storage_reader=reader, planner=LoadPlan(), no_dist=True)

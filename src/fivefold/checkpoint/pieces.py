@@ -4,7 +4,9 @@ A piece is a box of a tensor with a global name: rows x columns of the whole par
 boxes of one layout and read as those of another; DCP finds the overlaps.
 """
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,10 @@ class Piece:
         offsets = torch.Size(side.start for side in self.box)
         return ChunkStorageMetadata(offsets, torch.Size(len(side) for side in self.box))
 
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.sizes.numel() * self.dtype.itemsize
+
     # ---- what DCP asks of an object that is no tensor ----------------------------------------------------------------
 
     def size(self) -> torch.Size:
@@ -53,6 +59,14 @@ class Piece:
 
 
 Pieces = Mapping[str, Piece]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """DCP warns where one process works alone, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class SavePlan(DefaultSavePlanner):

@@ -10,8 +10,6 @@ import os
 import resource
 import shutil
 import threading
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,9 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from fivefold import faults
-from fivefold.checkpoint.pieces import Piece, Pieces, SavePlan
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, File, Manifest, Progress, Store, digest
+from fivefold.checkpoint.pieces import Piece, Pieces, SavePlan, quietly
+from fivefold.checkpoint.store import MANIFEST, Manifest, Store
 from fivefold.errors import TrainingError, UserError
+from fivefold.files import Progress, hashed
 from fivefold.train.config import CheckpointConfig
 from fivefold.train.control import Control
 from fivefold.words import bytes_text
@@ -40,85 +39,72 @@ T = TypeVar("T")
 
 
 @dataclass
-class Saved:
+class Saving:
     """A save that is under way or over."""
 
     manifest: Manifest
-    thread: threading.Thread | None = None
-    checkpoint: Checkpoint | None = None
     error: BaseException | None = None
-    seconds: float = 0.0  # in the background
 
 
 class Saver:
     def __init__(self, store: Store, control: Control, config: CheckpointConfig):
         self.store, self.control, self.config = store, control, config
-        self.under_way: Saved | None = None
+        self.saving: Saving | None = None
+        self.thread = threading.Thread()
         self.buffers: dict[str, Tensor] = {}  # of snapshots, kept from one to the next
 
     def start(self, pieces: Pieces, manifest: Manifest) -> None:
         """Collective. Takes the snapshot; waits first for an earlier save, so that one at most is under way."""
         self.finish()
         snapshot = {name: self._copied(name, piece) for name, piece in pieces.items()}
-        saved = Saved(manifest)
-        saved.thread = threading.Thread(target=self._write, args=(saved, snapshot), name="checkpoint", daemon=True)
-        self.under_way = saved
-        saved.thread.start()
+        self.saving = Saving(manifest)
+        self.thread = threading.Thread(target=self._write, args=(self.saving, snapshot), name="checkpoint", daemon=True)
+        self.thread.start()
 
     def _copied(self, name: str, piece: Piece) -> Piece:
         tensor = piece.make()
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.is_cuda
-            buffer = self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        buffer.copy_(tensor)
-        return Piece.of(buffer, tuple(piece.shape), piece.box)
-
-    def finish(self) -> Checkpoint | None:
-        """Wait for the save under way: its checkpoint, or what went wrong with it."""
-        saved, self.under_way = self.under_way, None
-        if saved is None or saved.thread is None:
-            return None
-        saved.thread.join()
-        return self._outcome(saved)
+        if name not in self.buffers:
+            self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return Piece.of(self.buffers[name].copy_(tensor), tuple(piece.shape), piece.box)
 
     @property
     def failed(self) -> bool:
         """Whether the save under way has ended, on this rank, and badly; `finish` says how, on all ranks alike."""
-        return self.under_way is not None and self.under_way.error is not None
+        return self.saving is not None and self.saving.error is not None
 
-    def _outcome(self, saved: Saved) -> Checkpoint | None:
-        if saved.error is not None:
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one, and raise what went wrong with it."""
+        if self.saving is None:
+            return
+        self.thread.join()
+        saving, self.saving = self.saving, None
+        if saving.error is not None:
             last = next((one for one in self.store.complete() if not one.misfits()), None)
             kept = f"; the last good one is {last.path.name}" if last else ""
-            raise TrainingError(f"the checkpoint of step {saved.manifest.step} was not written: {saved.error}{kept}")
-        return saved.checkpoint
+            raise TrainingError(f"the checkpoint of step {saving.manifest.step} was not written: {saving.error}{kept}")
 
-    # ---- in the background -------------------------------------------------------------------------------------------
-
-    def _write(self, saved: Saved, snapshot: Pieces) -> None:
-        start = time.monotonic()
+    def _write(self, saving: Saving, snapshot: Pieces) -> None:
+        """In the background."""
         try:
-            path = write(self.store, self.control, snapshot, saved.manifest)
-            saved.checkpoint = Checkpoint(path)
+            write(self.store, self.control, snapshot, saving.manifest)
         except BaseException as error:
-            saved.error = error
-        if saved.checkpoint is not None and self.control.rank == 0:
+            saving.error = error
+            return
+        if self.control.rank == 0:
             with suppress(OSError):  # what cannot be deleted now is tried again after the next save
                 self.store.retain(self.config.keep, self.config.keep_every)
-        saved.seconds = time.monotonic() - start
 
 
 def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Path:
     """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
-    needed = sum(_bytes(piece) for piece in pieces.values())
+    needed = sum(piece.nbytes for piece in pieces.values())
     path = together(control, lambda: _room(store, manifest.step, sum(control.from_all(needed)), control.rank))[0]
     assert path is not None
     try:
         _dcp(path, control, pieces)
         mine = [path / ".metadata"] if control.rank == 0 else []
         mine += sorted(path.glob(f"__{control.rank}_*.distcp"))
-        files = together(control, lambda: [_hashed(file) for file in mine])
+        files = together(control, lambda: [hashed(file) for file in mine])
         whole = msgspec.structs.replace(manifest, files=[file for of_rank in files for file in of_rank])
         together(control, lambda: store.commit(path, whole) if control.rank == 0 else None)
     except BaseException:
@@ -126,10 +112,6 @@ def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) ->
             _drop(path)
         raise
     return path
-
-
-def _hashed(file: Path) -> File:
-    return File(file.name, file.stat().st_size, digest(file))
 
 
 def _drop(path: Path) -> None:
@@ -143,7 +125,7 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
 
     `progress` is told of the bytes that have been written.
     """
-    path = _room(store, manifest.step, sum(_bytes(piece) for part in parts for piece in part.values()), 0)
+    path = _room(store, manifest.step, sum(piece.nbytes for part in parts for piece in part.values()), 0)
     assert path is not None
     try:
         planners, writers, plans = [SavePlan() for _ in parts], [_Writer(path) for _ in parts], []
@@ -159,7 +141,7 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
             progress(_planned(plan))
         writers[0].finish(metadata, results)
         names = [*sorted(path.glob("__*.distcp")), path / ".metadata"]
-        store.commit(path, msgspec.structs.replace(manifest, files=[_hashed(file) for file in names]))
+        store.commit(path, msgspec.structs.replace(manifest, files=[hashed(file) for file in names]))
     except BaseException:
         _drop(path)
         raise
@@ -191,9 +173,8 @@ def together(control: Control, do: Callable[[], T]) -> list[T]:
 
 
 def _dcp(path: Path, control: Control, pieces: Pieces) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
+    try:
+        with quietly():
             save(
                 dict(pieces),
                 storage_writer=_Writer(path),
@@ -201,9 +182,9 @@ def _dcp(path: Path, control: Control, pieces: Pieces) -> None:
                 process_group=control.group,
                 no_dist=control.size == 1,
             )
-        except CheckpointException as error:
-            rank, (failure, _) = min(error.failures.items())
-            raise OSError(f"rank {rank}: {failure}" if control.size > 1 else str(failure)) from None
+    except CheckpointException as error:
+        rank, (failure, _) = min(error.failures.items())
+        raise OSError(f"rank {rank}: {failure}" if control.size > 1 else str(failure)) from None
 
 
 class _Writer(FileSystemWriter):
@@ -238,7 +219,3 @@ def _why(error: BaseException, directory: Path, needed: int) -> str:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     allowed = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
     return f"{said}: {bytes_text(needed)} go into {directory}, {bytes_text(free)} are free there{allowed}"
-
-
-def _bytes(piece: Piece) -> int:
-    return piece.chunk.sizes.numel() * piece.dtype.itemsize

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fivefold.checkpoint.pieces import Piece
 from fivefold.parallel.data import Weights
-from fivefold.train.optimizer import Optimizer
+from fivefold.train.optimizer import MOMENTS, Optimizer
 
 MODEL = "model"
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
@@ -14,6 +14,11 @@ Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
 
 def model_key(name: str) -> str:
     return f"{MODEL}.{name}"
+
+
+def keys(name: str, optimizer: bool) -> list[str]:
+    """What a checkpoint has of a parameter: its master, and AdamW's moments of it."""
+    return [f"{kind}.{name}" for kind in (MODEL, *(MOMENTS if optimizer else ()))]
 
 
 def held(weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Piece]:
@@ -41,7 +46,6 @@ def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: O
 
 
 def _tensors(name: str, weights: Weights, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    yield model_key(name), weights.masters[name].detach()
-    if optimizer is not None:
-        for moment, tensor in optimizer.moments(name).items():
-            yield f"{moment}.{name}", tensor
+    moments = optimizer.moments(name).values() if optimizer is not None else ()
+    tensors = (weights.masters[name].detach(), *moments)
+    return zip(keys(name, optimizer is not None), tensors, strict=True)

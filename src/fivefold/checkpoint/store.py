@@ -9,49 +9,42 @@ checkpoints/*.incomplete, *.damaged    set aside: never read again, and left for
 """
 
 import hashlib
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import field
 
-from fivefold import faults
+from fivefold import __version__, faults
 from fivefold.errors import UserError
+from fivefold.files import File, Progress, digest, sync
 
 MANIFEST = "manifest.json"
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _ASIDE = re.compile(r"\.(incomplete|damaged)(-\d+)?$")
 _DELETING = ".deleting"
-_CHUNK = 1 << 22  # bytes hashed at a time
-
-Progress = Callable[[int], None]
-
-
-class File(msgspec.Struct, frozen=True):
-    name: str
-    bytes: int
-    sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint is: everything but the tensors."""
 
     version: int = VERSION
-    fivefold: str  # the release that wrote it
-    torch: str
+    fivefold: str = __version__  # the release that wrote it
+    torch: str = field(default_factory=lambda: version("torch"))
     step: int  # steps that are done
     samples: int  # of the data order that have been trained on: the next one is this number
     updates: int  # of the optimizer: steps whose batch carried any loss
     optimizer: bool  # whether its moments are in it; imported weights have none
     data: str  # the data's fingerprint, empty where there was none
     job: dict[str, Any]  # resolved; seeds are in it, and nothing else is random
-    files: list[File]
+    files: list[File] = []
     seal: str = ""  # sha256 of all of this with an empty seal
 
     def sealed(self) -> "Manifest":
@@ -214,23 +207,3 @@ def _parts(path: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1]), int(match[2] or 1)
-
-
-def digest(path: Path, progress: Progress | None = None) -> str:
-    """sha256 of a file; `progress` is told the bytes of every piece."""
-    found = hashlib.sha256()
-    with path.open("rb", buffering=0) as stream:
-        while piece := stream.read(_CHUNK):
-            found.update(piece)
-            if progress:
-                progress(len(piece))
-    return found.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Onto the disk; of a directory, its names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fivefold.cli.progress import bytes_bar, whole_or_nothing
+from fivefold.cli.progress import bytes_bar
 from fivefold.errors import UserError
+from fivefold.files import whole_or_nothing
 from fivefold.words import bytes_text
 
 SHORT = "List, show, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
@@ -170,9 +171,9 @@ def reshard(
 ) -> None:
     """Write a checkpoint again, in the pieces of another layout.
 
-    No layout needs this: any reads any. It makes files that each rank reads
-    once and alone, which on many ranks is faster. One process does it, with no
-    more than one rank's share in memory.
+    No layout needs this: any reads any. It makes one file for each rank, with
+    what that rank holds. One process does it, with no more than one rank's
+    share in memory.
 
     [dim]Examples:[/]
 
@@ -181,6 +182,7 @@ def reshard(
       fivefold checkpoint reshard runs/demo --step 100 --layout dp=8,zero=3 -o runs/eight
     """
     from fivefold.checkpoint.find import find, run_of
+    from fivefold.checkpoint.hf import HF_CONFIG
     from fivefold.checkpoint.job import job_of
     from fivefold.checkpoint.reshard import reshard as cut
     from fivefold.checkpoint.store import Store
@@ -197,7 +199,7 @@ def reshard(
     with whole_or_nothing(output), bytes_bar("writing", one.bytes) as advance:
         path = cut(one, job.model, wanted, job.data.seq, Store(output / "checkpoints"), advance)
         (output / "job.toml").write_text(to_toml(job))
-        for name in ("tokenizer.json", "config.hf.json"):
+        for name in ("tokenizer.json", HF_CONFIG):
             if (run_of(one) / name).is_file():
                 shutil.copyfile(run_of(one) / name, output / name)
     typer.echo(f"{path}; go on with: fivefold train {output / 'job.toml'} --nproc {wanted.world}")

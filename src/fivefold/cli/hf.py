@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.progress import bytes_bar, whole_or_nothing
+from fivefold.cli.progress import bytes_bar
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
+    from fivefold.checkpoint.store import Checkpoint
     from fivefold.train.config import Job
 
 IMPORT = "Weights of others.  [dim]fivefold import hf DIR -o runs/llama[/]"
@@ -58,7 +59,7 @@ def import_hf(
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory")
     count = read_hf_config(directory).parameter_count
-    with whole_or_nothing(output), bytes_bar("importing", 4 * count) as advance:
+    with bytes_bar("importing", 4 * count) as advance:
         checkpoint = take(directory, output, advance)
     typer.echo(f"{checkpoint.path}; train it with: fivefold train {output / 'job.toml'} data.path=TOKENS")
 
@@ -82,7 +83,7 @@ def export_hf(
 
       fivefold export hf runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
     """
-    from fivefold.checkpoint.find import find, run_of
+    from fivefold.checkpoint.find import find
     from fivefold.checkpoint.hf import export_hf as give
     from fivefold.checkpoint.job import job_of
 
@@ -93,8 +94,8 @@ def export_hf(
     if damage := checkpoint.damage():
         raise UserError(damage)
     job = job_of(checkpoint)
-    limit, (tokenizer, end) = _bytes(shard_size), _words(run_of(checkpoint), job)
-    with whole_or_nothing(output), bytes_bar("exporting", widths[dtype] * job.model.parameter_count) as advance:
+    limit, (tokenizer, end) = _bytes(shard_size), _words(checkpoint, job)
+    with bytes_bar("exporting", widths[dtype] * job.model.parameter_count) as advance:
         give(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
     typer.echo(f"{output}: {job.model.name} after step {checkpoint.manifest.step}, in {dtype}")
 
@@ -111,13 +112,12 @@ def _bytes(text: str) -> int:
     return int(size)
 
 
-def _words(run: Path, job: "Job") -> tuple[Path | None, int | None]:
+def _words(checkpoint: "Checkpoint", job: "Job") -> tuple[Path | None, int | None]:
     """The run's tokenizer.json, if it has one, and the token that ends a text, if that is known."""
-    from fivefold.generate.text import text_of
+    from fivefold.generate.text import text_of_run
 
-    imported = (run / "config.hf.json").is_file()
     try:
-        text = text_of(run, None if imported else job.data.path, job.model.vocab)
+        text = text_of_run(checkpoint, job)
     except UserError:  # the data is gone, or it has words of its own
         return None, None
     return text.file, text.end

@@ -3,7 +3,7 @@
 import os
 import signal
 import uuid
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +11,11 @@ from rich.console import Console
 from fivefold import faults
 from fivefold.cli.words import JobWords, split
 from fivefold.errors import PeerLost, UserError
+
+if TYPE_CHECKING:
+    from fivefold.train.config import Job
+    from fivefold.train.preflight import Sources
+    from fivefold.train.world import World
 
 SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
 
@@ -54,56 +59,75 @@ def train(
       fivefold train job.toml --check
     """
     from fivefold.train.config import read_job, to_toml
-    from fivefold.train.launch import INTERRUPTED, TERMINATED, launch
     from fivefold.train.preflight import preflight
     from fivefold.train.world import current_world
 
     path, changes = split(job)
-    if nproc < 1:
-        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
     world = current_world()
-    if nproc > 1 and world.joined:
-        raise UserError(
-            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
-        )
-    faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
+    _check(nproc, restarts, world)
     resolved = read_job(path, changes)
     sources = preflight(resolved, nproc if nproc > 1 else world.size)
     if check:
         typer.echo(to_toml(resolved))
-        return
+    elif nproc > 1:
+        words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
+        raise typer.Exit(_launch(nproc, words, resolved, restarts))
+    else:
+        raise typer.Exit(_run(resolved, sources, world, fresh))
+
+
+def _check(nproc: int, restarts: int, world: "World") -> None:
+    """Options that make no sense, alone or together."""
+    faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
+    if nproc < 1:
+        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
+    if nproc > 1 and world.joined:
+        raise UserError(
+            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
+        )
     if restarts < 0:
         raise UserError(f"--restarts {restarts} is less than none; nearest: --restarts 0")
     if restarts and nproc == 1:
         raise UserError("--restarts belongs to --nproc: ranks of another launcher are started again by it")
-    if nproc > 1:
-        words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
-        os.environ.setdefault(faults.RUN, uuid.uuid4().hex)
-        code = launch(nproc, words, resolved.layout.place)
-        for number in range(1, restarts + 1):
-            if code in (0, 2, INTERRUPTED, TERMINATED):  # done, bad input, or asked to stop
-                break
-            os.environ[faults.RESTARTS] = str(number)
+
+
+def _launch(nproc: int, words: list[str], job: "Job", restarts: int) -> int:
+    """As ranks of this machine, which are started again when they fail; the exit code."""
+    from fivefold.train.launch import INTERRUPTED, TERMINATED, launch
+    from fivefold.train.world import RESTARTS, RUN
+
+    os.environ.setdefault(RUN, uuid.uuid4().hex)
+    for number in range(restarts + 1):
+        if number:
+            os.environ[RESTARTS] = str(number)
             typer.echo(f"starting again from the last checkpoint: {number} of {restarts}", err=True)
-            code = launch(nproc, words, resolved.layout.place)
-        raise typer.Exit(code)
+        code = launch(nproc, words, job.layout.place)
+        if code in (0, 2, INTERRUPTED, TERMINATED):  # done, bad input, or asked to stop
+            break
+    return code
+
+
+def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:
+    """As the one rank that this process is; the exit code."""
+    from fivefold.train.launch import INTERRUPTED, TERMINATED
     from fivefold.train.loop import Stopped
     from fivefold.train.run import Options, run_job
 
     console = Console(highlight=False, quiet=world.rank > 0)
     stop = _Stop()
     try:
-        run_job(resolved, sources, world, console, Options(fresh, lambda: stop.term))
+        run_job(job, sources, world, console, Options(fresh, lambda: stop.term))
     except Stopped as stopped:
-        saved = "its checkpoint is saved, and the same command goes on from there" if resolved.checkpoint.save else ""
-        console.print(f"stopped by SIGTERM after step {stopped.step}; {saved}".rstrip("; "))
-        raise typer.Exit(TERMINATED) from None
+        saved = "; its checkpoint is saved, and the same command goes on from there" if job.checkpoint.save else ""
+        console.print(f"stopped by SIGTERM after step {stopped.step}{saved}")
+        return TERMINATED
     except (KeyboardInterrupt, RuntimeError, PeerLost) as error:
         # A rank that is told to stop may first see the end of its connection to one that has stopped already.
         if not isinstance(error, KeyboardInterrupt) and not stop.asked:
             raise
         console.print("stopped; the metrics up to here are kept, and the checkpoints")
-        raise typer.Exit(INTERRUPTED) from None
+        return INTERRUPTED
+    return 0
 
 
 class _Stop:

@@ -16,18 +16,11 @@ from typing import Literal
 import msgspec
 
 from fivefold.errors import UserError
+from fivefold.files import File
 
 NAME = "index.json"
 VERSION = 1
 SPLITS = ("train", "valid")
-
-
-class File(msgspec.Struct, frozen=True):
-    """One file beside the index."""
-
-    name: str
-    bytes: int
-    sha256: str
 
 
 class Shard(msgspec.Struct, frozen=True):

@@ -1,6 +1,5 @@
 """Read prepared tokens: any window of a split, across shards, straight from the page cache."""
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from fivefold.data.index import Index, Shard, read_index
 from fivefold.data.progress import Report, quiet
 from fivefold.errors import UserError
+from fivefold.files import digest
 from fivefold.words import did_you_mean
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -84,17 +84,18 @@ class TokenStore:
         """Hash every file against the index, then scan the ids."""
         files = self.index.files()
         done, total = 0, sum(file.bytes for file in files)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
         problems = []
         for file in files:
-            digest = hashlib.sha256()
-            with (self.path / file.name).open("rb", buffering=0) as stream:
-                while chunk := stream.read(_SCAN):
-                    digest.update(chunk)
-                    done += len(chunk)
-                    progress(done, total)
-            if digest.hexdigest() != file.sha256:
+            found = digest(self.path / file.name, advance)
+            if found != file.sha256:
                 problems.append(
-                    f"{self.path / file.name} is damaged: its sha256 is {digest.hexdigest()[:16]}..., "
+                    f"{self.path / file.name} is damaged: its sha256 is {found[:16]}..., "
                     f"but the index promises {file.sha256[:16]}..."
                 )
         if problems:

@@ -13,7 +13,7 @@ from fivefold.checkpoint.hf import HF_CONFIG
 from fivefold.checkpoint.job import job_of
 from fivefold.errors import UserError
 from fivefold.generate.choose import Chooser, Taste
-from fivefold.generate.text import Text, text_of
+from fivefold.generate.text import Text, text_of, text_of_run
 from fivefold.hf_config import read_hf_config
 from fivefold.layout import Layout
 from fivefold.prove import ranks
@@ -52,11 +52,11 @@ def ask(
     job, weights, words, job_directory = _model(question, needs_text=numbers is None)
     given = [numbers] if numbers is not None else [words.encode(prompt) for prompt in prompts if words]
     _check(question, job, given)
-    spoken = [words.decode(ids) if words else " ".join(map(str, ids)) for ids in given]
 
     def said(ids: list[int]) -> str:
         return words.decode(ids) if words else " ".join(map(str, ids))
 
+    spoken = [said(ids) for ids in given]
     end = _ends(job_directory) or ({words.end} if words else set())
     if job.layout.world == 1:
         from fivefold.generate.rank import alone
@@ -100,22 +100,21 @@ def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None
         raise UserError(f"--layout {question.layout}: {', '.join(strange)} does not help to speak; tp and pp do")
     source = question.source
     if (source / "config.json").is_file():
-        spec, weights, data, directory = read_hf_config(source), source, None, source
+        spec, weights, directory = read_hf_config(source), source, source
+        words = text_of(source, None, spec.vocab) if needs_text else None
     else:
         checkpoint = find(source, question.step)
         if damage := checkpoint.damage():
             raise UserError(damage)
         made_by = job_of(checkpoint)
-        imported = not checkpoint.manifest.data
-        spec, weights, data = made_by.model, checkpoint.path, None if imported else made_by.data.path
-        directory = run_of(checkpoint)
+        spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
+        words = text_of_run(checkpoint, made_by) if needs_text else None
     if question.dtype not in ("float32", "bfloat16", "float64"):
         raise UserError(f"--dtype {question.dtype} is none of float32, bfloat16, float64")
     if question.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {question.device} is none of auto, cpu, cuda")
     train = msgspec.convert({"dtype": question.dtype, "device": question.device}, TrainConfig)
     job = Job(model=spec, layout=msgspec.structs.replace(layout, microbatches=1), train=train)
-    words = text_of(directory, data, spec.vocab) if needs_text else None
     return job, weights, words, directory
 
 

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+from fivefold.checkpoint.find import run_of
+from fivefold.checkpoint.store import Checkpoint
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.index import read_index
 from fivefold.data.writing.tokenizer import ByteTokenizer, load_tokenizer
 from fivefold.errors import UserError
+from fivefold.train.config import Job
 
 
 class Text:
@@ -33,6 +36,11 @@ class Text:
             return bytes(token for token in ids if token < 256).decode(errors="replace")
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def text_of_run(checkpoint: Checkpoint, job: Job) -> Text:
+    """Of a run; one that was imported and not trained since has no data."""
+    return text_of(run_of(checkpoint), job.data.path if checkpoint.manifest.data else None, job.model.vocab)
 
 
 def text_of(directory: Path, data: str | None, vocab: int) -> Text:

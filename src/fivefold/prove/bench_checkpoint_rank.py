@@ -3,20 +3,21 @@
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from fivefold.checkpoint.pieces import LoadPlan, SavePlan
+from fivefold.checkpoint.load import load, newest
+from fivefold.checkpoint.pieces import SavePlan, quietly
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.state import held, written
-from fivefold.checkpoint.store import Store, sync
+from fivefold.checkpoint.store import Checkpoint, Store
+from fivefold.files import sync
 from fivefold.parallel.mesh import Mesh
 from fivefold.prove.bench_checkpoint import Times
 from fivefold.prove.ranks import Rank
@@ -31,7 +32,6 @@ from fivefold.train.preflight import preflight
 def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> Times:
     if rank.world > 1:
         rank.join("gloo")
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number))
     control = Control(mesh)
     trainer = Trainer(job, preflight(job, rank.world), mesh)
@@ -76,32 +76,31 @@ def _files(rank: Rank, control: Control, keeper: Checkpoints, directory: Path, r
 
     def dcp() -> None:
         writer, single = FileSystemWriter(wide, overwrite=True), control.size == 1
-        state_dict_saver.save(
-            dict(mine), storage_writer=writer, planner=SavePlan(), process_group=control.group, no_dist=single
-        )
+        with quietly():
+            state_dict_saver.save(
+                dict(mine), storage_writer=writer, planner=SavePlan(), process_group=control.group, no_dist=single
+            )
 
     def alone() -> None:
         torch.save(plain, bare)
         sync(bare)
 
     def load_ours() -> None:
-        from fivefold.checkpoint.load import load, newest
-
         found = newest(store, control, lambda _: None)
         assert found is not None
         load(found, into)
 
     def load_dcp() -> None:
-        state_dict_loader.load(dict(into), storage_reader=FileSystemReader(wide), planner=LoadPlan(), no_dist=True)
+        load(Checkpoint(wide), into)
 
     def load_alone() -> None:
         for name, tensor in torch.load(bare, weights_only=True).items():
             plain[name].copy_(tensor)
 
     for _ in range(rounds):
-        for name, save, load in (("ours", ours, load_ours), ("dcp", dcp, load_dcp), ("torch", alone, load_alone)):
-            times.save.setdefault(name, []).append(_timed(save))
-            times.load.setdefault(name, []).append(_timed(load))
+        for name, saves, loads in (("ours", ours, load_ours), ("dcp", dcp, load_dcp), ("torch", alone, load_alone)):
+            times.save.setdefault(name, []).append(_timed(saves))
+            times.load.setdefault(name, []).append(_timed(loads))
         if rank.number == 0:
             for old in store.complete():
                 shutil.rmtree(old.path)

@@ -3,9 +3,7 @@
 import hashlib
 
 import msgspec
-import torch
 
-import fivefold
 from fivefold.checkpoint.load import Say, load, newest
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.state import held, written
@@ -67,15 +65,12 @@ class Checkpoints:
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(
-            fivefold=fivefold.__version__,
-            torch=str(torch.__version__),
             step=step,
             samples=self.trainer.samples,
             updates=self.trainer.engine.optimizer.updates,
             optimizer=True,
             data=self.data,
             job=msgspec.to_builtins(self.trainer.job),
-            files=[],
         )
 
 

@@ -141,7 +141,7 @@ class Trainer:
             asked = self.stopping() or (self.keeper is not None and self.keeper.failed)
             wish = torch.full((), float(asked), dtype=torch.float64, device=self.mesh.device)
             norm = self.engine.gradient_norm(wish)
-            mean, norm_value, wishes = loss.item(), norm.item(), wish.item()
+            mean, norm_value, wishes = torch.stack((loss, norm, wish)).tolist()  # the step's one wait for the device
         if not (math.isfinite(mean) and math.isfinite(norm_value)):
             raise TrainingError(
                 f"step {step}: loss {mean} and gradient norm {norm_value} are not both finite; samples "

@@ -12,7 +12,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
 from fivefold.train.config import OptimizerConfig
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
@@ -29,7 +29,7 @@ class Optimizer:
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         # As AdamW itself would at its first step; here, so that all ranks have the same entries at any time.
         for master in weights.masters.values():
-            moments = {key: torch.zeros_like(master, requires_grad=False) for key in _MOMENTS}
+            moments = {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
             self.adam.state[master] = {"step": torch.zeros((), device=master.device)} | moments
         self.updates = 0
 
@@ -45,13 +45,12 @@ class Optimizer:
             square = torch.stack(norms).square().sum()
         else:
             square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.world.size > 1 and wish is None:
-            dist.all_reduce(square, group=self.mesh.world.group)
-        elif self.mesh.world.size > 1 and wish is not None:
-            both = torch.stack((square, wish))
-            dist.all_reduce(both, group=self.mesh.world.group)
-            square = both[0]
-            wish.copy_(both[1])
+        if self.mesh.world.size > 1:
+            sums = square[None] if wish is None else torch.stack((square, wish))
+            dist.all_reduce(sums, group=self.mesh.world.group)
+            square = sums[0]
+            if wish is not None:
+                wish.copy_(sums[1])
         return square.sqrt()
 
     @torch.no_grad()
@@ -73,7 +72,7 @@ class Optimizer:
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """AdamW's two of this rank's shard of a parameter."""
-        return {key: self.adam.state[self.weights.masters[name]][key] for key in _MOMENTS}
+        return {key: self.adam.state[self.weights.masters[name]][key] for key in MOMENTS}
 
     def restore(self, updates: int) -> None:
         """After masters and moments have been filled in place: as if `updates` steps had led there."""
@@ -92,5 +91,5 @@ class Optimizer:
 
     def resident(self) -> int:
         """Bytes of the two moments on this rank."""
-        moments = [state[key] for state in self.adam.state.values() for key in _MOMENTS]
+        moments = [state[key] for state in self.adam.state.values() for key in MOMENTS]
         return sum(moment.numel() * moment.element_size() for moment in moments)

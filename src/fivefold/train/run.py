@@ -21,7 +21,6 @@ import fivefold
 from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
 from fivefold.errors import PeerLost, UserError
-from fivefold.faults import RESTARTS, RUN
 from fivefold.parallel.lost import reason
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.trace.report import TraceFile
@@ -35,6 +34,7 @@ from fivefold.train.listeners import Listener, MetricsFile, TensorBoard, trim
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import Sources
 from fivefold.train.records import Evaluation
+from fivefold.train.world import RESTARTS, RUN
 from fivefold.words import si
 
 _CLAIMS: list[IO[str]] = []  # open as long as this process lives

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fivefold.errors import UserError
-from fivefold.faults import RESTARTS
+
+# torchrun's words, and our launcher's.
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
+RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
 
 
 @dataclass(frozen=True)

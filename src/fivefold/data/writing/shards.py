@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.index import File, Shard
+from fivefold.data.index import Shard
+from fivefold.files import File
 
 _ONES = 1 << 20  # how many ones of a late loss mask are written at a time
 

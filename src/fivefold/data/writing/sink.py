@@ -6,12 +6,13 @@ import msgspec
 import numpy as np
 
 import fivefold
-from fivefold.data.index import NAME, SPLITS, VERSION, File, Index
+from fivefold.data.index import NAME, SPLITS, VERSION, Index
 from fivefold.data.mix import uniform
 from fivefold.data.writing.encode import Encoded
 from fivefold.data.writing.shards import HashedFile, ShardWriter
 from fivefold.data.writing.tokenizer import Tokenizer
 from fivefold.errors import UserError
+from fivefold.files import File
 
 
 class Sink:

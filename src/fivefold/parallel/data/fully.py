@@ -117,9 +117,7 @@ class FullySharded:
         return copies(self.held[name], self.mesh, sharded=True, shared=self.shared)
 
     def block(self, name: str) -> tuple[range, ...]:
-        one = self.held[name]
-        rows = one.share(self.mesh.zero.size, self.mesh.zero.rank)
-        return (rows,) if one.columns is None else (rows, one.columns)
+        return self.held[name].block(self.mesh.zero.size, self.mesh.zero.rank)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=True)

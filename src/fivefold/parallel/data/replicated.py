@@ -177,9 +177,8 @@ class Replicated:
         return copies(self.held[name], self.mesh, sharded=self.stage > 0, shared=self.shared)
 
     def block(self, name: str) -> tuple[range, ...]:
-        one = self.held[name]
-        rows = one.share(self.mesh.zero.size, self.mesh.zero.rank) if self.stage else one.rows
-        return (rows,) if one.columns is None else (rows, one.columns)
+        zero = self.mesh.zero
+        return self.held[name].block(zero.size, zero.rank) if self.stage else self.held[name].block(1, 0)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)
