@@ -6,8 +6,9 @@ planner's business. Each line says where its figure comes from. Assumptions are 
 
 import re
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from fivefold.achieved import Achieved
 from fivefold.errors import UserError
 from fivefold.words import did_you_mean
 
@@ -45,6 +46,7 @@ class Accelerator(Struct, frozen=True, kw_only=True):
     memory_bandwidth: float  # bytes/s
     inside: Link
     across: Link
+    achieved: Achieved | None = None  # measured on this very device; None: as `achieved.toml` says
 
     def rate(self, precision: str) -> float:
         """Peak FLOP/s in a precision; a sentence where the device has none."""
@@ -126,6 +128,16 @@ ACCELERATORS = {
             across=LINKS["InfiniBand-NDR"],  # DGX H100 user guide: one ConnectX-7 port beside each GPU
         ),
         Accelerator(
+            # The board of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W of 700. At that power
+            # the clock under tensor-core load is about 0.85 of the full board's; the peak is scaled by it.
+            name="H100-96",
+            peak=Rates(**{name: 0.85 * rate for name, rate in structs.asdict(_HOPPER).items()}),
+            memory=97871 * MiB,
+            memory_bandwidth=2400 * GB,
+            inside=LINKS["NVLink4"],
+            across=LINKS["InfiniBand-NDR"],
+        ),
+        Accelerator(
             name="H200",
             peak=_HOPPER,
             memory=143771 * MiB,
@@ -152,6 +164,16 @@ ACCELERATORS = {
             memory_bandwidth=8000 * GB,  # same: 8 TB/s
             inside=LINKS["NVLink5"],
             across=LINKS["InfiniBand-NDR"],  # DGX GB200 datasheet: 72 ConnectX-7 ports of 400 Gb/s
+        ),
+        Accelerator(
+            name="TPU-v4",
+            # arXiv 2304.01433, table 4: 275 TFLOP/s bf16, 32 GiB at 1.2 TB/s, six links of 50 GB/s in a 3D torus. Racks
+            # are joined optically at the same rate: both links are the torus.
+            peak=Rates(bf16=275 * T, fp16=275 * T, fp32=69 * T),
+            memory=32768 * MiB,
+            memory_bandwidth=1200 * GB,
+            inside=Link(150 * GB, 2 * us, "ICI"),
+            across=Link(150 * GB, 2 * us, "ICI"),
         ),
         Accelerator(
             name="L40S",
@@ -195,6 +217,12 @@ _ALIASES = {
     "a100sxm4": "A100-80",
     "a100sxm480gb": "A100-80",
     "h10080": "H100",
+    "h10080gbsxm": "H100",
+    "h10080gbsxm700w": "H100",
+    "h10096gbhbm2e500w": "H100-96",
+    "h200141gbsxm": "H200",
+    "a10080gbsxm": "A100-80",
+    "a10040gbsxm": "A100-40",
     "h10080gb": "H100",
     "h10080gbhbm3": "H100",
     "h100sxm": "H100",

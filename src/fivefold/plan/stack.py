@@ -1,0 +1,79 @@
+"""Stack: the software that runs a layout. Which kernels it has, what it overlaps, and in which order it places the axes.
+
+Two systems that run one layout on one cluster differ by a third in speed, and in memory too; what makes the difference
+is said here, by name. `FIVEFOLD` is this code. The systems behind published runs are in `truth/sources.py`.
+"""
+
+from typing import Literal, NamedTuple
+
+from msgspec import Struct, structs
+
+Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
+Pointwise = Literal["eager", "fused", "compiled"]
+Selective = Literal["pointwise", "attention", "half"]
+
+
+class Overlap(Struct, frozen=True, kw_only=True):
+    """The share of a collective that runs behind compute, where there is enough compute: 0 is none of it."""
+
+    tp: float = 0.0  # of tensor parallelism, forward and backward
+    tp_backward: float = 0.0  # of its input gradients alone, behind the weight gradients
+    cp: float = 0.0  # keys and values round the ring, behind attention
+    zero: float = 0.0  # weights gathered and gradients scattered layer by layer (ZeRO 3), behind the neighbours
+    dp: float = 0.0  # gradients behind the last backward pass, weights behind the next forward
+    pp: float = 0.0  # sends between stages
+
+
+class Stack(Struct, frozen=True, kw_only=True):
+    name: str
+    attention: Attention = "flash2"
+    pointwise: Pointwise = "fused"  # activation functions, rotations, residual sums
+    norm: Pointwise = "fused"
+    overlap: Overlap = Overlap()
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")  # of the axes, the fastest first
+    host: float = 0.0  # seconds in which the host launches one block's forward pass
+    host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
+    weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
+    gradient_bytes: int = 4  # of a gradient when it is added up and reduced
+    state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
+    logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
+    scattered_sends: bool = False  # a stage's output is sent once, in tp parts, and gathered behind the link
+    even: bool = False  # every stage has as many layers, whatever stands at the ends
+    selective: Selective = "pointwise"  # recompute: all but matmuls; attention's core alone; every other matmul too
+
+    def but(self, **changes: object) -> "Stack":
+        return structs.replace(self, **changes)
+
+
+class Moved(NamedTuple):
+    """Bytes that kernels without a GEMM move per element, forward and backward, weights and sums in 2 bytes.
+
+    Norms and residual sums are per hidden feature of a token; the activation is per feed-forward column (of which a gated
+    one has two); the rotation is per feature of q and k.
+    """
+
+    rmsnorm: tuple[float, float]
+    layernorm: tuple[float, float]
+    residual: tuple[float, float]
+    dropout: tuple[float, float]
+    swiglu: tuple[float, float]
+    gelu: tuple[float, float]
+    rope: tuple[float, float]
+
+
+# Fused: read the inputs, write the outputs. Eager: what the usual PyTorch expressions read and write, an RMSNorm in
+# float32 (to float, square, mean, scale, to bf16, weight), a rotation as two halves with a concatenation.
+MOVED: dict[Pointwise, Moved] = {
+    "fused": Moved((4, 8), (4, 8), (6, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
+    "eager": Moved((36, 60), (6, 10), (6, 6), (5, 5), (10, 18), (8, 14), (20, 24)),
+    "compiled": Moved((4, 8), (4, 8), (4, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
+}
+
+FIVEFOLD = Stack(
+    name="fivefold",
+    attention="flash3",
+    pointwise="eager",
+    norm="fused",
+    overlap=Overlap(tp_backward=0.8, cp=0.8, zero=0.9, dp=0.9, pp=1.0),
+    host=0.5e-3,
+)

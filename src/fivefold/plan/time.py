@@ -1,0 +1,245 @@
+"""How long one training step takes under a layout: the stages' costs, on the clock of the schedule itself.
+
+    case = Case(spec, layout, cluster, seq=8192, batch=2048)
+    estimate(case).seconds
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from fivefold.cluster import Cluster
+from fivefold.layout import Layout
+from fivefold.plan.kernels import Device
+from fivefold.plan.links import Wires
+from fivefold.plan.stack import FIVEFOLD, Stack
+from fivefold.plan.work import NOTHING, Passes, Seconds, Work, hidden
+from fivefold.schedule.catalogue import build, placement
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.simulate import Simulation, simulate
+from fivefold.spec import Attention as Counting
+from fivefold.spec import ModelSpec
+from fivefold.stages import Stage, stages_of
+
+# Bytes that an optimizer step moves beyond reading and writing its own state and reading the gradient: the norm of the
+# gradients, their zeroing, the weight that is written.
+EXTRA_STATE = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout on a cluster: everything that decides how long a step takes."""
+
+    spec: ModelSpec
+    layout: Layout
+    cluster: Cluster
+    seq: int
+    batch: int  # sequences of a step
+    precision: str = "bf16"
+    stack: Stack = FIVEFOLD
+    device: Device | None = None  # None: the cluster's first
+
+    @property
+    def samples(self) -> int:
+        """Sequences of a microbatch."""
+        return max(1, self.batch // (self.layout.dp * self.layout.microbatches))
+
+    @cached_property
+    def on(self) -> Device:
+        return self.device or Device.of(self.cluster.groups[0].accelerator)
+
+    @cached_property
+    def wires(self) -> Wires:
+        return Wires(self.on, self.cluster.groups[0].gpus, self.layout, self.stack.order)
+
+    @cached_property
+    def work(self) -> Work:
+        return Work(
+            self.spec, self.layout, self.on, self.wires, self.stack, self.samples, self.seq, self.precision
+        )
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return _stages(self.spec, self.layout, self.seq)
+
+    def flops(self, counting: Counting = "full") -> float:
+        """Model FLOPs of a step."""
+        return float(self.spec.flops_per_token(self.seq, counting)) * self.batch * self.seq
+
+    def mfu(self, seconds: float, counting: Counting = "full", precision: str | None = None) -> float:
+        peak = self.on.accelerator.rate(precision or self.precision) * self.layout.world
+        return self.flops(counting) / seconds / peak
+
+
+@lru_cache(maxsize=1024)
+def _stages(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
+    return stages_of(spec, layout, seq)
+
+
+@lru_cache(maxsize=256)
+def _schedule(name: str, p: int, m: int, chunks: int) -> Schedule:
+    return build(name, p, m, chunks=chunks)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step, from its first forward pass to its new weights."""
+
+    case: Case
+    pipeline: float  # seconds of the schedule
+    busy: Seconds  # of the busiest pipeline rank, by cause
+    dp: float  # gradients and weights that nothing hides
+    optimizer: float
+    simulation: Simulation | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline + self.dp + self.optimizer + self.case.stack.host_step
+
+    @property
+    def bubble(self) -> float:
+        return max(0.0, self.pipeline - self.busy.total)
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds of the step, adding up to it."""
+        return {
+            **self.busy._asdict(),
+            "bubble": self.pipeline - self.busy.total,
+            "dp": self.dp,
+            "optimizer": self.optimizer,
+            "other": self.case.stack.host_step,
+        }
+
+
+def estimate(case: Case, exact: bool = True) -> Estimate:
+    """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
+    passes = stage_passes(case)
+    placed = placement(case.layout.schedule, case.layout.pp, case.layout.chunks)
+    m = case.layout.microbatches
+    loads = []
+    for mine in placed.of_rank:
+        load = NOTHING
+        for stage in mine:
+            for part in passes[stage]:
+                load = load.plus(part)
+        loads.append(load.times(m))
+    busiest = max(loads, key=lambda load: load.total)
+    simulation = None
+    if case.layout.pp == 1:
+        length = busiest.total
+    elif exact:
+        schedule = _schedule(case.layout.schedule, case.layout.pp, m, case.layout.chunks)
+        simulation = simulate(schedule, costs(case, passes))
+        length = simulation.makespan
+    else:
+        length = closed_form(case, passes, [load.total / m for load in loads])
+    optimizer, exposed = _step_end(case, passes, length)
+    return Estimate(case, length, busiest, exposed, optimizer, simulation)
+
+
+def stage_passes(case: Case) -> list[Passes]:
+    """What each stage does with a microbatch."""
+    work, found = case.work, []
+    for stage in case.stages:
+        passes = work.block.times(len(stage.layers))
+        if stage.first:
+            passes = passes.plus(work.bottom)
+        if stage.last and case.spec.vocab > 1:
+            passes = passes.plus(work.top)
+        found.append(passes)
+    return found
+
+
+def message(case: Case) -> float:
+    """Bytes of the residual stream between two stages, of one rank."""
+    whole = 2.0 * case.work.tokens * case.spec.hidden
+    return whole / case.layout.tp if case.layout.sp or case.stack.scattered_sends else whole
+
+
+def costs(case: Case, passes: list[Passes]) -> Costs:
+    """In the simulator's words. What is sent without overlap stands in the stage that sends it."""
+    send = case.wires.time("send", "pp", message(case))
+    if case.stack.scattered_sends and not case.layout.sp:
+        send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
+    # An eager message travels while both ends compute; what is not overlapped holds them up.
+    held = (1 - case.stack.overlap.pp) * send
+    f = tuple(one.forward.total + held for one in passes)
+    i = tuple(one.inputs.total + held for one in passes)
+    w = tuple(one.weights.total for one in passes)
+    b = tuple(x + y for x, y in zip(i, w, strict=True))
+    ones = tuple(1.0 / case.layout.chunks for _ in passes)
+    return Costs(f=f, i=i, w=w, b=b, activation=ones, link=Link(latency=case.stack.overlap.pp * send))
+
+
+def closed_form(case: Case, passes: list[Passes], ranks: list[float]) -> float:
+    """The schedule's makespan, nearly: all microbatches on the busiest rank, and the others' first and last."""
+    layout, m = case.layout, case.layout.microbatches
+    send = case.wires.time("send", "pp", message(case))
+    slowest = max(ranks)
+    fill = (sum(ranks) - slowest) / layout.chunks
+    if layout.schedule in ("zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v", "auto"):
+        fill *= {"zb-h1": 0.34, "auto": 0.34, "zb-h2": 0.1, "zb-v": 0.1, "v-half": 0.4, "dualpipe-v": 0.5}[
+            layout.schedule
+        ]
+    elif layout.schedule == "naive":
+        fill *= m
+    held = 2 * (1 - case.stack.overlap.pp) * send * m * layout.chunks
+    return m * slowest + fill + held + 2 * (layout.pp - 1) * send
+
+
+def _step_end(case: Case, passes: list[Passes], length: float) -> tuple[float, float]:
+    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage."""
+    layout, stack, wires = case.layout, case.stack, case.wires
+    fullest = max(case.stages, key=lambda stage: stage_parameters(case.spec, stage))
+    count = rank_parameters(case) / layout.tp
+    shards = wires.reaches["zero"].ranks
+    mine = count / shards if layout.zero else count
+    moved = (2 * stack.state_bytes + stack.gradient_bytes + EXTRA_STATE) * mine
+    moved += 2 * stack.gradient_bytes * (count - mine) * (layout.zero < 2)  # zeroed and normed before they are dealt
+    optimizer = case.on.stream(moved, 10) if case.spec.vocab > 1 else 0.0
+    if layout.dp * layout.cp == 1:
+        return optimizer, 0.0
+    gradients, weights = count * stack.gradient_bytes, count * stack.weight_bytes
+    if layout.zero == 0:
+        reduce, gather = wires.time("all-reduce", "data", gradients), 0.0
+    elif layout.zero < 3:
+        reduce = wires.time("reduce-scatter", "data", gradients) * (layout.microbatches if layout.zero == 2 else 1)
+        gather = wires.time("all-gather", "data", weights)
+    else:
+        # What stands around the blocks; the blocks' own is in their passes.
+        ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
+        each = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes) + wires.time(
+            "reduce-scatter", "zero", ends * stack.gradient_bytes
+        )
+        exposed = layout.microbatches * hidden(each, passes[-1].forward.total, stack.overlap.zero)
+        if layout.replicate > 1:
+            exposed += wires.time("all-reduce", "replicate", count / shards * stack.gradient_bytes)
+        return optimizer, exposed
+    one = passes[fullest.index]
+    # With several chunks a rank, the others' gradients are complete while the last chunk still works.
+    last = min(layout.microbatches, layout.pp) if layout.chunks > 1 else 1
+    behind = (one.inputs.total + one.weights.total) * layout.chunks * last
+    rounds = layout.microbatches if layout.zero == 2 else 1
+    exposed = hidden(reduce, behind * rounds, stack.overlap.dp)
+    exposed += hidden(gather, one.forward.total * layout.chunks, stack.overlap.dp)
+    return optimizer, exposed
+
+
+@lru_cache(maxsize=4096)
+def stage_parameters(spec: ModelSpec, stage: Stage) -> int:
+    """Parameters of a stage, before tp."""
+    block = sum(p.size for p in spec.block_parameters(0))
+    table = spec.vocab * spec.hidden
+    learned = spec.context * spec.hidden * (spec.positions == "learned")
+    return len(stage.layers) * block + stage.first * (table + learned) + stage.last * (spec.hidden + table * (not (stage.first and spec.tied)))
+
+
+def rank_parameters(case: Case) -> int:
+    """Of the pipeline rank that has the most, before tp."""
+    placed = placement(case.layout.schedule, case.layout.pp, case.layout.chunks)
+    return max(sum(stage_parameters(case.spec, case.stages[s]) for s in mine) for mine in placed.of_rank)
+
+
+def with_layout(case: Case, layout: Layout) -> Case:
+    return replace(case, layout=layout)

@@ -1,0 +1,243 @@
+"""What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
+
+Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, H and K query and kv heads of a tp rank, D head
+dim, F feed-forward columns of a tp rank, V vocabulary rows of a tp rank.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fivefold.layout import Layout
+from fivefold.plan.kernels import Device
+from fivefold.plan.links import Wires
+from fivefold.plan.stack import MOVED, Stack
+from fivefold.spec import ModelSpec
+
+
+FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
+
+
+class Seconds(NamedTuple):
+    """Where time goes. Collectives count as far as nothing hides them."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0  # kernels that are bound by it: norms, activation functions, residual sums, the loss
+    recompute: float = 0.0
+    host: float = 0.0  # the device waits for its next kernel
+    tp: float = 0.0
+    cp: float = 0.0
+    zero: float = 0.0
+
+    def plus(self, other: "Seconds") -> "Seconds":
+        return Seconds(*map(sum, zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Seconds":
+        return Seconds(*(factor * part for part in self))
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+NOTHING = Seconds()
+
+
+class Passes(NamedTuple):
+    """One microbatch through a part of the model: forward, and backward in its two halves."""
+
+    forward: Seconds
+    inputs: Seconds  # gradients of what came in; with it, what is computed again
+    weights: Seconds
+
+    def plus(self, other: "Passes") -> "Passes":
+        return Passes(*(a.plus(b) for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Passes":
+        return Passes(*(part.times(factor) for part in self))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A microbatch of `samples` sequences under a layout, on a device, with a stack."""
+
+    spec: ModelSpec
+    layout: Layout
+    device: Device
+    wires: Wires
+    stack: Stack
+    samples: int
+    seq: int
+    precision: str = "bf16"
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq // self.layout.cp
+
+    @property
+    def gemms(self) -> list[tuple[int, int, int]]:
+        """Forward products of a block: rows, columns, inner. Columns of one input are one product."""
+        spec, t = self.spec, self.layout.tp
+        heads, kv = spec.heads // t, max(1, spec.kv_heads // t)
+        gated = 2 if spec.activation == "swiglu" else 1
+        return [
+            (self.tokens, (heads + 2 * kv) * spec.head_dim, spec.hidden),
+            (self.tokens, spec.hidden, heads * spec.head_dim),
+            (self.tokens, gated * spec.ffn // t, spec.hidden),
+            (self.tokens, spec.hidden, spec.ffn // t),
+        ]
+
+    @cached_property
+    def block(self) -> Passes:
+        forward = self._forward_gemms
+        inputs = sum(self.device.gemm(m, k, n, self.precision) for m, n, k in self.gemms)
+        weights = sum(self.device.gemm(n, k, m, self.precision) for m, n, k in self.gemms)
+        attend, attend_back = self._attention
+        point, point_back = self._pointwise
+        ahead = Seconds(gemm=forward, attention=attend, memory=point)
+        tp, tp_back = self._tensor(forward, inputs + weights, weights)
+        cp, cp_back = self._context(attend, attend_back)
+        again = self._again(ahead, tp)
+        gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again)
+        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter)
+        return Passes(
+            self._paced(ahead._replace(tp=tp, cp=cp, zero=gather), 1.0),
+            self._paced(back, 1.0 + (self.layout.recompute == "full"), spare=weights),
+            Seconds(gemm=weights),
+        )
+
+    def _paced(self, part: Seconds, passes: float, spare: float = 0.0) -> Seconds:
+        """A device that is faster than its host waits for it. `spare` is other work that the host has launched."""
+        return part._replace(host=max(0.0, passes * self.stack.host - part.total - spare))
+
+    @property
+    def _forward_gemms(self) -> float:
+        return sum(self.device.gemm(*shape, self.precision) for shape in self.gemms)
+
+    @cached_property
+    def _attention(self) -> tuple[float, float]:
+        spec, layout = self.spec, self.layout
+        queries = self.seq // layout.cp
+        return self.device.attention(
+            self.stack.attention, self.samples, spec.heads // layout.tp, spec.head_dim, queries, self.seq / 2
+        )
+
+    @cached_property
+    def _pointwise(self) -> tuple[float, float]:
+        """Two norms and two residual sums over E, of which sp leaves 1/tp; activation and rotation over F and H."""
+        spec, t = self.spec, self.layout.tp
+        moved, norm = MOVED[self.stack.pointwise], getattr(MOVED[self.stack.norm], self.spec.norm)
+        along = self.tokens * spec.hidden / (t if self.layout.sp else 1)
+        inner = self.tokens * spec.ffn / t
+        turned = self.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / t * (spec.positions == "rope")
+        active = moved.swiglu if spec.activation == "swiglu" else moved.gelu
+        # Inputs of fp8 products are cast, forward, and again transposed for the weights' gradients.
+        cast = sum(m * k for m, _, k in self.gemms) * (self.precision == "fp8")
+        kernels = 8 if self.stack.pointwise != "eager" else 20
+        forward, backward = (
+            2 * along * (norm[at] + moved.residual[at] + moved.dropout[at] * (spec.dropout > 0))
+            + inner * active[at]
+            + turned * moved.rope[at]
+            + cast * FP8_CAST
+            for at in (0, 1)
+        )
+        return self.device.stream(forward, kernels), self.device.stream(backward, kernels)
+
+    def _again(self, forward: Seconds, tp: float) -> float:
+        """Recompute: the whole block, or what is cheap and large."""
+        if self.layout.recompute == "none":
+            return 0.0
+        if self.layout.recompute == "full":
+            return forward.total + tp
+        match self.stack.selective:
+            case "attention":
+                return forward.attention
+            case "half":
+                return forward.memory + 0.5 * forward.gemm
+        return forward.memory
+
+    def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
+        """Two sums of T x E forward and two back; sp gathers what columns read once more in backward."""
+        if self.layout.tp == 1:
+            return 0.0, 0.0
+        payload, overlap = 2.0 * self.tokens * self.spec.hidden, self.stack.overlap
+        if self.layout.sp:
+            half = self.wires.time("reduce-scatter", "tp", payload) + self.wires.time("all-gather", "tp", payload)
+            again = 2 * self.wires.time("all-gather", "tp", payload)
+        else:
+            half, again = self.wires.time("all-reduce", "tp", payload), 0.0
+        ahead = hidden(2 * half, forward, overlap.tp)
+        if overlap.tp:
+            return ahead, hidden(2 * half + again, backward, overlap.tp)
+        return ahead, hidden(2 * half + again, weights, overlap.tp_backward)
+
+    def _context(self, attend: float, attend_back: float) -> tuple[float, float]:
+        """Keys and values round the ring or gathered, or heads traded for tokens."""
+        spec, layout, c = self.spec, self.layout, self.layout.cp
+        if c == 1:
+            return 0.0, 0.0
+        pair = 4.0 * self.tokens * max(1, spec.kv_heads // layout.tp) * spec.head_dim  # bytes of this rank's
+        forwards = 2 if layout.recompute == "full" else 1
+        if layout.cp_kind == "ring":
+            ahead = self.wires.time("send", "cp", pair, c - 1)
+            back = self.wires.time("send", "cp", 3 * pair, c - 1)
+        elif layout.cp_kind == "allgather":
+            ahead = self.wires.time("all-gather", "cp", c * pair)
+            back = ahead + self.wires.time("reduce-scatter", "cp", 2 * c * pair)
+        else:
+            own = 2.0 * self.tokens * spec.heads // layout.tp * spec.head_dim
+            ahead = self.wires.time("all-to-all", "cp", own + pair) + self.wires.time("all-to-all", "cp", own)
+            back = ahead
+        share = self.stack.overlap.cp if layout.cp_kind == "ring" else 0.0
+        once = hidden(ahead, attend, share)
+        return once, hidden(back, attend_back, share) + (forwards - 1) * once
+
+    def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
+        """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
+        layout = self.layout
+        if layout.zero != 3 or layout.dp * layout.cp == 1:
+            return 0.0, 0.0
+        count = self.block_parameters
+        gather = self.wires.time("all-gather", "zero", count * self.stack.weight_bytes)
+        scatter = self.wires.time("reduce-scatter", "zero", count * self.stack.gradient_bytes)
+        share = self.stack.overlap.zero
+        return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
+
+    @property
+    def block_parameters(self) -> float:
+        """Of one tp rank."""
+        return sum(p.size for p in self.spec.block_parameters(0)) / self.layout.tp
+
+    # ---- the ends ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bottom(self) -> Passes:
+        """The embedding: rows looked up, and added into."""
+        moved = 4.0 * self.tokens * self.spec.hidden
+        tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
+        look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
+        return Passes(look, NOTHING, Seconds(memory=self.device.stream(2 * moved, 2)))
+
+    @cached_property
+    def top(self) -> Passes:
+        """The last norm, the head and the loss."""
+        spec, t = self.spec, self.layout.tp
+        rows = -(-spec.vocab // t)
+        shape = (self.tokens, rows, spec.hidden)
+        moved = self.stack.logit_bytes * self.tokens * rows
+        payload = 2.0 * self.tokens * spec.hidden
+        tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
+        m, n, k = shape
+        return Passes(
+            Seconds(
+                gemm=self.device.gemm(m, n, k), memory=self.device.stream(moved / 2, 6), tp=tp * bool(self.layout.sp)
+            ),
+            Seconds(gemm=self.device.gemm(m, k, n), memory=self.device.stream(moved / 2, 6), tp=tp),
+            Seconds(gemm=self.device.gemm(n, k, m)),
+        )
+
+
+def hidden(seconds: float, behind: float, share: float) -> float:
+    """What remains of a collective of which `share` can run behind compute, as far as there is any."""
+    return seconds - share * min(seconds, behind)

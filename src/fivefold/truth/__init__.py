@@ -1,0 +1,1 @@
+"""Published, measured training runs, and how near the planner comes to them."""

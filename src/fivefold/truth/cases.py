@@ -1,0 +1,168 @@
+"""A row of measured runs as a `Case` of the planner, and its measured step time."""
+
+import re
+from dataclasses import dataclass
+from msgspec import structs
+
+from fivefold.accelerators import find_accelerator
+from fivefold.cluster import Cluster, Group
+from fivefold.errors import UserError
+from fivefold.layout import Layout, Recompute
+from fivefold.plan.kernels import Device
+from fivefold.plan.stack import Stack
+from fivefold.plan.time import Case
+from fivefold.spec import ModelSpec
+from fivefold.truth.rows import Row
+from fivefold.truth.sources import Source, source_of
+
+
+class Refused(UserError):
+    """Why a row cannot be predicted."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row with its case; `seconds` is None where it has no time."""
+
+    row: Row
+    source: Source
+    case: Case
+    seconds: float | None
+
+
+def measured(row: Row) -> Measured:
+    source = source_of(row.text("source"))
+    spec = spec_of(row, source)
+    layout = layout_of(row, source, spec)
+    case = Case(
+        spec,
+        layout,
+        cluster_of(row, source),
+        seq=_need(row, "seq_len"),
+        batch=row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1),
+        precision="fp8" if "fp8" in row.text("precision").lower() else "bf16",
+        stack=stack_of(row, source),
+    )
+    return Measured(row, source, case, seconds_of(row, source, case))
+
+
+def _need(row: Row, column: str) -> int:
+    value = row.whole(column)
+    if value is None:
+        raise Refused(f"{column} is not published")
+    return value
+
+
+def spec_of(row: Row, source: Source) -> ModelSpec:
+    llama = re.search(r"llama|palm", row.text("model"), re.I) is not None
+    mpt = "MPT" in row.text("model")
+    layers, hidden, heads = (_need(row, column) for column in ("layers", "hidden", "heads"))
+    shape = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": row.whole("kv_heads") or 0,
+        "ffn": row.whole("ffn") or 0,
+        "vocab": row.whole("vocab") or 1,
+        "context": _need(row, "seq_len"),
+    }
+    if hidden % heads:
+        shape["head_dim"] = 256 if "PaLM" in row.text("model") else 128  # arXiv 2204.02311, table 1
+    if llama:
+        return ModelSpec(name=row.text("model"), **shape)
+    return ModelSpec(
+        name=row.text("model"),
+        norm="layernorm",
+        activation="gelu",
+        positions="learned",
+        bias=not mpt,
+        tied=True,
+        dropout=0.0 if mpt else source.dropout,
+        **shape,
+    )
+
+
+def stack_of(row: Row, source: Source) -> Stack:
+    stack = source.stack
+    notes = row.text("notes")
+    for word, kernel in source.kernels.items():
+        if word in notes:
+            stack = stack.but(attention=kernel)
+            break
+    if row.file.startswith("torchtitan") and "compile" not in notes:
+        stack = stack.but(pointwise="eager", norm="eager")
+    if "async TP" in notes:
+        stack = stack.but(overlap=structs.replace(stack.overlap, tp=0.6))
+    if "RMS kernel" in notes:
+        stack = stack.but(norm="fused")
+    return stack
+
+
+def cluster_of(row: Row, source: Source) -> Cluster:
+    gpus, per_node = _need(row, "gpus"), row.whole("gpus_per_node") or 8
+    device = find_accelerator(row.text("gpu"))
+    if source.ports != 1.0:
+        across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
+        device = structs.replace(device, across=across)
+    per_node = min(per_node, gpus)
+    return Cluster((Group(-(-gpus // per_node), per_node, device),))
+
+
+def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
+    gpus = _need(row, "gpus")
+    tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
+    if row.whole("tp") is None and row.whole("dp") is None:
+        raise Refused("tp, pp and dp are not published")
+    dp = row.whole("dp") or max(1, gpus // (tp * pp * cp))
+    stated = re.match(r"\d", row.text("zero_stage"))
+    zero = int(stated.group()) if stated else source.zero
+    batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
+    samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
+    microbatches = max(1, batch // (dp * samples))
+    chunks = row.whole("vp") or source.chunks
+    sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
+    layout = Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        cp_kind=source.cp_kind,
+        zero=zero,
+        sp=sp and tp > 1,
+        schedule="interleaved" if chunks > 1 and pp > 1 and microbatches >= pp else "1f1b",
+        chunks=chunks if chunks > 1 and pp > 1 and microbatches >= pp else 0,
+        microbatches=microbatches,
+        recompute=_recompute(row, source),
+    )
+    if source.stack.even and spec.layers % layout.stages == 0:
+        layout = structs.replace(layout, split=(spec.layers // layout.stages,) * layout.stages)
+    return layout
+
+
+def _recompute(row: Row, source: Source) -> Recompute:
+    text = row.text("recompute").lower()
+    if text.startswith("none"):
+        return "none"
+    if "selective" in text:
+        return "selective"
+    if text.startswith(("full", "partial")):
+        return "full"
+    return source.recompute
+
+
+def seconds_of(row: Row, source: Source, case: Case) -> float | None:
+    """Published, or worked out from tokens/s, TFLOP/s or MFU by the source's own convention."""
+    for column in ("step_time_s", "derived_step_time_s"):
+        if (value := row.number(column)) is not None:
+            return value
+    tokens = float(case.batch * case.seq)
+    if rate := row.number("tokens_per_s_per_gpu"):
+        return tokens / rate / case.layout.world
+    flops = case.flops(source.counting)
+    if rate := row.number("tflops_per_gpu"):
+        if source.hardware_flops and case.layout.recompute == "full":
+            flops *= 4 / 3
+        return flops / (rate * 1e12) / case.layout.world
+    if mfu := row.number("mfu"):
+        return flops / (mfu / 100 * case.on.accelerator.rate("bf16")) / case.layout.world
+    return None

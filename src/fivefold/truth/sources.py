@@ -1,0 +1,173 @@
+"""What each source of measured runs leaves unsaid, in one table: the software, and what it does where a row is silent.
+
+Nothing here is said of a single row. Every entry gives its reason.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from fivefold.layout import ContextKind, Recompute
+from fivefold.plan.stack import Attention, Overlap, Stack
+from fivefold.spec import Attention as Counting
+
+# What overlap reaches where a system has it: fitted once for all of them (`fivefold truth --fit`).
+MEGATRON_ORDER = ("tp", "cp", "dp", "pp")  # parallel_state's default: pipeline stages are furthest apart
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source's habits."""
+
+    match: str  # of the `source` column
+    why: str
+    stack: Stack
+    zero: int = 0
+    sp: bool = False  # where tp > 1 and the row does not say
+    recompute: Recompute = "none"
+    counting: Counting = "full"  # of its TFLOP/s and MFU
+    hardware_flops: bool = False  # its TFLOP/s count recomputation
+    kernels: dict[str, Attention] = field(default_factory=dict)  # by a word in `notes`
+    dropout: float = 0.0
+    chunks: int = 1  # where pp > 1
+    cp_kind: ContextKind = "ring"
+    cards: dict[str, str] = field(default_factory=dict)  # accelerators of the catalogue by the row's name
+    ports: float = 1.0  # of a node's network, relative to the catalogue's
+
+
+MEGATRON_2021 = Stack(
+    name="Megatron-LM 2021",
+    attention="fused",
+    overlap=Overlap(tp_backward=0.0),
+    order=MEGATRON_ORDER,
+    host=0.6e-3,
+    gradient_bytes=4,
+    scattered_sends=True,
+    even=True,
+)
+MEGATRON_2022 = MEGATRON_2021.but(name="Megatron-LM 2022", overlap=Overlap(tp_backward=0.8), selective="attention")
+DEEPSPEED = MEGATRON_2021.but(name="Megatron-DeepSpeed", host=1.1e-3, gradient_bytes=2, scattered_sends=False)
+NEMO = Stack(
+    name="NeMo, Transformer Engine",
+    attention="flash3",
+    overlap=Overlap(tp=0.8, cp=0.8, dp=0.9, pp=0.8, zero=0.8),
+    order=MEGATRON_ORDER,
+    host=0.3e-3,
+)
+ALEPH = Stack(
+    name="Aleph Alpha",
+    attention="flash2",
+    overlap=Overlap(),
+    order=MEGATRON_ORDER,
+    host=0.6e-3,
+    pointwise="eager",
+    norm="eager",
+    even=True,
+)
+FOUNDRY = Stack(
+    name="llm-foundry, FSDP",
+    attention="flash1",
+    pointwise="eager",
+    norm="eager",
+    overlap=Overlap(zero=0.8),
+    host=0.6e-3,
+    gradient_bytes=2,
+)
+TITAN = Stack(
+    name="torchtitan, FSDP2",
+    attention="flash2",
+    pointwise="compiled",
+    norm="compiled",
+    selective="half",
+    overlap=Overlap(zero=0.8, tp_backward=0.0),
+    host=0.5e-3,
+    gradient_bytes=4,
+)
+
+SOURCES = (
+    Source(
+        match=r"^Hagemann 2023",
+        why="arXiv 2311.05610: AA-Scaling, ZeRO-1, 1F1B; the row's notes name the attention kernel",
+        stack=ALEPH,
+        zero=1,
+        kernels={
+            "flash_attention2 + RMS": "flash2",
+            "flash_attention2": "flash2",
+            "flash_attentionv1": "flash1",
+            "kernel=fused": "fused",
+            "kernel=torch": "torch",
+        },
+    ),
+    Source(
+        match=r"^vTrain",
+        why="its validation config: Megatron-DeepSpeed, full recompute, 4 network ports of 200 Gb/s a node",
+        stack=DEEPSPEED,
+        recompute="full",
+        dropout=0.1,
+        ports=0.5,
+    ),
+    Source(
+        match=r"^Korthikanti",
+        why="arXiv 2205.05198: no flash attention, gradients reduced after backward, dropout as GPT-3",
+        stack=MEGATRON_2022,
+        dropout=0.1,
+    ),
+    Source(
+        match=r"^Megatron-LM (README )?2021",
+        why="arXiv 2104.04473: fused softmax, full recompute, scatter/gather sends, nothing overlapped",
+        stack=MEGATRON_2021,
+        recompute="full",
+        hardware_flops=True,
+        dropout=0.1,
+    ),
+    Source(
+        match=r"MT-NLG|PaLM",
+        why="MT-NLG: Megatron-DeepSpeed of 2021 (arXiv 2201.11990). PaLM: TPUs, as if they were GPUs",
+        stack=MEGATRON_2021,
+        recompute="full",
+        hardware_flops=True,
+        dropout=0.1,
+    ),
+    Source(
+        match=r"^Megatron-Core README",
+        why="README: gradient and weight collectives and tp overlapped, distributed optimizer",
+        stack=NEMO.but(name="Megatron-Core 0.8"),
+        zero=1,
+        sp=True,
+    ),
+    Source(
+        match=r"NeMo|DGXC|Megatron-Bridge",
+        why="NeMo's recipes: tp and dp overlapped, sp with tp, distributed optimizer, cuDNN attention",
+        stack=NEMO,
+        zero=1,
+        sp=True,
+        counting="causal",
+    ),
+    Source(
+        match=r"^Llama 3",
+        why="arXiv 2407.21783, section 3.3: gradients and optimizer sharded, sp with tp, RoCE of 400 Gb/s",
+        stack=NEMO.but(name="Llama 3", overlap=Overlap(tp_backward=0.8, cp=0.0, dp=0.9, pp=0.8), order=("tp", "cp", "pp", "dp")),
+        zero=1,
+        sp=True,
+        chunks=8,
+        cp_kind="allgather",
+    ),
+    Source(
+        match=r"^llm-foundry",
+        why="its benchmarking README: FSDP FULL_SHARD, Triton flash attention, eager",
+        stack=FOUNDRY,
+        zero=3,
+    ),
+    Source(
+        match=r"^torchtitan",
+        why="its benchmarks: FSDP2, selective recompute of every other matmul; compiled where the notes say so",
+        stack=TITAN,
+        zero=3,
+        sp=True,
+        recompute="selective",
+    ),
+)
+ANY = Source(match="", why="a source that nobody has described: today's software", stack=NEMO, zero=1, sp=True)
+
+
+def source_of(text: str) -> Source:
+    return next((source for source in SOURCES if re.search(source.match, text)), ANY)
