@@ -6,7 +6,7 @@ planner's business. Each line says where its figure comes from. Assumptions are 
 
 import re
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from fivefold.achieved import Achieved
 from fivefold.errors import UserError
@@ -128,10 +128,9 @@ ACCELERATORS = {
             across=LINKS["InfiniBand-NDR"],  # DGX H100 user guide: one ConnectX-7 port beside each GPU
         ),
         Accelerator(
-            # The board of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W of 700. At that power
-            # the clock under tensor-core load is about 0.85 of the full board's; the peak is scaled by it.
+            # The board of torchtitan's benchmarks (its README): 96 GB of HBM2e at 2.4 TB/s, limited to 500 W of 700.
             name="H100-96",
-            peak=Rates(**{name: 0.85 * rate for name, rate in structs.asdict(_HOPPER).items()}),
+            peak=_HOPPER,
             memory=97871 * MiB,
             memory_bandwidth=2400 * GB,
             inside=LINKS["NVLink4"],

@@ -6,6 +6,7 @@ The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in 
 to published runs by `fivefold truth --fit`, or measured on a device by `fivefold calibrate`; the file says which.
 """
 
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,19 @@ class Achieved(Struct, frozen=True, kw_only=True):
     source: str = "assumed"
 
 
+class Software(Struct, frozen=True, kw_only=True):
+    """What overlap reaches where a stack has it, as the share of a collective that compute hides; and a host's pace."""
+
+    tp: float = 0.80  # all of tensor parallelism's collectives, in pieces behind their GEMMs
+    tp_backward: float = 0.80  # input gradients behind the weights'
+    cp: float = 0.80  # the ring behind attention
+    zero: float = 0.80  # ZeRO 3's gathers and scatters behind the neighbouring blocks
+    dp: float = 0.90  # gradients behind backward, weights behind forward
+    pp: float = 0.80  # sends behind the next microbatch
+    norm: float = 1.5  # times the bytes of an eager norm: kernels that reduce reach less of the bandwidth
+    host: float = 1.1e-3  # seconds in which Python launches the forward pass of one eager block
+
+
 # A device that nobody has measured reaches what the nearest of its kind does.
 LIKE = {
     "A100-40": "A100-80",
@@ -55,9 +69,27 @@ def known() -> dict[str, dict[str, Any]]:
     return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
 
 
+def write(tables: dict[str, dict[str, Any]], path: Path = FILE) -> None:
+    """The file anew: these tables, and of the others what it had."""
+    lines = ["# Made by `fivefold truth --fit` and `fivefold calibrate`; each table says by which."]
+    for name, table in sorted((known() | tables).items()):
+        key = f'"{name}"' if re.search(r"[^\w-]", name) else name
+        lines += ["", f"[{key}]"]
+        for field, value in table.items():
+            text = f'"{value}"' if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
+            lines.append(f"{field} = {text}")
+    path.write_text("\n".join(lines) + "\n")
+    known.cache_clear()
+
+
 @cache
 def achieved(accelerator: str) -> Achieved:
     """What an accelerator of that name reaches, or its nearest kin."""
     tables = known()
     name = accelerator if accelerator in tables else LIKE.get(accelerator, "")
     return convert(tables.get(name, {}), Achieved)
+
+
+@cache
+def software() -> Software:
+    return convert(known().get("software", {}), Software)

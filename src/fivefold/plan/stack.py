@@ -8,13 +8,15 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct, structs
 
+from fivefold.achieved import Software, software
+
 Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
 Pointwise = Literal["eager", "fused", "compiled"]
 Selective = Literal["pointwise", "attention", "half"]
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
-    """The share of a collective that runs behind compute, where there is enough compute: 0 is none of it."""
+    """Which collectives run behind compute: 1 those that do, 0 those that do not. `Software` says how much it hides."""
 
     tp: float = 0.0  # of tensor parallelism, forward and backward
     tp_backward: float = 0.0  # of its input gradients alone, behind the weight gradients
@@ -30,19 +32,30 @@ class Stack(Struct, frozen=True, kw_only=True):
     pointwise: Pointwise = "fused"  # activation functions, rotations, residual sums
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
+    software: Software = software()
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp")  # of the axes, the fastest first
-    host: float = 0.0  # seconds in which the host launches one block's forward pass
+    host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
     host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
     weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
     gradient_bytes: int = 4  # of a gradient when it is added up and reduced
+    accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
     state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
+    peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
+    gathers_logits: bool = False  # every tp rank computes the loss over the whole vocabulary
+    bucket_bytes: float = 0.5e9  # of collectives' buffers
+    columns_apart: bool = False  # q, k and v, and gate and up, are products of their own: smaller ones fill less
+    rowwise: bool = False  # fp8 with a scale per row
     scattered_sends: bool = False  # a stage's output is sent once, in tp parts, and gathered behind the link
     even: bool = False  # every stage has as many layers, whatever stands at the ends
     selective: Selective = "pointwise"  # recompute: all but matmuls; attention's core alone; every other matmul too
 
     def but(self, **changes: object) -> "Stack":
         return structs.replace(self, **changes)
+
+    def hides(self, what: str) -> float:
+        """The share of a kind of collective that runs behind compute, where there is enough of it."""
+        return min(1.0, float(getattr(self.overlap, what) * getattr(self.software, what)))
 
 
 class Moved(NamedTuple):
@@ -74,6 +87,6 @@ FIVEFOLD = Stack(
     attention="flash3",
     pointwise="eager",
     norm="fused",
-    overlap=Overlap(tp_backward=0.8, cp=0.8, zero=0.9, dp=0.9, pp=1.0),
-    host=0.5e-3,
+    overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1),
+    host=0.5,
 )

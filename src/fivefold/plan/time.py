@@ -163,13 +163,13 @@ def costs(case: Case, passes: list[Passes]) -> Costs:
     if case.stack.scattered_sends and not case.layout.sp:
         send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
     # An eager message travels while both ends compute; what is not overlapped holds them up.
-    held = (1 - case.stack.overlap.pp) * send
+    held = (1 - case.stack.hides("pp")) * send
     f = tuple(one.forward.total + held for one in passes)
     i = tuple(one.inputs.total + held for one in passes)
     w = tuple(one.weights.total for one in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
     ones = tuple(1.0 / case.layout.chunks for _ in passes)
-    return Costs(f=f, i=i, w=w, b=b, activation=ones, link=Link(latency=case.stack.overlap.pp * send))
+    return Costs(f=f, i=i, w=w, b=b, activation=ones, link=Link(latency=case.stack.hides("pp") * send))
 
 
 def closed_form(case: Case, passes: list[Passes], ranks: list[float]) -> float:
@@ -184,7 +184,7 @@ def closed_form(case: Case, passes: list[Passes], ranks: list[float]) -> float:
         ]
     elif layout.schedule == "naive":
         fill *= m
-    held = 2 * (1 - case.stack.overlap.pp) * send * m * layout.chunks
+    held = 2 * (1 - case.stack.hides("pp")) * send * m * layout.chunks
     return m * slowest + fill + held + 2 * (layout.pp - 1) * send
 
 
@@ -212,7 +212,7 @@ def _step_end(case: Case, passes: list[Passes], length: float) -> tuple[float, f
         each = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes) + wires.time(
             "reduce-scatter", "zero", ends * stack.gradient_bytes
         )
-        exposed = layout.microbatches * hidden(each, passes[-1].forward.total, stack.overlap.zero)
+        exposed = layout.microbatches * hidden(each, passes[-1].forward.total, stack.hides("zero"))
         if layout.replicate > 1:
             exposed += wires.time("all-reduce", "replicate", count / shards * stack.gradient_bytes)
         return optimizer, exposed
@@ -221,8 +221,8 @@ def _step_end(case: Case, passes: list[Passes], length: float) -> tuple[float, f
     last = min(layout.microbatches, layout.pp) if layout.chunks > 1 else 1
     behind = (one.inputs.total + one.weights.total) * layout.chunks * last
     rounds = layout.microbatches if layout.zero == 2 else 1
-    exposed = hidden(reduce, behind * rounds, stack.overlap.dp)
-    exposed += hidden(gather, one.forward.total * layout.chunks, stack.overlap.dp)
+    exposed = hidden(reduce, behind * rounds, stack.hides("dp"))
+    exposed += hidden(gather, one.forward.total * layout.chunks, stack.hides("dp"))
     return optimizer, exposed
 
 

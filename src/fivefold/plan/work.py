@@ -14,8 +14,8 @@ from fivefold.plan.links import Wires
 from fivefold.plan.stack import MOVED, Stack
 from fivefold.spec import ModelSpec
 
-
 FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
+ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)
 
 
 class Seconds(NamedTuple):
@@ -75,24 +75,26 @@ class Work:
     def tokens(self) -> int:
         return self.samples * self.seq // self.layout.cp
 
-    @property
+    @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
-        """Forward products of a block: rows, columns, inner. Columns of one input are one product."""
+        """Forward products of a block: rows, columns, inner."""
         spec, t = self.spec, self.layout.tp
-        heads, kv = spec.heads // t, max(1, spec.kv_heads // t)
-        gated = 2 if spec.activation == "swiglu" else 1
+        heads, kv = spec.heads // t * spec.head_dim, max(1, spec.kv_heads // t) * spec.head_dim
+        seen, mixed = [heads, kv, kv], [spec.ffn // t] * (2 if spec.activation == "swiglu" else 1)
+        if not self.stack.columns_apart:
+            seen, mixed = [sum(seen)], [sum(mixed)]
         return [
-            (self.tokens, (heads + 2 * kv) * spec.head_dim, spec.hidden),
-            (self.tokens, spec.hidden, heads * spec.head_dim),
-            (self.tokens, gated * spec.ffn // t, spec.hidden),
+            *((self.tokens, columns, spec.hidden) for columns in seen),
+            (self.tokens, spec.hidden, heads),
+            *((self.tokens, columns, spec.hidden) for columns in mixed),
             (self.tokens, spec.hidden, spec.ffn // t),
         ]
 
     @cached_property
     def block(self) -> Passes:
         forward = self._forward_gemms
-        inputs = sum(self.device.gemm(m, k, n, self.precision) for m, n, k in self.gemms)
-        weights = sum(self.device.gemm(n, k, m, self.precision) for m, n, k in self.gemms)
+        inputs = sum(self._gemm(m, k, n) for m, n, k in self.gemms)
+        weights = sum(self._gemm(n, k, m) for m, n, k in self.gemms)
         attend, attend_back = self._attention
         point, point_back = self._pointwise
         ahead = Seconds(gemm=forward, attention=attend, memory=point)
@@ -104,16 +106,20 @@ class Work:
         return Passes(
             self._paced(ahead._replace(tp=tp, cp=cp, zero=gather), 1.0),
             self._paced(back, 1.0 + (self.layout.recompute == "full"), spare=weights),
-            Seconds(gemm=weights),
+            Seconds(gemm=weights, memory=self.device.stream(self.block_parameters * self.stack.accumulate_bytes, 0)),
         )
 
     def _paced(self, part: Seconds, passes: float, spare: float = 0.0) -> Seconds:
         """A device that is faster than its host waits for it. `spare` is other work that the host has launched."""
-        return part._replace(host=max(0.0, passes * self.stack.host - part.total - spare))
+        return part._replace(host=max(0.0, passes * self.stack.host * self.stack.software.host - part.total - spare))
 
     @property
     def _forward_gemms(self) -> float:
-        return sum(self.device.gemm(*shape, self.precision) for shape in self.gemms)
+        return sum(self._gemm(*shape) for shape in self.gemms)
+
+    def _gemm(self, m: int, n: int, k: int) -> float:
+        slower = ROWWISE if self.stack.rowwise and self.precision == "fp8" else 1.0
+        return slower * self.device.gemm(m, n, k, self.precision)
 
     @cached_property
     def _attention(self) -> tuple[float, float]:
@@ -128,12 +134,15 @@ class Work:
         """Two norms and two residual sums over E, of which sp leaves 1/tp; activation and rotation over F and H."""
         spec, t = self.spec, self.layout.tp
         moved, norm = MOVED[self.stack.pointwise], getattr(MOVED[self.stack.norm], self.spec.norm)
+        if self.stack.norm == "eager":
+            norm = tuple(self.stack.software.norm * one for one in norm)
         along = self.tokens * spec.hidden / (t if self.layout.sp else 1)
         inner = self.tokens * spec.ffn / t
         turned = self.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / t * (spec.positions == "rope")
         active = moved.swiglu if spec.activation == "swiglu" else moved.gelu
         # Inputs of fp8 products are cast, forward, and again transposed for the weights' gradients.
-        cast = sum(m * k for m, _, k in self.gemms) * (self.precision == "fp8")
+        inputs = 2 * spec.hidden + (spec.heads * spec.head_dim + spec.ffn) / t
+        cast = self.tokens * inputs * (self.precision == "fp8")
         kernels = 8 if self.stack.pointwise != "eager" else 20
         forward, backward = (
             2 * along * (norm[at] + moved.residual[at] + moved.dropout[at] * (spec.dropout > 0))
@@ -161,16 +170,16 @@ class Work:
         """Two sums of T x E forward and two back; sp gathers what columns read once more in backward."""
         if self.layout.tp == 1:
             return 0.0, 0.0
-        payload, overlap = 2.0 * self.tokens * self.spec.hidden, self.stack.overlap
+        payload, hides = 2.0 * self.tokens * self.spec.hidden, self.stack.hides
         if self.layout.sp:
             half = self.wires.time("reduce-scatter", "tp", payload) + self.wires.time("all-gather", "tp", payload)
             again = 2 * self.wires.time("all-gather", "tp", payload)
         else:
             half, again = self.wires.time("all-reduce", "tp", payload), 0.0
-        ahead = hidden(2 * half, forward, overlap.tp)
-        if overlap.tp:
-            return ahead, hidden(2 * half + again, backward, overlap.tp)
-        return ahead, hidden(2 * half + again, weights, overlap.tp_backward)
+        ahead = hidden(2 * half, forward, hides("tp"))
+        if self.stack.overlap.tp:
+            return ahead, hidden(2 * half + again, backward, hides("tp"))
+        return ahead, hidden(2 * half + again, weights, hides("tp_backward"))
 
     def _context(self, attend: float, attend_back: float) -> tuple[float, float]:
         """Keys and values round the ring or gathered, or heads traded for tokens."""
@@ -189,7 +198,7 @@ class Work:
             own = 2.0 * self.tokens * spec.heads // layout.tp * spec.head_dim
             ahead = self.wires.time("all-to-all", "cp", own + pair) + self.wires.time("all-to-all", "cp", own)
             back = ahead
-        share = self.stack.overlap.cp if layout.cp_kind == "ring" else 0.0
+        share = self.stack.hides("cp") if layout.cp_kind == "ring" else 0.0
         once = hidden(ahead, attend, share)
         return once, hidden(back, attend_back, share) + (forwards - 1) * once
 
@@ -201,7 +210,7 @@ class Work:
         count = self.block_parameters
         gather = self.wires.time("all-gather", "zero", count * self.stack.weight_bytes)
         scatter = self.wires.time("reduce-scatter", "zero", count * self.stack.gradient_bytes)
-        share = self.stack.overlap.zero
+        share = self.stack.hides("zero")
         return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
 
     @property
@@ -225,13 +234,15 @@ class Work:
         spec, t = self.spec, self.layout.tp
         rows = -(-spec.vocab // t)
         shape = (self.tokens, rows, spec.hidden)
-        moved = self.stack.logit_bytes * self.tokens * rows
+        gathered = self.stack.gathers_logits and t > 1
+        moved = self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
         payload = 2.0 * self.tokens * spec.hidden
         tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
         m, n, k = shape
+        trade = self.wires.time("all-gather", "tp", 2.0 * self.tokens * spec.vocab) if gathered else 0.0
         return Passes(
             Seconds(
-                gemm=self.device.gemm(m, n, k), memory=self.device.stream(moved / 2, 6), tp=tp * bool(self.layout.sp)
+                gemm=self.device.gemm(m, n, k), memory=self.device.stream(moved / 2, 6), tp=tp * bool(self.layout.sp) + trade
             ),
             Seconds(gemm=self.device.gemm(m, k, n), memory=self.device.stream(moved / 2, 6), tp=tp),
             Seconds(gemm=self.device.gemm(n, k, m)),

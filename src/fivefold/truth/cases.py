@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass
+
 from msgspec import structs
 
 from fivefold.accelerators import find_accelerator
 from fivefold.cluster import Cluster, Group
 from fivefold.errors import UserError
 from fivefold.layout import Layout, Recompute
-from fivefold.plan.kernels import Device
 from fivefold.plan.stack import Stack
 from fivefold.plan.time import Case
 from fivefold.spec import ModelSpec
@@ -22,12 +22,13 @@ class Refused(UserError):
 
 @dataclass(frozen=True)
 class Measured:
-    """A row with its case; `seconds` is None where it has no time."""
+    """A row with its case; `seconds` and `memory` (bytes) are None where it has none."""
 
     row: Row
     source: Source
     case: Case
     seconds: float | None
+    memory: float | None
 
 
 def measured(row: Row) -> Measured:
@@ -43,7 +44,8 @@ def measured(row: Row) -> Measured:
         precision="fp8" if "fp8" in row.text("precision").lower() else "bf16",
         stack=stack_of(row, source),
     )
-    return Measured(row, source, case, seconds_of(row, source, case))
+    memory = row.number("peak_mem_gb")
+    return Measured(row, source, case, seconds_of(row, source, case), memory and memory * source.memory_unit)
 
 
 def _need(row: Row, column: str) -> int:
@@ -91,8 +93,10 @@ def stack_of(row: Row, source: Source) -> Stack:
             break
     if row.file.startswith("torchtitan") and "compile" not in notes:
         stack = stack.but(pointwise="eager", norm="eager")
+    if "rowwise" in row.text("precision"):
+        stack = stack.but(rowwise=True)
     if "async TP" in notes:
-        stack = stack.but(overlap=structs.replace(stack.overlap, tp=0.6))
+        stack = stack.but(overlap=structs.replace(stack.overlap, tp=0.75))
     if "RMS kernel" in notes:
         stack = stack.but(norm="fused")
     return stack
@@ -119,7 +123,7 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     microbatches = max(1, batch // (dp * samples))
-    chunks = row.whole("vp") or source.chunks
+    chunks = row.whole("vp") or _chunks(spec.layers, pp, source.chunks)
     sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
     layout = Layout(
         dp=dp,
@@ -137,6 +141,14 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     if source.stack.even and spec.layers % layout.stages == 0:
         layout = structs.replace(layout, split=(spec.layers // layout.stages,) * layout.stages)
     return layout
+
+
+def _chunks(layers: int, pp: int, most: int) -> int:
+    """As many as deal the layers out evenly; or else with the embedding and the head as one each, as in Llama 3."""
+    for dealt in (layers, layers + 2):
+        if dealt % pp == 0:
+            return max(n for n in range(1, most + 1) if dealt % (pp * n) == 0)
+    return 1
 
 
 def _recompute(row: Row, source: Source) -> Recompute:

@@ -10,7 +10,10 @@ from fivefold.layout import ContextKind, Recompute
 from fivefold.plan.stack import Attention, Overlap, Stack
 from fivefold.spec import Attention as Counting
 
-# What overlap reaches where a system has it: fitted once for all of them (`fivefold truth --fit`).
+# Bytes that Megatron's vocabulary-parallel cross-entropy moves per logit: written in bf16, cast to float32, and then
+# maximum, difference, exponential, sum and quotient each by themselves; the gradient scaled and cast back.
+EAGER_LOGITS = 52.0
+TORCH_LOGITS = 30.0  # F.cross_entropy in float32: cast, log-softmax, and back
 MEGATRON_ORDER = ("tp", "cp", "dp", "pp")  # parallel_state's default: pipeline stages are furthest apart
 
 
@@ -28,39 +31,50 @@ class Source:
     hardware_flops: bool = False  # its TFLOP/s count recomputation
     kernels: dict[str, Attention] = field(default_factory=dict)  # by a word in `notes`
     dropout: float = 0.0
-    chunks: int = 1  # where pp > 1
+    chunks: int = 1  # at most, where pp > 1 and the row does not say: as many as deal the layers out evenly
     cp_kind: ContextKind = "ring"
     cards: dict[str, str] = field(default_factory=dict)  # accelerators of the catalogue by the row's name
+    memory_unit: float = 1e9  # bytes of a published GB
     ports: float = 1.0  # of a node's network, relative to the catalogue's
 
 
 MEGATRON_2021 = Stack(
     name="Megatron-LM 2021",
     attention="fused",
-    overlap=Overlap(tp_backward=0.0),
+    overlap=Overlap(),
     order=MEGATRON_ORDER,
-    host=0.6e-3,
+    host=0.5,
     gradient_bytes=4,
+    accumulate_bytes=10,
+    logit_bytes=EAGER_LOGITS,
     scattered_sends=True,
     even=True,
 )
-MEGATRON_2022 = MEGATRON_2021.but(name="Megatron-LM 2022", overlap=Overlap(tp_backward=0.8), selective="attention")
-DEEPSPEED = MEGATRON_2021.but(name="Megatron-DeepSpeed", host=1.1e-3, gradient_bytes=2, scattered_sends=False)
+MEGATRON_2022 = MEGATRON_2021.but(name="Megatron-LM 2022", overlap=Overlap(tp_backward=1), selective="attention", accumulate_bytes=0)
+DEEPSPEED = MEGATRON_2021.but(name="Megatron-DeepSpeed", host=1.0, gradient_bytes=2, accumulate_bytes=6, scattered_sends=False)
 NEMO = Stack(
     name="NeMo, Transformer Engine",
     attention="flash3",
-    overlap=Overlap(tp=0.8, cp=0.8, dp=0.9, pp=0.8, zero=0.8),
+    overlap=Overlap(tp=1, cp=1, dp=1, pp=1, zero=1),
     order=MEGATRON_ORDER,
-    host=0.3e-3,
+    host=0.3,
+    host_step=0.02,  # timers, logging, and a gradient norm that the host waits for
+    logit_bytes=EAGER_LOGITS,
 )
 ALEPH = Stack(
     name="Aleph Alpha",
     attention="flash2",
     overlap=Overlap(),
     order=MEGATRON_ORDER,
-    host=0.6e-3,
+    host=0.5,
     pointwise="eager",
     norm="eager",
+    gradient_bytes=2,
+    accumulate_bytes=6,
+    logit_bytes=EAGER_LOGITS,
+    peak_logit_bytes=16,
+    columns_apart=True,
+    gathers_logits=True,  # found from which of its runs do not fit: with tp the memory of the loss does not shrink
     even=True,
 )
 FOUNDRY = Stack(
@@ -68,9 +82,10 @@ FOUNDRY = Stack(
     attention="flash1",
     pointwise="eager",
     norm="eager",
-    overlap=Overlap(zero=0.8),
-    host=0.6e-3,
+    overlap=Overlap(zero=1),
+    host=0.5,
     gradient_bytes=2,
+    logit_bytes=TORCH_LOGITS,
 )
 TITAN = Stack(
     name="torchtitan, FSDP2",
@@ -78,9 +93,18 @@ TITAN = Stack(
     pointwise="compiled",
     norm="compiled",
     selective="half",
-    overlap=Overlap(zero=0.8, tp_backward=0.0),
-    host=0.5e-3,
-    gradient_bytes=4,
+    overlap=Overlap(zero=1),
+    host=0.5,
+    logit_bytes=TORCH_LOGITS,
+    peak_logit_bytes=14,  # bf16, float32, log-probabilities, gradient
+)
+XLA = Stack(
+    name="Pathways, XLA",
+    attention="fused",
+    pointwise="compiled",
+    norm="compiled",
+    overlap=Overlap(tp=1, zero=1),
+    gradient_bytes=2,
 )
 
 SOURCES = (
@@ -110,6 +134,7 @@ SOURCES = (
         why="arXiv 2205.05198: no flash attention, gradients reduced after backward, dropout as GPT-3",
         stack=MEGATRON_2022,
         dropout=0.1,
+        memory_unit=2**30,
     ),
     Source(
         match=r"^Megatron-LM (README )?2021",
@@ -120,19 +145,28 @@ SOURCES = (
         dropout=0.1,
     ),
     Source(
-        match=r"MT-NLG|PaLM",
-        why="MT-NLG: Megatron-DeepSpeed of 2021 (arXiv 2201.11990). PaLM: TPUs, as if they were GPUs",
-        stack=MEGATRON_2021,
+        match=r"^MT-NLG",
+        why="arXiv 2201.11990: DeepSpeed's pipeline and Megatron's tensor parallelism, as of 2021",
+        stack=DEEPSPEED,
         recompute="full",
         hardware_flops=True,
         dropout=0.1,
     ),
     Source(
+        match=r"^PaLM",
+        why="arXiv 2204.02311, section 4: XLA fuses and overlaps what the compiler finds; no pipeline",
+        stack=XLA,
+        zero=3,
+        sp=True,
+    ),
+    Source(
         match=r"^Megatron-Core README",
-        why="README: gradient and weight collectives and tp overlapped, distributed optimizer",
-        stack=NEMO.but(name="Megatron-Core 0.8"),
+        why="README: gradient and weight collectives and tp overlapped, distributed optimizer. Interleaving is not said; "
+        "with 23 and 7 layers a rank, both primes, it can only be by single layers. Mid-2024: FlashAttention 2",
+        stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2"),
         zero=1,
         sp=True,
+        chunks=64,
     ),
     Source(
         match=r"NeMo|DGXC|Megatron-Bridge",
@@ -145,7 +179,14 @@ SOURCES = (
     Source(
         match=r"^Llama 3",
         why="arXiv 2407.21783, section 3.3: gradients and optimizer sharded, sp with tp, RoCE of 400 Gb/s",
-        stack=NEMO.but(name="Llama 3", overlap=Overlap(tp_backward=0.8, cp=0.0, dp=0.9, pp=0.8), order=("tp", "cp", "pp", "dp")),
+        stack=NEMO.but(
+            name="Llama 3",
+            attention="flash2",
+            pointwise="eager",
+            accumulate_bytes=10,
+            overlap=Overlap(dp=1, pp=1),
+            order=("tp", "cp", "pp", "dp"),
+        ),
         zero=1,
         sp=True,
         chunks=8,
@@ -156,6 +197,14 @@ SOURCES = (
         why="its benchmarking README: FSDP FULL_SHARD, Triton flash attention, eager",
         stack=FOUNDRY,
         zero=3,
+    ),
+    Source(
+        match=r"^torchtitan H200",
+        why="a later torchtitan (2025): as below, and the loss is compiled, so that no float32 logits are stored",
+        stack=TITAN.but(name="torchtitan 2025, FSDP2", logit_bytes=8, peak_logit_bytes=4),
+        zero=3,
+        sp=True,
+        recompute="selective",
     ),
     Source(
         match=r"^torchtitan",

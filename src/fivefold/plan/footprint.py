@@ -1,0 +1,138 @@
+"""Peak memory of a rank: state, activations in flight, what the loss and the collectives need, and a margin.
+
+footprint(case).total       # bytes on the fullest pipeline rank
+footprint(case).parts       # by component
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fivefold.layout import Layout
+from fivefold.plan.activations import Kept, kept
+from fivefold.plan.stack import Stack
+from fivefold.plan.time import Case, stage_parameters
+from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
+from fivefold.schedule.catalogue import build, placement
+from fivefold.spec import ModelSpec
+
+GiB = 1 << 30
+CONTEXT = 1.5e9  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
+FRAGMENTATION = 0.04  # of what is allocated: holes between blocks that no request fits
+HEADROOM = 0.88  # of the memory that a plan may fill: what no model counts takes the rest
+GATHERED = 6.0  # bytes per logit of the parts, the whole made of them, and its gradient, where logits are gathered
+
+
+@dataclass(frozen=True)
+class Footprint:
+    rank: int  # the pipeline rank that has the most
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: Kept  # of all microbatches in flight
+    ends: float  # embedding and logits
+    buffers: float  # gathered weights, buckets, a block under recompute
+    margin: float
+
+    @property
+    def state(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        return self.state + self.activations.total + self.ends + self.buffers
+
+    @property
+    def total(self) -> float:
+        return self.allocated + self.margin
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            **{f"activations: {kind}": size for kind, size in self.activations._asdict().items() if size},
+            "logits and embedding": self.ends,
+            "buffers": self.buffers,
+            "context and fragmentation": self.margin,
+        }
+
+
+def footprint(case: Case) -> Footprint:
+    """Of the pipeline rank that needs the most."""
+    ranks = range(case.layout.pp)
+    return max((footprint_of(case, rank) for rank in ranks), key=lambda one: one.total)
+
+
+def footprint_of(case: Case, rank: int) -> Footprint:
+    layout, stack, spec = case.layout, case.stack, case.spec
+    mine = placement(layout.schedule, layout.pp, layout.chunks).of_rank[rank]
+    stages = [case.stages[number] for number in mine]
+    count = sum(stage_parameters(spec, stage) for stage in stages) / layout.tp
+    parameters, gradients, optimizer = state_bytes(count, layout, stack)
+    block = kept(spec, layout, stack, case.samples, case.seq)
+    flying = in_flight(layout.schedule, layout.pp, layout.microbatches, layout.chunks)[rank]
+    layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
+    tokens = case.work.tokens
+    ends = 0.0
+    if any(stage.last for stage in stages) and spec.vocab > 1:
+        ends += logits_held(spec, layout, stack) * tokens + 4 * tokens * spec.hidden
+    buffers = 0.0
+    if layout.recompute != "none":
+        whole = kept(spec, _without(layout), stack, case.samples, case.seq)
+        buffers += whole.total - block.total
+    one = case.work.block_parameters
+    if layout.zero == 3:
+        # Two blocks' weights gathered, one block's gradients whole; the ends' too.
+        table = spec.vocab * spec.hidden / layout.tp
+        buffers += 2 * one * stack.weight_bytes + max(one, table) * (stack.weight_bytes + stack.gradient_bytes)
+    buffers += stack.bucket_bytes
+    allocated = parameters + gradients + optimizer + block.total * layers + ends + buffers
+    margin = CONTEXT + FRAGMENTATION * allocated
+    return Footprint(rank, parameters, gradients, optimizer, block.times(layers), ends, buffers, margin)
+
+
+def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
+    """Bytes per token at the loss's peak."""
+    if stack.gathers_logits and layout.tp > 1:
+        return (stack.peak_logit_bytes + GATHERED) * spec.vocab
+    return stack.peak_logit_bytes * -(-spec.vocab // layout.tp)
+
+
+def state_bytes(count: float, layout: Layout, stack: Stack) -> tuple[float, float, float]:
+    """Parameters, gradients and optimizer of `count` parameters of one tp rank."""
+    shards = layout.dp // layout.replicate * layout.cp
+    weights = stack.weight_bytes * count
+    if layout.zero == 3 and layout.dp * layout.cp > 1:
+        return 4 * count / shards, 4 * count / shards, (stack.state_bytes - 4) * count / shards
+    gradients = stack.gradient_bytes * count / (shards if layout.zero == 2 else 1)
+    return weights, gradients, stack.state_bytes * count / (shards if layout.zero else 1)
+
+
+def _without(layout: Layout) -> Layout:
+    from msgspec import structs
+
+    return structs.replace(layout, recompute="none")
+
+
+@lru_cache(maxsize=512)
+def in_flight(schedule: str, p: int, m: int, chunks: int) -> list[dict[int, int]]:
+    """By pipeline rank and stage: microbatches whose activations are held when the rank holds the most in all."""
+    found = []
+    for order in _orders(schedule, p, m, chunks):
+        live: dict[int, int] = {}
+        best: dict[int, int] = {}
+        for action in order:
+            if action.kind is FORWARD:
+                live[action.stage] = live.get(action.stage, 0) + 1
+                if sum(live.values()) > sum(best.values()):
+                    best = dict(live)
+            elif action.kind in LAST_READERS:
+                live[action.stage] -= 1
+        found.append({stage: best.get(stage, 0) for stage in placement(schedule, p, chunks).of_rank[len(found)]})
+    return found
+
+
+def _orders(schedule: str, p: int, m: int, chunks: int) -> list[tuple[Action, ...]]:
+    built = build(schedule, p, m, chunks=chunks)
+    return [built.compute(rank) for rank in range(p)]

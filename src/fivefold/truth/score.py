@@ -1,0 +1,142 @@
+"""The planner against measured runs: errors of time and memory, who runs out of memory, and the plans it would make."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from fivefold.errors import UserError
+from fivefold.plan.footprint import HEADROOM, footprint
+from fivefold.plan.time import Case
+from fivefold.truth.cases import Measured, measured
+from fivefold.truth.constants import Constants
+from fivefold.truth.fit import predict
+from fivefold.truth.rows import Row
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: what was measured and what is predicted; a reason where nothing can be."""
+
+    row: Row
+    run: Measured | None = None
+    seconds: float | None = None  # predicted
+    memory: float | None = None  # predicted bytes, as an allocator counts them
+    fits: bool | None = None
+    planned: bool = False  # it fits with the headroom that a plan leaves
+    refused: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Of time, relative."""
+        if self.run is None or self.run.seconds is None or self.seconds is None or self.row.status != "ok":
+            return None
+        return self.seconds / self.run.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.run is None or self.run.memory is None or self.memory is None or self.row.status != "ok":
+            return None
+        return self.memory / self.run.memory - 1
+
+
+def evaluate(
+    rows: Iterable[Row], constants: Constants | None = None, exact: bool = True, tick: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Every row that is a measurement."""
+    results = []
+    for row in rows:
+        if row.status in ("ok", "oom"):
+            results.append(_result(row, constants, exact))
+        tick()
+    return results
+
+
+def _result(row: Row, constants: Constants | None, exact: bool) -> Result:
+    try:
+        run = measured(row)
+    except UserError as error:
+        return Result(row, refused=str(error))
+    room = footprint(run.case)
+    memory = run.case.on.accelerator.memory
+    fits, planned = room.total <= memory, room.total <= HEADROOM * memory
+    seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
+    return Result(row, run, seconds, room.allocated, fits, planned)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A source's."""
+
+    source: str
+    rows: int
+    timed: int
+    refused: int
+    mape: float | None
+    median_ape: float | None
+    bias: float | None
+    null_mape: float | None
+    worst: Result | None
+    memory_rows: int
+    memory_mape: float | None
+    oom_rows: int
+    oom_right: float | None
+    oom_precision: float | None
+    oom_recall: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "worst"}
+        worst = self.worst
+        return values | {"worst": {"row": worst.row.where, "error": worst.error} if worst else None}
+
+
+def score(source: str, results: Sequence[Result]) -> Score:
+    timed = [result for result in results if result.error is not None]
+    errors = [result.error or 0.0 for result in timed]
+    sizes = [abs(error) for error in errors]
+    memory = [abs(result.memory_error) for result in results if result.memory_error is not None]
+    judged = [result for result in results if result.fits is not None]
+    # Only a source that reports failures says anything about them.
+    failed = [result for result in judged if result.row.status == "oom"]
+    said = [result for result in judged if not result.fits]
+    both = [result for result in failed if not result.fits]
+    right = sum((result.row.status == "oom") == (not result.fits) for result in judged)
+    return Score(
+        source=source,
+        rows=len(results),
+        timed=len(timed),
+        refused=sum(result.run is None for result in results),
+        mape=fmean(sizes) if sizes else None,
+        median_ape=median(sizes) if sizes else None,
+        bias=fmean(errors) if errors else None,
+        null_mape=null_error([result.run for result in timed if result.run]) if timed else None,
+        worst=max(timed, key=lambda result: abs(result.error or 0.0), default=None),
+        memory_rows=len(memory),
+        memory_mape=fmean(memory) if memory else None,
+        oom_rows=len(failed),
+        oom_right=right / len(judged) if failed else None,
+        oom_precision=len(both) / len(said) if failed and said else None,
+        oom_recall=len(both) / len(failed) if failed else None,
+    )
+
+
+def scores(results: Sequence[Result]) -> list[Score]:
+    """One per source: per file."""
+    files = dict.fromkeys(result.row.file for result in results)
+    return [score(name, [result for result in results if result.row.file == name]) for name in files]
+
+
+def null_error(runs: Sequence[Measured]) -> float:
+    """Of a model that knows one utilisation of the hardware per source, the best there is, and nothing else."""
+    ideal = np.array([hardware_seconds(run.case) for run in runs])
+    ratio = np.array([run.seconds for run in runs]) / ideal
+    # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
+    return min(float(np.mean(np.abs(inverse / ratio - 1))) for inverse in ratio)
+
+
+def hardware_seconds(case: Case) -> float:
+    """At the peak rate, recomputation counted."""
+    again = 4 / 3 if case.layout.recompute == "full" else 1.0
+    return case.flops() * again / case.on.accelerator.rate(case.precision) / case.layout.world
