@@ -76,7 +76,9 @@ def write(tables: dict[str, dict[str, Any]], path: Path = FILE) -> None:
         key = f'"{name}"' if re.search(r"[^\w-]", name) else name
         lines += ["", f"[{key}]"]
         for field, value in table.items():
-            text = f'"{value}"' if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
+            text = (
+                f'"{value}"' if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
+            )
             lines.append(f"{field} = {text}")
     path.write_text("\n".join(lines) + "\n")
     known.cache_clear()

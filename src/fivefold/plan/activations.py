@@ -1,8 +1,8 @@
 """Bytes that one microbatch leaves behind for its backward pass, by kind, on one rank.
 
 kept(spec, layout, stack, samples, seq)      # of a block
-Letters as in work.py. Textbook case: a GPT block with dropout, fused softmax and no recompute keeps T E (34 + 5 H S / E)
-bytes on one rank (arXiv 2205.05198, section 4.1), and with tp all but 10 T E of it is divided; with sp that, too.
+Letters as in work.py. Textbook case: a GPT block with dropout, fused softmax and no recompute keeps
+T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section 4.1); tp divides all but 10 T E of it, sp that, too.
 """
 
 from typing import NamedTuple

@@ -7,8 +7,11 @@ footprint(case).parts       # by component
 from dataclasses import dataclass
 from functools import lru_cache
 
+from msgspec import structs
+
 from fivefold.layout import Layout
 from fivefold.plan.activations import Kept, kept
+from fivefold.plan.memory import Accounting, State
 from fivefold.plan.stack import Stack
 from fivefold.plan.time import Case, stage_parameters
 from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
@@ -25,21 +28,15 @@ GATHERED = 6.0  # bytes per logit of the parts, the whole made of them, and its 
 @dataclass(frozen=True)
 class Footprint:
     rank: int  # the pipeline rank that has the most
-    parameters: float
-    gradients: float
-    optimizer: float
+    state: State
     activations: Kept  # of all microbatches in flight
     ends: float  # embedding and logits
     buffers: float  # gathered weights, buckets, a block under recompute
     margin: float
 
     @property
-    def state(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
     def allocated(self) -> float:
-        return self.state + self.activations.total + self.ends + self.buffers
+        return self.state.total + self.activations.total + self.ends + self.buffers
 
     @property
     def total(self) -> float:
@@ -48,9 +45,9 @@ class Footprint:
     @property
     def parts(self) -> dict[str, float]:
         return {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
+            "parameters": self.state.parameters,
+            "gradients": self.state.gradients,
+            "optimizer": self.state.optimizer,
             **{f"activations: {kind}": size for kind, size in self.activations._asdict().items() if size},
             "logits and embedding": self.ends,
             "buffers": self.buffers,
@@ -69,7 +66,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     mine = placement(layout.schedule, layout.pp, layout.chunks).of_rank[rank]
     stages = [case.stages[number] for number in mine]
     count = sum(stage_parameters(spec, stage) for stage in stages) / layout.tp
-    parameters, gradients, optimizer = state_bytes(count, layout, stack)
+    held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+    shards = layout.dp // layout.replicate * layout.cp
+    state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
     block = kept(spec, layout, stack, case.samples, case.seq)
     flying = in_flight(layout.schedule, layout.pp, layout.microbatches, layout.chunks)[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
@@ -79,7 +78,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         ends += logits_held(spec, layout, stack) * tokens + 4 * tokens * spec.hidden
     buffers = 0.0
     if layout.recompute != "none":
-        whole = kept(spec, _without(layout), stack, case.samples, case.seq)
+        whole = kept(spec, structs.replace(layout, recompute="none"), stack, case.samples, case.seq)
         buffers += whole.total - block.total
     one = case.work.block_parameters
     if layout.zero == 3:
@@ -87,9 +86,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         table = spec.vocab * spec.hidden / layout.tp
         buffers += 2 * one * stack.weight_bytes + max(one, table) * (stack.weight_bytes + stack.gradient_bytes)
     buffers += stack.bucket_bytes
-    allocated = parameters + gradients + optimizer + block.total * layers + ends + buffers
+    allocated = state.total + block.total * layers + ends + buffers
     margin = CONTEXT + FRAGMENTATION * allocated
-    return Footprint(rank, parameters, gradients, optimizer, block.times(layers), ends, buffers, margin)
+    return Footprint(rank, state, block.times(layers), ends, buffers, margin)
 
 
 def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
@@ -99,26 +98,10 @@ def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
     return stack.peak_logit_bytes * -(-spec.vocab // layout.tp)
 
 
-def state_bytes(count: float, layout: Layout, stack: Stack) -> tuple[float, float, float]:
-    """Parameters, gradients and optimizer of `count` parameters of one tp rank."""
-    shards = layout.dp // layout.replicate * layout.cp
-    weights = stack.weight_bytes * count
-    if layout.zero == 3 and layout.dp * layout.cp > 1:
-        return 4 * count / shards, 4 * count / shards, (stack.state_bytes - 4) * count / shards
-    gradients = stack.gradient_bytes * count / (shards if layout.zero == 2 else 1)
-    return weights, gradients, stack.state_bytes * count / (shards if layout.zero else 1)
-
-
-def _without(layout: Layout) -> Layout:
-    from msgspec import structs
-
-    return structs.replace(layout, recompute="none")
-
-
 @lru_cache(maxsize=512)
 def in_flight(schedule: str, p: int, m: int, chunks: int) -> list[dict[int, int]]:
     """By pipeline rank and stage: microbatches whose activations are held when the rank holds the most in all."""
-    found = []
+    found: list[dict[int, int]] = []
     for order in _orders(schedule, p, m, chunks):
         live: dict[int, int] = {}
         best: dict[int, int] = {}

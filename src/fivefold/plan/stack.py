@@ -1,4 +1,4 @@
-"""Stack: the software that runs a layout. Which kernels it has, what it overlaps, and in which order it places the axes.
+"""Stack: the software that runs a layout. Which kernels it has, what it overlaps, in which order it places the axes.
 
 Two systems that run one layout on one cluster differ by a third in speed, and in memory too; what makes the difference
 is said here, by name. `FIVEFOLD` is this code. The systems behind published runs are in `truth/sources.py`.
@@ -61,8 +61,8 @@ class Stack(Struct, frozen=True, kw_only=True):
 class Moved(NamedTuple):
     """Bytes that kernels without a GEMM move per element, forward and backward, weights and sums in 2 bytes.
 
-    Norms and residual sums are per hidden feature of a token; the activation is per feed-forward column (of which a gated
-    one has two); the rotation is per feature of q and k.
+    Norms and residual sums are per hidden feature of a token, the activation is per feed-forward column (of which a
+    gated one has two), the rotation per feature of q and k.
     """
 
     rmsnorm: tuple[float, float]

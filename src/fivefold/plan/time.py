@@ -1,11 +1,13 @@
 """How long one training step takes under a layout: the stages' costs, on the clock of the schedule itself.
 
-    case = Case(spec, layout, cluster, seq=8192, batch=2048)
-    estimate(case).seconds
+case = Case(spec, layout, cluster, seq=8192, batch=2048)
+estimate(case).seconds
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+from msgspec import structs
 
 from fivefold.cluster import Cluster
 from fivefold.layout import Layout
@@ -37,26 +39,44 @@ class Case:
     batch: int  # sequences of a step
     precision: str = "bf16"
     stack: Stack = FIVEFOLD
-    device: Device | None = None  # None: the cluster's first
+    device: Device | None = None  # None: the cluster's own
+    groups: tuple[int, ...] = ()  # of unlike nodes: which group each pipeline rank is on; empty: all on the first
 
     @property
     def samples(self) -> int:
         """Sequences of a microbatch."""
         return max(1, self.batch // (self.layout.dp * self.layout.microbatches))
 
-    @cached_property
+    @property
     def on(self) -> Device:
-        return self.device or Device.of(self.cluster.groups[0].accelerator)
+        """The first pipeline rank's."""
+        return self.work.device
 
-    @cached_property
+    @property
     def wires(self) -> Wires:
-        return Wires(self.on, self.cluster.groups[0].gpus, self.layout, self.stack.order)
+        return self.work.wires
+
+    @property
+    def work(self) -> Work:
+        return self.work_of(0)
+
+    def work_of(self, rank: int) -> Work:
+        """What a microbatch is on a pipeline rank's device."""
+        return self.works[self.groups[rank] if self.groups else 0]
 
     @cached_property
-    def work(self) -> Work:
-        return Work(
-            self.spec, self.layout, self.on, self.wires, self.stack, self.samples, self.seq, self.precision
-        )
+    def works(self) -> list[Work]:
+        """On each group's devices. Unlike groups meet over the slower of their networks."""
+        across = min((group.accelerator.across for group in self.cluster.groups), key=lambda link: link.bandwidth)
+        found = []
+        for group in self.cluster.groups:
+            card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
+            device = self.device or Device.of(card)
+            wires = Wires(device, group.gpus, self.layout, self.stack.order)
+            found.append(
+                Work(self.spec, self.layout, device, wires, self.stack, self.samples, self.seq, self.precision)
+            )
+        return found
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -66,9 +86,10 @@ class Case:
         """Model FLOPs of a step."""
         return float(self.spec.flops_per_token(self.seq, counting)) * self.batch * self.seq
 
-    def mfu(self, seconds: float, counting: Counting = "full", precision: str | None = None) -> float:
-        peak = self.on.accelerator.rate(precision or self.precision) * self.layout.world
-        return self.flops(counting) / seconds / peak
+    def mfu(self, seconds: float, counting: Counting = "full") -> float:
+        """Of the makers' rates of the devices that the layout uses."""
+        peak = sum(group.world * group.accelerator.rate(self.precision) for group in self.cluster.groups)
+        return self.flops(counting) / seconds / (peak * self.layout.world / self.cluster.world)
 
 
 @lru_cache(maxsize=1024)
@@ -140,8 +161,10 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
 
 def stage_passes(case: Case) -> list[Passes]:
     """What each stage does with a microbatch."""
-    work, found = case.work, []
+    owner = placement(case.layout.schedule, case.layout.pp, case.layout.chunks).owner
+    found = []
     for stage in case.stages:
+        work = case.work_of(owner[stage.index])
         passes = work.block.times(len(stage.layers))
         if stage.first:
             passes = passes.plus(work.bottom)
@@ -232,14 +255,12 @@ def stage_parameters(spec: ModelSpec, stage: Stage) -> int:
     block = sum(p.size for p in spec.block_parameters(0))
     table = spec.vocab * spec.hidden
     learned = spec.context * spec.hidden * (spec.positions == "learned")
-    return len(stage.layers) * block + stage.first * (table + learned) + stage.last * (spec.hidden + table * (not (stage.first and spec.tied)))
+    bottom = (table + learned) if stage.first else 0
+    top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
+    return len(stage.layers) * block + bottom + top
 
 
 def rank_parameters(case: Case) -> int:
     """Of the pipeline rank that has the most, before tp."""
     placed = placement(case.layout.schedule, case.layout.pp, case.layout.chunks)
     return max(sum(stage_parameters(case.spec, case.stages[s]) for s in mine) for mine in placed.of_rank)
-
-
-def with_layout(case: Case, layout: Layout) -> Case:
-    return replace(case, layout=layout)

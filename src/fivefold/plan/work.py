@@ -1,7 +1,7 @@
 """What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
 
-Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, H and K query and kv heads of a tp rank, D head
-dim, F feed-forward columns of a tp rank, V vocabulary rows of a tp rank.
+Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
+heads, F feed-forward columns, V vocabulary rows.
 """
 
 from dataclasses import dataclass
@@ -239,12 +239,11 @@ class Work:
         payload = 2.0 * self.tokens * spec.hidden
         tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
         m, n, k = shape
+        loss = self.device.stream(moved / 2, 6)
         trade = self.wires.time("all-gather", "tp", 2.0 * self.tokens * spec.vocab) if gathered else 0.0
         return Passes(
-            Seconds(
-                gemm=self.device.gemm(m, n, k), memory=self.device.stream(moved / 2, 6), tp=tp * bool(self.layout.sp) + trade
-            ),
-            Seconds(gemm=self.device.gemm(m, k, n), memory=self.device.stream(moved / 2, 6), tp=tp),
+            Seconds(gemm=self.device.gemm(m, n, k), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
+            Seconds(gemm=self.device.gemm(m, k, n), memory=loss, tp=tp),
             Seconds(gemm=self.device.gemm(n, k, m)),
         )
 

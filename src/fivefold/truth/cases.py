@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import structs
 
@@ -59,7 +60,7 @@ def spec_of(row: Row, source: Source) -> ModelSpec:
     llama = re.search(r"llama|palm", row.text("model"), re.I) is not None
     mpt = "MPT" in row.text("model")
     layers, hidden, heads = (_need(row, column) for column in ("layers", "hidden", "heads"))
-    shape = {
+    shape: dict[str, Any] = {
         "layers": layers,
         "hidden": hidden,
         "heads": heads,

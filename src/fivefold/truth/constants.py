@@ -1,7 +1,7 @@
 """The constants that measured runs decide: what each accelerator reaches, and what software does. All of them, once.
 
-    constants = Constants.shipped()
-    constants.on(case)          # the same case under them
+constants = Constants.shipped()
+constants.on(case)          # the same case under them
 """
 
 from dataclasses import dataclass, replace

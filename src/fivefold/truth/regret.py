@@ -1,4 +1,4 @@
-"""What following the planner would have cost, on sweeps: sets of layouts that were all tried for one model and batch."""
+"""What following the planner would have cost, on sweeps: layouts that were all tried for one model and batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

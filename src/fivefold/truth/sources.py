@@ -50,8 +50,12 @@ MEGATRON_2021 = Stack(
     scattered_sends=True,
     even=True,
 )
-MEGATRON_2022 = MEGATRON_2021.but(name="Megatron-LM 2022", overlap=Overlap(tp_backward=1), selective="attention", accumulate_bytes=0)
-DEEPSPEED = MEGATRON_2021.but(name="Megatron-DeepSpeed", host=1.0, gradient_bytes=2, accumulate_bytes=6, scattered_sends=False)
+MEGATRON_2022 = MEGATRON_2021.but(
+    name="Megatron-LM 2022", overlap=Overlap(tp_backward=1), selective="attention", accumulate_bytes=0
+)
+DEEPSPEED = MEGATRON_2021.but(
+    name="Megatron-DeepSpeed", host=1.0, gradient_bytes=2, accumulate_bytes=6, scattered_sends=False
+)
 NEMO = Stack(
     name="NeMo, Transformer Engine",
     attention="flash3",
@@ -161,8 +165,8 @@ SOURCES = (
     ),
     Source(
         match=r"^Megatron-Core README",
-        why="README: gradient and weight collectives and tp overlapped, distributed optimizer. Interleaving is not said; "
-        "with 23 and 7 layers a rank, both primes, it can only be by single layers. Mid-2024: FlashAttention 2",
+        why="README: gradient and weight collectives and tp overlapped, distributed optimizer. "
+        "Interleaving is not said, and with 23 and 7 layers a rank, both primes, it can only be by single layers. Mid-2024: FlashAttention 2",
         stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2"),
         zero=1,
         sp=True,
