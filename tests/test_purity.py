@@ -13,8 +13,8 @@ PURE = [
     "fivefold.accelerators", "fivefold.reading", "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli",
     "fivefold.train.config", "fivefold.train.rate", "fivefold.train.preflight", "fivefold.train.world",
     "fivefold.data.prepare", "fivefold.data.batch", "fivefold.sharding", "fivefold.buckets", "fivefold.wire",
-    "fivefold.plan.traffic", "fivefold.plan.memory", "fivefold.prove.verify", "fivefold.prove.layouts",
-    "fivefold.prove.curve", "fivefold.prove.attention",
+    "fivefold.plan.traffic", "fivefold.plan.memory", "fivefold.plan.context", "fivefold.plan.context_report",
+    "fivefold.prove.verify", "fivefold.prove.layouts", "fivefold.prove.curve", "fivefold.prove.attention",
     "fivefold.stages", "fivefold.faults", "fivefold.files", "fivefold.checkpoint.store", "fivefold.checkpoint.find",
     "fivefold.prove.trace", "fivefold.trace.chrome", "fivefold.trace.report",
 ]  # fmt: skip
@@ -42,7 +42,7 @@ sys.meta_path.insert(0, NoTorch())
 from typer.testing import CliRunner
 from fivefold.cli import app
 helps = ('train --help', 'verify --help', 'data prepare --help')
-for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', *helps):
+for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', 'context --seq 4096 --cp 2', *helps):
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, (line, result.output)
 print('fine')

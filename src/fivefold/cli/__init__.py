@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold import __version__
-from fivefold.cli import bench, checkpoint, curve, data, generate, hf, models, schedules, trace, train, verify
+from fivefold.cli import bench, checkpoint, context, curve, data, generate, hf, models, schedules, trace, train, verify
 from fivefold.errors import Note, PeerLost, TrainingError, UserError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.command("trace", short_help=trace.SHORT)(trace.trace)
 app.command("models", short_help=models.SHORT)(models.models)
 app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)
+app.command("context", short_help=context.SHORT)(context.context)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
 app.add_typer(hf.importing, name="import", short_help=hf.IMPORT)
