@@ -5,6 +5,7 @@ schedule_of(spec, layout, seq)    # in which order the ranks do what, with these
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fivefold.layout import Layout
 from fivefold.schedule.catalogue import build
@@ -48,6 +49,7 @@ def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
 def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
 
@@ -56,22 +58,24 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     if stages == 1:
         return (spec.layers,)
     layer, bottom, top = costs(spec, seq)
-    best: tuple[tuple[float, float], tuple[int, ...]] | None = None
+    best: tuple[tuple[float, float], int, int] | None = None
     for first in range(spec.layers + 1):
         for last in range(spec.layers + 1 - first):
             rest, inner = spec.layers - first - last, stages - 2
             if inner == 0 and rest:
                 continue
             each, more = divmod(rest, inner) if inner else (0, 0)
-            middle = [each] * (inner - more) + [
-                each + 1
-            ] * more  # later stages hold fewer microbatches: the larger ones
-            load = [first * layer + bottom, *(size * layer for size in middle), last * layer + top]
-            score = (max(load), sum(one * one for one in load))
+            ends = (first * layer + bottom, last * layer + top)
+            small, large = each * layer, (each + 1) * layer
+            squares = ends[0] ** 2 + ends[1] ** 2 + (inner - more) * small**2 + more * large**2
+            score = (max(*ends, large if more else small if inner else 0.0), squares)
             if best is None or score < best[0]:
-                best = score, (first, *middle, last)
+                best = score, first, last
     assert best is not None
-    return best[1]
+    _, first, last = best
+    each, more = divmod(spec.layers - first - last, stages - 2) if stages > 2 else (0, 0)
+    # Later stages hold fewer microbatches: the larger ones.
+    return (first, *[each] * (stages - 2 - more), *[each + 1] * more, last)
 
 
 def schedule_of(spec: ModelSpec, layout: Layout, seq: int) -> Schedule:

@@ -13,9 +13,9 @@ from fivefold.layout import Layout
 from fivefold.plan.activations import Kept, kept
 from fivefold.plan.memory import Accounting, State
 from fivefold.plan.stack import Stack
-from fivefold.plan.time import Case, stage_parameters
+from fivefold.plan.time import Case, schedule_of, stage_parameters
 from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
-from fivefold.schedule.catalogue import build, placement
+from fivefold.schedule.catalogue import placement
 from fivefold.spec import ModelSpec
 
 GiB = 1 << 30
@@ -117,5 +117,5 @@ def in_flight(schedule: str, p: int, m: int, chunks: int) -> list[dict[int, int]
 
 
 def _orders(schedule: str, p: int, m: int, chunks: int) -> list[tuple[Action, ...]]:
-    built = build(schedule, p, m, chunks=chunks)
+    built = schedule_of(schedule, p, m, chunks)
     return [built.compute(rank) for rank in range(p)]

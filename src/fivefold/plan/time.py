@@ -98,7 +98,7 @@ def _stages(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
 
 
 @lru_cache(maxsize=256)
-def _schedule(name: str, p: int, m: int, chunks: int) -> Schedule:
+def schedule_of(name: str, p: int, m: int, chunks: int) -> Schedule:
     return build(name, p, m, chunks=chunks)
 
 
@@ -150,7 +150,7 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
     if case.layout.pp == 1:
         length = busiest.total
     elif exact:
-        schedule = _schedule(case.layout.schedule, case.layout.pp, m, case.layout.chunks)
+        schedule = schedule_of(case.layout.schedule, case.layout.pp, m, case.layout.chunks)
         simulation = simulate(schedule, costs(case, passes))
         length = simulation.makespan
     else:

@@ -15,6 +15,7 @@ from fivefold.plan.stack import MOVED, Stack
 from fivefold.spec import ModelSpec
 
 FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "auto")  # schedules with W apart from I
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)
 
 
@@ -179,7 +180,9 @@ class Work:
         ahead = hidden(2 * half, forward, hides("tp"))
         if self.stack.overlap.tp:
             return ahead, hidden(2 * half + again, backward, hides("tp"))
-        return ahead, hidden(2 * half + again, weights, hides("tp_backward"))
+        # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
+        behind = 0.0 if self.layout.schedule in SPLIT else weights
+        return ahead, hidden(2 * half + again, behind, hides("tp_backward"))
 
     def _context(self, attend: float, attend_back: float) -> tuple[float, float]:
         """Keys and values round the ring or gathered, or heads traded for tokens."""

@@ -10,6 +10,7 @@ from fivefold.accelerators import find_accelerator
 from fivefold.cluster import Cluster, Group
 from fivefold.errors import UserError
 from fivefold.layout import Layout, Recompute
+from fivefold.plan.search import search
 from fivefold.plan.stack import Stack
 from fivefold.plan.time import Case
 from fivefold.spec import ModelSpec
@@ -35,7 +36,8 @@ class Measured:
 def measured(row: Row) -> Measured:
     source = source_of(row.text("source"))
     spec = spec_of(row, source)
-    layout = layout_of(row, source, spec)
+    known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
+    layout = layout_of(row, source, spec) if known else Layout()
     case = Case(
         spec,
         layout,
@@ -45,6 +47,9 @@ def measured(row: Row) -> Measured:
         precision="fp8" if "fp8" in row.text("precision").lower() else "bf16",
         stack=stack_of(row, source),
     )
+    if not known:
+        # Nobody says how it was laid out: as the planner would.
+        case = search(case, top=1, zero=source.zero).best.case
     memory = row.number("peak_mem_gb")
     return Measured(row, source, case, seconds_of(row, source, case), memory and memory * source.memory_unit)
 
@@ -116,8 +121,6 @@ def cluster_of(row: Row, source: Source) -> Cluster:
 def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     gpus = _need(row, "gpus")
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
-    if row.whole("tp") is None and row.whole("dp") is None:
-        raise Refused("tp, pp and dp are not published")
     dp = row.whole("dp") or max(1, gpus // (tp * pp * cp))
     stated = re.match(r"\d", row.text("zero_stage"))
     zero = int(stated.group()) if stated else source.zero

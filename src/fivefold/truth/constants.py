@@ -9,7 +9,7 @@ from typing import Self
 
 from msgspec import structs
 
-from fivefold.achieved import LIKE, Achieved, Software, achieved, software
+from fivefold.achieved import LIKE, Achieved, Software, achieved, software, write
 from fivefold.plan.kernels import Device
 from fivefold.plan.time import Case
 
@@ -72,7 +72,7 @@ class Constants:
         """From numbers in the order of FITTED."""
         tables: dict[str, dict[str, float]] = {}
         for one, value in zip(FITTED, values, strict=True):
-            tables.setdefault(one.where, {})[one.name] = value
+            tables.setdefault(one.where, {})[one.name] = float(value)
         devices = {}
         for name, units in UNITS.items():
             devices[name] = Achieved(**tables[name], units=units, ramp=RAMP, source=SOURCE)
@@ -80,6 +80,16 @@ class Constants:
         slower = {part: clock * getattr(devices["H100"], part) for part in COMPUTE}
         devices[CLOCK] = structs.replace(devices["H100"], **slower)
         return cls(devices, Software(**tables["software"]))
+
+    def value(self, one: Fitted) -> float:
+        if one.name == "clock":
+            return self.devices[CLOCK].gemm / self.devices["H100"].gemm
+        return float(getattr(self.software if one.where == "software" else self.devices[one.where], one.name))
+
+    def write(self) -> None:
+        """Keep them where the planner looks."""
+        tables = {name: structs.asdict(reached) for name, reached in self.devices.items()}
+        write(tables | {"software": structs.asdict(self.software)})
 
     def on(self, case: Case) -> Case:
         accelerator = case.cluster.groups[0].accelerator

@@ -35,6 +35,24 @@ class Result:
             return None
         return self.seconds / self.run.seconds - 1
 
+    def to_dict(self) -> dict[str, Any]:
+        run = self.run
+        return {
+            "source": self.row.file,
+            "line": self.row.line,
+            "model": self.row.text("model"),
+            "status": self.row.status,
+            "refused": self.refused or None,
+            "layout": str(run.case.layout) if run else None,
+            "measured_seconds": run.seconds if run and self.row.status == "ok" else None,
+            "predicted_seconds": self.seconds,
+            "error": self.error,
+            "measured_memory": run.memory if run else None,
+            "predicted_memory": self.memory,
+            "memory_error": self.memory_error,
+            "fits": self.fits,
+        }
+
     @property
     def memory_error(self) -> float | None:
         if self.run is None or self.run.memory is None or self.memory is None or self.row.status != "ok":

@@ -166,7 +166,8 @@ SOURCES = (
     Source(
         match=r"^Megatron-Core README",
         why="README: gradient and weight collectives and tp overlapped, distributed optimizer. "
-        "Interleaving is not said, and with 23 and 7 layers a rank, both primes, it can only be by single layers. Mid-2024: FlashAttention 2",
+        "Interleaving is not said, and with 23 and 7 layers a rank, both primes, it can only be by single layers. "
+        "Mid-2024: FlashAttention 2",
         stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2"),
         zero=1,
         sp=True,
