@@ -9,9 +9,10 @@ plus what each kernel and each all-reduce costs however little it does. Letters 
 
 Where the numbers come from. Kernels of a block: GEMMs for q k v, o, gate and up, down; a norm with its residual sum,
 twice; rotation; the write into the cache; attention over parts of the cache, and the sum of the parts; the activation
-function. With CUDA graphs a kernel costs `Achieved.launch`: batch 1 on A100s in gpt-fast's README leaves 52 us a block
-beyond the weights' bytes, with and without tp, which is those eleven. Without graphs the host launches them, and a
-block of plain PyTorch takes it `Software.host`.
+function. With CUDA graphs a kernel costs `Achieved.launch`. The count, `BETWEEN` and `SKINNY` were chosen with batch 1
+on A100s in gpt-fast's README in view, which leaves 52 us a block beyond the weights' bytes: those runs are no
+independent check of them. TensorRT-LLM's throughputs are: nothing was chosen by them. Without graphs the host launches,
+and a block of plain PyTorch takes it `Software.host`.
 """
 
 import math
@@ -37,7 +38,7 @@ CHUNK = 2048  # tokens of prompts that are computed together: enough for the ten
 KERNELS = 7  # of a block, beside its GEMMs
 TILE, SKINNY = 64, 16  # rows of the smallest tile in kernels.py; of the kernels that servers have for fewer rows
 SAMPLING = 8  # kernels after the head: scale, filter, softmax, draw
-BETWEEN = 0.2e-3  # assumption: seconds in which the host reads the tokens, schedules, and starts the next graph
+BETWEEN = 0.2e-3  # seconds in which the host reads the tokens, schedules, and starts the next graph
 LOGIT_BYTES = 12.0  # that the head's output is read and written: as bf16, then as float32
 
 # Small messages. NCCL's LL protocol has these latencies a hop where Simple, which the catalogue has for training, has
