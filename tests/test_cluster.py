@@ -3,12 +3,15 @@
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fivefold.accelerators import ACCELERATORS, LINKS, PRECISIONS, Link, find_accelerator
+from fivefold.achieved import achieved
 from fivefold.cluster import Cluster, Group
 from fivefold.errors import UserError
 
@@ -157,6 +160,90 @@ def test_an_accelerator_can_be_given_inline():
     ]
 
 
+# An accelerator of one's own, in a file
+
+FILE = """
+name = "mine"
+memory = 150e9
+memory_bandwidth = 4.8e12
+[peak]
+bf16 = 989e12
+[inside]
+bandwidth = 450e9
+latency = 3e-6
+name = "NVLink4"
+[across]
+bandwidth = 50e9
+latency = 14e-6
+[achieved]
+gemm = 0.75
+units = 132
+launch = 2e-6
+source = "measured"
+"""
+
+
+@pytest.mark.parametrize(("counts", "nodes", "world"), [("", 1, 1), ("8x", 1, 8), ("2x8x", 2, 16)])
+def test_a_file_stands_where_a_name_does(counts, nodes, world, tmp_path):
+    folder = tmp_path / "my.dir"
+    folder.mkdir()
+    (folder / "8xh200.toml").write_text(FILE)
+    cluster = Cluster.parse(f"{counts}{folder}/8xh200.toml")
+    device = cluster.groups[0].accelerator
+    assert (cluster.nodes, cluster.world, device.name) == (nodes, world, "mine")
+    assert device.achieved is not None
+    assert (device.achieved.gemm, device.achieved.units, device.achieved.launch) == (0.75, 132, 2e-6)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    assert Cluster.from_dict({"accelerator": f"{folder}/8xh200.toml"}).groups[0].accelerator == device
+    with pytest.raises(UserError):
+        Cluster.parse(str(cluster))
+
+
+def test_what_a_file_leaves_out_is_as_the_catalogue_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("h100.toml").write_text(FILE.replace('"mine"', '"H100"', 1))
+    device = Cluster.parse("8xh100.toml").groups[0].accelerator
+    assert device.achieved == structs.replace(achieved("H100"), gemm=0.75, units=132, launch=2e-6, source="measured")
+
+
+def test_shares_can_be_replaced_in_a_group():
+    cluster = Cluster.from_dict({"gpus": 8, "accelerator": "H100", "achieved": {"gemm": 0.5}})
+    assert cluster.groups[0].accelerator.achieved == structs.replace(achieved("H100"), gemm=0.5)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+def test_every_problem_of_the_shares_is_told():
+    wrong = {"gem": 0.7, "stream": 0.0, "flash2": 1.6, "units": 0, "launch": -1, "ramp": "x", "source": ""}
+    assert problems({"accelerator": "H100", "achieved": wrong}) == [
+        "cluster: achieved: unknown key 'gem'; did you mean 'gemm'?",
+        "cluster: achieved: ramp='x' must be a number of steps, at least 0 and below a million",
+        "cluster: achieved: units=0 must be a whole number of at least 1",
+        "cluster: achieved: flash2=1.6 must be a share of the ceiling: above 0, at most 1.5",
+        "cluster: achieved: stream=0.0 must be a share of the ceiling: above 0, at most 1.5",
+        "cluster: achieved: launch=-1 must be a number of seconds, at least 0 and below 1",
+        "cluster: achieved: source='' must be a text",
+    ]
+    assert problems({"accelerator": "H100", "achieved": 3})[0].startswith("cluster: achieved: 3 must be a table with")
+
+
+def test_a_bad_file_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert problems("8xh200.toml") == [
+        "'8xh200.toml': no accelerator file h200.toml; 'fivefold calibrate -o h200.toml' makes one of this device"
+    ]
+    Path("h200b.toml").write_text("name =")
+    assert problems("8xh200.toml")[0].endswith("did you mean 'h200b.toml'?")
+    [problem] = problems("h200b.toml")
+    assert problem.startswith("'h200b.toml': accelerator file h200b.toml cannot be read as TOML: ")
+    Path("dir.toml").mkdir()
+    assert problems("dir.toml")[0].startswith("'dir.toml': accelerator file dir.toml cannot be read as TOML: ")
+    Path("part.toml").write_text(FILE.replace("gemm = 0.75", "gemm = 75").replace("memory = 150e9", ""))
+    assert problems("2x8xpart.toml") == [
+        "'2x8xpart.toml': part.toml: memory is missing",
+        "'2x8xpart.toml': part.toml: achieved: gemm=75 must be a share of the ceiling: above 0, at most 1.5",
+    ]
+
+
 # What is refused
 
 
@@ -289,7 +376,7 @@ def test_the_catalogue_is_consistent(device):
     known = [rate for rate in rates if rate is not None]
     assert known == sorted(known), "a narrower format is never slower"
     assert device.peak.bf16 == device.peak.fp16
-    assert device.inside.bandwidth > device.across.bandwidth
+    assert device.inside.bandwidth >= device.across.bandwidth  # a TPU's torus is both
     assert device.inside.bandwidth < device.memory_bandwidth
     assert device.memory_bandwidth < device.peak.fp32
 

@@ -3,22 +3,26 @@
 Cluster.parse("8x8xH100")                  8 nodes of 8;  "8xH100" is one node of 8, "H100" a single GPU
 Cluster.parse("4x8xH100+2x8xA100-80")      unlike nodes; ranks count through the groups in this order
 Cluster.parse("2x72xGB200")                two NVL72 racks: a node is what NVLink joins
+Cluster.parse("2x8xmine/h200.toml")        an accelerator of your own: the file that `fivefold calibrate` writes
 
 [[cluster.group]]                          the same as TOML, for Cluster.from_dict
 nodes = 4
 gpus = 8
-accelerator = "H100"                       or a table: name, peak, memory, memory_bandwidth, inside, across
+accelerator = "H100"                       or a file, or a table: name, peak, memory, memory_bandwidth, inside, across
 across = "RoCE-200G"                       or { bandwidth = 25e9 }: any figure of the accelerator can be replaced
 """
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Struct, structs, to_builtins
 
 from fivefold.accelerators import ACCELERATORS, Accelerator, Link, Rates, find_accelerator, find_link
+from fivefold.achieved import Achieved, achieved
 from fivefold.errors import UserError
 from fivefold.words import did_you_mean
 
@@ -134,7 +138,8 @@ class Cluster(Struct, frozen=True):
 
 # Reading. msgspec's own decoder stops at the first problem and names types, not what to write instead; hence by hand.
 
-NESTED: dict[str, type[Struct]] = {"peak": Rates, "inside": Link, "across": Link}
+NESTED: dict[str, type[Struct]] = {"peak": Rates, "inside": Link, "across": Link, "achieved": Achieved}
+SHARE = 1.5  # no kernel reaches more of a ceiling, unless the ceiling is not one
 T = TypeVar("T", bound=Struct)
 
 
@@ -187,7 +192,7 @@ def _read_group(table: Any) -> Group:
             device = _read(Accelerator, named)
     elif isinstance(named, str):
         with _gathering(problems):
-            device = find_accelerator(named)
+            device = read_accelerator(named) if named.strip().endswith(".toml") else find_accelerator(named)
     else:
         problems.append(f"accelerator={named!r} must be a table or one of {', '.join(ACCELERATORS)}")
     with _gathering(problems):
@@ -195,6 +200,23 @@ def _read_group(table: Any) -> Group:
     if problems:
         raise UserError(problems)
     return Group(accelerator=device, **counts)
+
+
+def read_accelerator(name: str) -> Accelerator:
+    """The accelerator that a TOML file describes, as `fivefold calibrate` writes it."""
+    path = Path(name.strip()).expanduser()
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        others = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = did_you_mean(str(path), others) if others else f"'fivefold calibrate -o {path}' makes one of this device"
+        raise UserError(f"no accelerator file {path}; {hint}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"accelerator file {path} cannot be read as TOML: {error}") from None
+    problems: list[str] = []
+    with _gathering(problems, str(path)):
+        return _read(Accelerator, table)
+    raise UserError(problems)
 
 
 def _read_count(key: str, value: Any) -> int:
@@ -215,8 +237,8 @@ def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
     values = {}
     for field in fields:
         if field.name in value:
-            with _gathering(problems, field.name if field.name in NESTED else ""):
-                values[field.name] = _read_field(field.name, value[field.name], getattr(usual, field.name, None))
+            with _gathering(problems, field.name if kind is Accelerator and field.name in NESTED else ""):
+                values[field.name] = _read_field(kind, field.name, value, usual)
         elif usual is None and field.required:
             problems.append(f"{field.name} is missing")
     if problems:
@@ -224,17 +246,46 @@ def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
     return structs.replace(usual, **values) if usual else kind(**values)
 
 
-def _read_field(name: str, value: Any, usual: Any) -> Any:
+def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], whole: Any) -> Any:
+    """One value of a table; `whole` is what it would usually be a part of."""
+    value, usual = table[name], getattr(whole, name, None)
+    if kind is Achieved:
+        return _read_share(name, value)
+    if name == "achieved":
+        if value is None:  # as the catalogue has it
+            return None
+        return _read(Achieved, value, usual or achieved(str(table.get("name", getattr(whole, "name", "")))))
     if NESTED.get(name) is Link and isinstance(value, str):
         return find_link(value)
     if name in NESTED:
         return _read(NESTED[name], value, usual)
     if name == "name":
-        if isinstance(value, str) and value.strip():
-            return value
-        raise UserError(f"name={value!r} must be a text")
+        return _read_text(name, value)
     least = 0 if name == "latency" else 1
     if type(value) in (int, float) and least <= value < 1e30:  # neither infinite nor nan
         return int(value) if name == "memory" else float(value)
     unit = {"memory": "bytes", "latency": "seconds", "bandwidth": "bytes/s", "memory_bandwidth": "bytes/s"}
     raise UserError(f"{name}={value!r} must be a number of {unit.get(name, 'FLOP/s')}, at least {least}")
+
+
+def _read_text(name: str, value: Any) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise UserError(f"{name}={value!r} must be a text")
+
+
+def _read_share(name: str, value: Any) -> Any:
+    """A field of `Achieved`: most are shares of a ceiling."""
+    if name == "source":
+        return _read_text(name, value)
+    if name == "units":
+        return _read_count(name, value)
+    number = type(value) in (int, float)
+    if name in ("launch", "ramp"):
+        if number and 0 <= value < (1 if name == "launch" else 1e6):
+            return float(value)
+        wanted = "seconds, at least 0 and below 1" if name == "launch" else "steps, at least 0 and below a million"
+        raise UserError(f"{name}={value!r} must be a number of {wanted}")
+    if number and 0 < value <= SHARE:
+        return float(value)
+    raise UserError(f"{name}={value!r} must be a share of the ceiling: above 0, at most {SHARE}")
