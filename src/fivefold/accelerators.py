@@ -175,6 +175,33 @@ ACCELERATORS = {
             across=Link(150 * GB, 2 * us, "ICI"),
         ),
         Accelerator(
+            name="B300",
+            # Blackwell Ultra datasheet, HGX B300 column, per GPU: dense bf16 and fp8 as the B200's, more memory
+            peak=Rates(fp64=1.3 * T, fp32=77 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T),
+            memory=275040 * MiB,
+            memory_bandwidth=8000 * GB,
+            inside=LINKS["NVLink5"],
+            across=LINKS["InfiniBand-XDR"],  # HGX B300: 8 ConnectX-8 of 800 Gb/s
+        ),
+        Accelerator(
+            name="GB300",
+            # GB300 NVL72 datasheet, per GPU: 360 PFLOPS sparse bf16 and 720 fp8 in a rack of 72, halved
+            peak=Rates(fp64=1.4 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T),
+            memory=284208 * MiB,
+            memory_bandwidth=8000 * GB,
+            inside=LINKS["NVLink5"],
+            across=LINKS["InfiniBand-XDR"],  # GB300 NVL72: 72 ConnectX-8
+        ),
+        Accelerator(
+            name="V100",
+            # V100 datasheet, SXM2: 125 tensor TFLOPS in fp16 (bf16 came with the A100), 32 GB at 900 GB/s
+            peak=Rates(fp64=7.8 * T, fp32=15.7 * T, fp16=125 * T),
+            memory=32768 * MiB,
+            memory_bandwidth=900 * GB,
+            inside=Link(150 * GB, _NVLINK, "NVLink2"),  # same: 300 GB/s both ways
+            across=LINKS["RoCE-100G"],  # DGX-1: 4 adapters of 100 Gb/s for 8 GPUs, each pair's own
+        ),
+        Accelerator(
             name="L40S",
             # L40S datasheet: tf32 183, bf16 and fp16 362.05, fp8 733 dense; fp64 is 1/64 of fp32 as in all of Ada
             peak=Rates(fp64=1.43 * T, fp32=91.6 * T, tf32=183 * T, bf16=362.05 * T, fp16=362.05 * T, fp8=733 * T),

@@ -47,6 +47,8 @@ def plan(
     prompt: Annotated[int, typer.Option(help="Serving: tokens of a prompt.")] = 2048,
     answer: Annotated[int, typer.Option(help="Serving: tokens of an answer.")] = 512,
     concurrent: Annotated[int | None, typer.Option(help="Serving: sequences at a time; default: what fits.")] = None,
+    ttft: Annotated[float | None, typer.Option(help="Serving: seconds to the first token, at most.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Serving: seconds per token after it, at most.")] = None,
     as_json: Json = False,
 ) -> None:
     """Choose a layout: all are weighed, the best timed by their own schedules.
@@ -78,7 +80,7 @@ def plan(
     if inference:
         from fivefold.cli.serve import serve
 
-        serve(words, cluster, prompt, answer, concurrent, precision, as_json)
+        serve(words, cluster, prompt, answer, concurrent, precision, (ttft, tpot), as_json)
         return
     _check_price(price)
     case = _case(words, cluster, batch, seq, precision, software)

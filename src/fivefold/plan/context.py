@@ -142,6 +142,7 @@ class Method:
     exposed: Both  # communication that nothing hides
     kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
     buffers: int  # bytes beside them while it runs, at most
+    moving: Both  # all communication, as if nothing hid any
     waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
     spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
 
@@ -174,6 +175,7 @@ def ring(case: Case, split: Split | None = None) -> Method:
         Both(forward, backward),
         kept=_kept(case, case.kv_heads),
         buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
+        moving=Both((c - 1) * case.send(narrow), (c - 1) * case.send(narrow) + c * case.send(wide)),
         waits=waits,
     )
 
@@ -194,6 +196,7 @@ def allgather(case: Case, split: Split | None = None) -> Method:
         Both(gather, gather + scatter),
         kept=_kept(case, case.kv_heads),
         buffers=narrow + wide,  # all keys and values, and their gradients
+        moving=Both(gather, gather + scatter),
         spare=min(gather, own.forward) + min(gather, own.backward),
     )
 
@@ -217,6 +220,7 @@ def ulysses(case: Case) -> Method:
         Both(trade, trade),
         kept=_kept(case, case.lcm),
         buffers=2 * there,  # gradients of q, k and v before and after the trade
+        moving=Both(trade, trade),
     )
 
 

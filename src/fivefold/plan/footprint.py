@@ -85,7 +85,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         # Two blocks' weights gathered, one block's gradients whole; the ends' too.
         table = spec.vocab * spec.hidden / layout.tp
         buffers += 2 * one * stack.weight_bytes + max(one, table) * (stack.weight_bytes + stack.gradient_bytes)
-    buffers += stack.bucket_bytes
+    buffers += stack.bucket_bytes + case.work.exchange_bytes
     allocated = state.total + block.total * layers + ends + buffers
     margin = CONTEXT + FRAGMENTATION * allocated
     return Footprint(rank, state, block.times(layers), ends, buffers, margin)

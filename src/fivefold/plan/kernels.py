@@ -1,6 +1,6 @@
 """How long a kernel takes on a device: a roofline, with what a real GEMM loses to its tiles.
 
-    device = Device(find_accelerator("H100"))
+    device = Device.of(find_accelerator("H100"))
     device.gemm(8192, 28672, 8192)           # seconds
 
 A GEMM is computed in tiles, and the tiles run in waves over the multiprocessors: a shape that needs 1.05 waves pays for
@@ -47,7 +47,12 @@ class Device:
     def rate(self, precision: str = "bf16") -> float:
         """FLOP/s of large GEMMs."""
         share = self.reached.fp8 if precision == "fp8" else self.reached.gemm
-        return self.accelerator.rate(precision) * share
+        return self.peak(precision) * share
+
+    def peak(self, precision: str = "bf16") -> float:
+        """The maker's rate; fp16's, where a device is older than bf16."""
+        older = precision == "bf16" and self.accelerator.peak.bf16 is None
+        return self.accelerator.rate("fp16" if older else precision)
 
     @property
     def bandwidth(self) -> float:
@@ -73,7 +78,7 @@ class Device:
         share = getattr(self.reached, kernel) * (NARROW_HEAD if head_dim <= 64 else 1.0)
         tiles = batch * heads * math.ceil(queries / QUERIES)
         filled = tiles / (math.ceil(tiles / self.reached.units) * self.reached.units)
-        forward = 4.0 * batch * heads * queries * keys * head_dim / (self.accelerator.rate("bf16") * share * filled)
+        forward = 4.0 * batch * heads * queries * keys * head_dim / (self.peak() * share * filled)
         moved = 8.0 * batch * heads * queries * head_dim
         return (
             max(forward, moved / self.bandwidth) + self.reached.launch,

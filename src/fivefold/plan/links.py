@@ -1,6 +1,6 @@
 """How long a collective takes: ring or tree, within a node or across, by where an axis's ranks really are.
 
-    wires = Wires(cluster, layout, stack.order)
+    wires = Wires(device, 8, layout, stack.order)       # 8 GPUs a node
     wires.time("all-reduce", "tp", 64 << 20)         # seconds
 
 Alpha-beta: a ring of n passes its bytes on n-1 times (twice that for an all-reduce), each time a latency; a tree needs
@@ -93,9 +93,18 @@ class Wires:
         # A ring passes every rank, and from node to node once each.
         ring = rounds * ((n - reach.nodes) * inner + (reach.nodes if reach.nodes > 1 else 0) * outer) + carried
         if kind == "all-to-all":
-            return calls * (max(inner, outer if reach.nodes > 1 else 0.0) + carried)
+            return calls * self._trade(reach, payload)
         steps = rounds * (math.log2(max(2, reach.nodes)) * outer * (reach.nodes > 1) + reach.together * inner)
         return calls * min(ring, steps + carried / TREE)
+
+    def _trade(self, reach: Reach, payload: float) -> float:
+        """All-to-all: what is for other nodes differs from rank to rank, and each rank's leaves by its own port."""
+        inside, across = self._accelerator.inside, self._accelerator.across
+        near = payload * (reach.together - 1) / reach.ranks / (inside.bandwidth * self._reached.inside)
+        if reach.nodes == 1:
+            return inside.latency + near
+        far = payload * (reach.ranks - reach.together) / reach.ranks / (across.bandwidth * self._reached.across)
+        return across.latency + max(near, far)
 
 
 def _together(size: int, stride: int, gpus: int) -> int:

@@ -29,6 +29,8 @@ class Overlap(Struct, frozen=True, kw_only=True):
 class Stack(Struct, frozen=True, kw_only=True):
     name: str
     attention: Attention = "flash2"
+    cp_attention: Attention | None = None  # where cp needs the log-sum-exp; None: the same
+    merges: bool = False  # partial results are merged by kernels of their own
     pointwise: Pointwise = "fused"  # activation functions, rotations, residual sums
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
@@ -47,6 +49,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     columns_apart: bool = False  # q, k and v, and gate and up, are products of their own: smaller ones fill less
     rowwise: bool = False  # fp8 with a scale per row
     scattered_sends: bool = False  # a stage's output is sent once, in tp parts, and gathered behind the link
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")  # that it has
     even: bool = False  # every stage has as many layers, whatever stands at the ends
     selective: Selective = "pointwise"  # recompute: all but matmuls; attention's core alone; every other matmul too
 
@@ -84,9 +87,24 @@ MOVED: dict[Pointwise, Moved] = {
 
 FIVEFOLD = Stack(
     name="fivefold",
-    attention="flash3",
+    attention="flash3",  # what scaled_dot_product_attention takes on Hopper: cuDNN's
+    cp_attention="flash2",  # called by name: torch's cuDNN operator does not promise its log-sum-exp
+    merges=True,
     pointwise="eager",
     norm="fused",
     overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1),
-    host=0.5,
+    schedules=(
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zb-v",
+        "v-half",
+        "dualpipe-v",
+    ),  # of those it has, the ones worth trying
+    host=0.9,  # 0.86 to 1.13 ms on the hosts of four H200s
+    accumulate_bytes=12.0,  # a bf16 gradient widened by itself: 6 bytes, by a kernel at half the memory's pace
+    # Per logit: widened 6 (at half pace), log-softmax read thrice and written 16, zeros for its slope 4, backward 16,
+    # narrowed 6.
+    logit_bytes=54.0,
+    peak_logit_bytes=12.0,  # in backward: the log-softmax, its slope and what comes out, each in float32
 )

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fivefold.layout import Layout
+from fivefold.plan import context
 from fivefold.plan.kernels import Device
 from fivefold.plan.links import Wires
 from fivefold.plan.stack import MOVED, Stack
@@ -100,7 +101,7 @@ class Work:
         point, point_back = self._pointwise
         ahead = Seconds(gemm=forward, attention=attend, memory=point)
         tp, tp_back = self._tensor(forward, inputs + weights, weights)
-        cp, cp_back = self._context(attend, attend_back)
+        cp, cp_back = self._context()
         again = self._again(ahead, tp)
         gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again)
         back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter)
@@ -124,11 +125,25 @@ class Work:
 
     @cached_property
     def _attention(self) -> tuple[float, float]:
+        """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
         spec, layout = self.spec, self.layout
-        queries = self.seq // layout.cp
-        return self.device.attention(
-            self.stack.attention, self.samples, spec.heads // layout.tp, spec.head_dim, queries, self.seq / 2
-        )
+        if self._over_ranks is not None:
+            work = self._over_ranks.work
+            parts = work.both if self.stack.merges else work.attention
+            return self.samples * parts.forward, self.samples * parts.backward
+        heads = spec.heads // layout.tp
+        return self.device.attention(self.stack.attention, self.samples, heads, spec.head_dim, self.seq, self.seq / 2)
+
+    @cached_property
+    def _over_ranks(self) -> context.Method | None:
+        """One sequence over the cp ranks (context.py says how each way works)."""
+        spec, layout = self.spec, self.layout
+        if layout.cp == 1:
+            return None
+        kernel = self.stack.cp_attention or self.stack.attention
+        heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
+        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, self.wires, kernel)
+        return {"ring": context.ring, "allgather": context.allgather, "ulysses": context.ulysses}[layout.cp_kind](case)
 
     @cached_property
     def _pointwise(self) -> tuple[float, float]:
@@ -184,26 +199,16 @@ class Work:
         behind = 0.0 if self.layout.schedule in SPLIT else weights
         return ahead, hidden(2 * half + again, behind, hides("tp_backward"))
 
-    def _context(self, attend: float, attend_back: float) -> tuple[float, float]:
-        """Keys and values round the ring or gathered, or heads traded for tokens."""
-        spec, layout, c = self.spec, self.layout, self.layout.cp
-        if c == 1:
+    def _context(self) -> tuple[float, float]:
+        """What attention does not hide of the exchange of keys and values; a recomputed block exchanges again."""
+        if self._over_ranks is None:
             return 0.0, 0.0
-        pair = 4.0 * self.tokens * max(1, spec.kv_heads // layout.tp) * spec.head_dim  # bytes of this rank's
-        forwards = 2 if layout.recompute == "full" else 1
-        if layout.cp_kind == "ring":
-            ahead = self.wires.time("send", "cp", pair, c - 1)
-            back = self.wires.time("send", "cp", 3 * pair, c - 1)
-        elif layout.cp_kind == "allgather":
-            ahead = self.wires.time("all-gather", "cp", c * pair)
-            back = ahead + self.wires.time("reduce-scatter", "cp", 2 * c * pair)
-        else:
-            own = 2.0 * self.tokens * spec.heads // layout.tp * spec.head_dim
-            ahead = self.wires.time("all-to-all", "cp", own + pair) + self.wires.time("all-to-all", "cp", own)
-            back = ahead
-        share = self.stack.hides("cp") if layout.cp_kind == "ring" else 0.0
-        once = hidden(ahead, attend, share)
-        return once, hidden(back, attend_back, share) + (forwards - 1) * once
+        share = self.stack.hides("cp") if self.layout.cp_kind == "ring" else 1.0
+        least, most = self._over_ranks.exposed, self._over_ranks.moving
+        forward, backward = (
+            self.samples * (whole - share * (whole - rest)) for whole, rest in zip(most, least, strict=True)
+        )
+        return forward, backward + (forward if self.layout.recompute == "full" else 0.0)
 
     def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
@@ -215,6 +220,11 @@ class Work:
         scatter = self.wires.time("reduce-scatter", "zero", count * self.stack.gradient_bytes)
         share = self.stack.hides("zero")
         return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
+
+    @property
+    def exchange_bytes(self) -> float:
+        """That cp needs beside the activations while attention runs."""
+        return self.samples * self._over_ranks.buffers if self._over_ranks else 0.0
 
     @property
     def block_parameters(self) -> float:

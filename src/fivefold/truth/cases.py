@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.accelerators import find_accelerator
+from fivefold.accelerators import Accelerator, find_accelerator
 from fivefold.cluster import Cluster, Group
 from fivefold.errors import UserError
 from fivefold.layout import Layout, Recompute
@@ -16,6 +16,8 @@ from fivefold.plan.time import Case
 from fivefold.spec import ModelSpec
 from fivefold.truth.rows import Row
 from fivefold.truth.sources import Source, source_of
+
+MIXTURES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout"
 
 
 class Refused(UserError):
@@ -35,16 +37,19 @@ class Measured:
 
 def measured(row: Row) -> Measured:
     source = source_of(row.text("source"))
+    if (row.whole("ep") or 1) > 1 or re.search(MIXTURES, row.text("model"), re.I):
+        raise Refused("a mixture of experts, which the planner does not know yet")
     spec = spec_of(row, source)
+    cluster = cluster_of(row, source)
     known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
     case = Case(
         spec,
         layout,
-        cluster_of(row, source),
+        cluster,
         seq=_need(row, "seq_len"),
         batch=row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1),
-        precision="fp8" if "fp8" in row.text("precision").lower() else "bf16",
+        precision=precision_of(row.text("precision"), cluster.groups[0].accelerator),
         stack=stack_of(row, source),
     )
     if not known:
@@ -108,12 +113,37 @@ def stack_of(row: Row, source: Source) -> Stack:
     return stack
 
 
+RACK = 72  # GPUs of an NVL72
+
+
+def device_of(name: str) -> Accelerator:
+    """As a source writes it: 'H100-80GB-SXM-700W' is looked up whole, then with less and less of its tail."""
+    if not name:
+        raise Refused("gpu is not published")
+    parts = re.split(r"[-_ ]", name)
+    for length in range(len(parts), 0, -1):
+        try:
+            return find_accelerator("-".join(parts[:length]))
+        except UserError:
+            continue
+    raise Refused(f"gpu {name!r} is not in the catalogue")
+
+
+def precision_of(text: str, device: Accelerator) -> str:
+    """fp8 of any recipe, and what is narrower as if it were; else the device's 16-bit rate."""
+    if re.search(r"fp8|fp4|float8", text.lower()):
+        return "fp8"
+    return "bf16" if device.peak.bf16 else "fp16"
+
+
 def cluster_of(row: Row, source: Source) -> Cluster:
     gpus, per_node = _need(row, "gpus"), row.whole("gpus_per_node") or 8
-    device = find_accelerator(row.text("gpu"))
+    device = device_of(row.text("gpu"))
     if source.ports != 1.0:
         across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
         device = structs.replace(device, across=across)
+    if device.name.startswith("GB"):
+        per_node = RACK  # NVLink joins a rack, whatever counts as a node there
     per_node = min(per_node, gpus)
     return Cluster((Group(-(-gpus // per_node), per_node, device),))
 
@@ -180,5 +210,5 @@ def seconds_of(row: Row, source: Source, case: Case) -> float | None:
             flops *= 4 / 3
         return flops / (rate * 1e12) / case.layout.world
     if mfu := row.number("mfu"):
-        return flops / (mfu / 100 * case.on.accelerator.rate("bf16")) / case.layout.world
+        return flops / (mfu / 100 * case.on.peak()) / case.layout.world
     return None

@@ -1,0 +1,133 @@
+"""The search: legal layouts that fit, near the exhaustive best, with reasons."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fivefold.cluster import Cluster
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.plan.advice import simplest, trouble
+from fivefold.plan.explain import neighbours, traffic
+from fivefold.plan.footprint import footprint
+from fivefold.plan.search import Plan, search, weigh
+from fivefold.plan.space import Wish, space
+from fivefold.plan.time import Case, estimate
+from fivefold.plan.traffic import expected
+from fivefold.presets import preset
+
+
+def wish(model: str, cluster: str, batch: int, seq: int = 8192) -> Case:
+    return Case(preset(model), Layout(), Cluster.parse(cluster), seq, batch)
+
+
+@pytest.fixture(scope="module")
+def seventy() -> Plan:
+    return search(wish("llama3-70b", "8x8xH100", 512), top=24)
+
+
+def test_every_option_is_legal_fits_and_is_ranked(seventy: Plan) -> None:
+    for option in seventy.options:
+        case = option.case
+        assert option.layout.problems(case.spec, world=64, seq=case.seq, batch=case.batch) == []
+        assert option.fits
+    seconds = [option.seconds for option in seventy.options]
+    assert seconds == sorted(seconds)
+
+
+def test_closed_forms_are_near_what_schedules_say() -> None:
+    """Within 12% in time and memory, in the median over a sample of everything that fits."""
+    case = wish("llama3-70b", "8x8xH100", 512)
+    every = space(Wish(case, {}))
+    fitting = np.flatnonzero(every.memory < 80e9)
+    sample = np.random.default_rng(0).choice(fitting, 60, replace=False)
+    times, rooms = [], []
+    for at in sample:
+        one = replace(case, layout=every.layout(int(at)))
+        times.append(every.seconds[at] / estimate(one).seconds - 1)
+        rooms.append(every.memory[at] / footprint(one).total - 1)
+    assert np.median(np.abs(times)) < 0.06
+    assert np.median(np.abs(rooms)) < 0.12
+
+
+def test_an_exhaustive_search_of_a_small_space_finds_nothing_better() -> None:
+    case = wish("llama3.2-1b", "4xH100", 16, 2048)
+    found = search(case, top=1).best
+    every = space(Wish(case, {}))
+    options = [
+        weigh(replace(case, layout=every.layout(at)))
+        for at in range(len(every))
+        if every.seconds[at] < 1.3 * found.seconds
+    ]
+    best = min(option.seconds for option in options if option.fits)
+    assert found.seconds <= 1.01 * best
+
+
+def test_what_is_fixed_stays() -> None:
+    found = search(wish("llama3-8b", "8xH100", 128), tp=2, zero=3, recompute="full")
+    assert {(o.layout.tp, o.layout.zero, o.layout.recompute) for o in found.options} == {(2, 3, "full")}
+
+
+def test_8b_on_8_gpus_is_fsdp_alone() -> None:
+    """The textbook's answer; more axes win less than measured runs differ by."""
+    chosen = simplest(search(wish("llama3-8b", "8xH100", 128), top=24).options).layout
+    assert (chosen.tp, chosen.pp, chosen.cp, chosen.dp) == (1, 1, 1, 8)
+    assert chosen.zero >= 2
+
+
+def test_the_simplest_of_equals_is_chosen(seventy: Plan) -> None:
+    chosen = simplest(seventy.options)
+    assert chosen.seconds <= 1.03 * seventy.best.seconds
+    assert all(
+        trouble(chosen.layout) <= trouble(o.layout) for o in seventy.options if o.seconds <= 1.03 * seventy.best.seconds
+    )
+
+
+def test_by_memory_and_pareto() -> None:
+    case = wish("llama3-8b", "8xH100", 128)
+    least = search(case, "memory").best
+    assert least.footprint.total < search(case).best.footprint.total
+    front = search(case, "pareto").options
+    totals = [option.footprint.total for option in front]
+    assert totals == sorted(totals, reverse=True)
+    assert len(front) > 2
+
+
+def test_unlike_nodes_get_unlike_stages() -> None:
+    best = search(wish("llama3-8b", "8xH100+8xA100-80", 64)).best
+    first, last = best.layout.split[0], best.layout.split[-1]
+    assert best.case.groups[0] != best.case.groups[-1]
+    assert first > last
+
+
+def test_a_model_that_fits_nowhere_says_what_would_be_needed() -> None:
+    with pytest.raises(UserError, match=r"fits nowhere on 8xH100 .* needs \d+\.\d GB a GPU .* it fits on \d+x8xH100"):
+        search(wish("llama3-405b", "8xH100", 512))
+
+
+def test_a_batch_that_no_layout_takes_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"batch of 3 sequences .* nearest: batch="):
+        search(wish("tiny", "64x8xH100", 3))
+
+
+def test_neighbours_say_why_they_lose(seventy: Plan) -> None:
+    found = {one.change: one for one in neighbours(seventy.best)}
+    assert all(one.sentence.startswith(one.change) for one in found.values())
+    assert any("GB on pipeline rank" in one.sentence for one in found.values())
+    assert any("% slower: " in one.sentence for one in found.values())
+    for one in found.values():
+        if one.slower is not None:
+            again = estimate(replace(seventy.best.case, layout=one.layout)).seconds
+            assert again / seventy.best.seconds - 1 == pytest.approx(one.slower)
+
+
+def test_traffic_is_that_of_the_exact_count_divided_by_link(seventy: Plan) -> None:
+    option = seventy.best
+    case = option.case
+    rows = expected(case.spec, case.layout, case.seq, case.batch, "bfloat16")
+    assert [(m.axis, m.kind, m.payload) for m in traffic(option)] == [(r.axis, r.kind, r.payload) for r in rows]
+    for moved, row in zip(traffic(option), rows, strict=True):
+        assert moved.inside + moved.across == pytest.approx(float(row.wire))
+        if moved.axis == "tp":
+            assert moved.across == 0  # it stays in the node

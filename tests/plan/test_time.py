@@ -1,0 +1,86 @@
+"""A step's time: causes add up, schedules are simulated, unlike nodes get unlike stages."""
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from fivefold.cluster import Cluster
+from fivefold.layout import Layout
+from fivefold.plan.mixed import dealt
+from fivefold.plan.stack import FIVEFOLD, Overlap
+from fivefold.plan.time import Case, costs, estimate, stage_passes
+from fivefold.presets import preset
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.simulate import simulate
+
+
+def case(layout: str, model: str = "llama3-8b", cluster: str = "8xH100", batch: int = 64, seq: int = 8192) -> Case:
+    return Case(preset(model), Layout.parse(layout), Cluster.parse(cluster), seq, batch)
+
+
+LAYOUTS = ["dp=8,zero=1", "dp=8,zero=3,microbatches=8", "tp=8,sp", "cp=8", "dp=2,tp=2,pp=2,zero=1,sp,microbatches=8"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_causes_add_up_to_the_step(layout: str) -> None:
+    step = estimate(case(layout))
+    assert sum(step.causes.values()) == pytest.approx(step.seconds)
+    assert all(seconds >= -1e-9 for seconds in step.causes.values())
+
+
+def test_no_step_beats_the_peak_rate() -> None:
+    for layout in LAYOUTS:
+        one = case(layout)
+        assert 0.05 < one.mfu(estimate(one).seconds, "causal") < 0.8
+
+
+def test_the_pipeline_is_timed_by_its_own_schedule() -> None:
+    one = case("pp=8,schedule=zb-v,microbatches=16", batch=16)
+    step = estimate(one)
+    again = simulate(build("zb-v", 8, 16), costs(one, stage_passes(one)))
+    assert step.pipeline == again.makespan
+    assert step.simulation is not None
+    assert step.simulation.schedule.name == again.schedule.name
+
+
+def test_zero_bubble_shortens_a_short_pipeline_s_step() -> None:
+    plain, bubbleless = (estimate(case(f"pp=8,schedule={name},microbatches=16", batch=16)) for name in ("1f1b", "zb-v"))
+    assert bubbleless.seconds < 0.85 * plain.seconds
+
+
+def test_full_recompute_costs_about_a_third_and_selective_little() -> None:
+    none, selective, full = (estimate(case(f"dp=8,recompute={how}")).seconds for how in ("none", "selective", "full"))
+    assert 1.2 < full / none < 1.36
+    assert 1.0 < selective / none < 1.1
+
+
+def test_tp_that_leaves_the_node_pays_for_it() -> None:
+    inside = estimate(case("dp=2,tp=8,sp", cluster="2x8xH100"))
+    outside = estimate(case("tp=16,sp", cluster="2x8xH100"))
+    assert outside.busy.tp > 2.5 * inside.busy.tp
+
+
+def test_overlap_hides_at_most_what_compute_allows() -> None:
+    one = case("dp=8,zero=3,microbatches=8")
+    bare = replace(one, stack=FIVEFOLD.but(overlap=Overlap()))
+    assert estimate(one).busy.zero < estimate(bare).busy.zero
+    slow = structs.replace(
+        one.cluster.groups[0].accelerator, inside=structs.replace(one.on.accelerator.inside, bandwidth=1e9)
+    )
+    group = structs.replace(one.cluster.groups[0], accelerator=slow)
+    assert estimate(replace(one, cluster=Cluster((group,)))).busy.zero > 10 * estimate(one).busy.total
+
+
+def test_a_host_that_is_slower_than_its_device_sets_the_pace() -> None:
+    one = case("dp=8", model="tiny", seq=128, batch=8)
+    step = estimate(one)
+    assert step.busy.host > 0.5 * step.seconds
+
+
+def test_faster_nodes_take_more_layers() -> None:
+    mixed = replace(case("pp=4,microbatches=16", cluster="2xH100+2xA100-80", batch=16), groups=(0, 0, 1, 1))
+    split = dealt(mixed).layout.split
+    assert sum(split) == 32
+    assert min(split[:2]) > max(split[2:])
+    assert estimate(dealt(mixed)).seconds < 0.8 * estimate(mixed).seconds

@@ -1,0 +1,103 @@
+"""The planner against the measured runs that come along: the promises of the README."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from fivefold.errors import UserError
+from fivefold.truth.constants import FITTED, Constants
+from fivefold.truth.regret import choices, median_regret
+from fivefold.truth.rows import DATA, read_rows
+from fivefold.truth.score import Result, Score, evaluate, scores
+from fivefold.truth.sources import SOURCES, source_of
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Result]:
+    return evaluate(read_rows(), exact=False)
+
+
+@pytest.fixture(scope="module")
+def found(results: list[Result]) -> dict[str, Score]:
+    return {score.source: score for score in scores(results)}
+
+
+def test_step_times_are_within_10_percent_on_the_average_of_sources(found: dict[str, Score]) -> None:
+    errors = [score.mape for score in found.values() if score.mape is not None]
+    assert len(errors) == 12
+    assert sum(errors) / len(errors) <= 0.10
+
+
+def test_no_source_of_ten_rows_is_off_by_more_than_15_percent(found: dict[str, Score]) -> None:
+    assert {name: score.mape for name, score in found.items() if score.timed >= 10 and (score.mape or 0) > 0.15} == {}
+
+
+def test_the_null_model_is_beaten_on_every_source(found: dict[str, Score]) -> None:
+    lost = {
+        name: (s.mape, s.null_mape) for name, s in found.items() if s.mape is not None and s.mape >= (s.null_mape or 0)
+    }
+    assert lost == {}
+
+
+def test_out_of_memory_is_decided_right(found: dict[str, Score]) -> None:
+    score = found["aleph_layouts"]
+    assert (score.oom_right or 0) >= 0.93
+    assert (score.oom_recall or 0) >= 0.9
+
+
+def test_memory_is_within_8_percent_where_it_was_published(results: list[Result]) -> None:
+    errors = [abs(result.memory_error) for result in results if result.memory_error is not None]
+    assert len(errors) == 23
+    assert sum(errors) / len(errors) <= 0.08
+
+
+def test_following_the_planner_costs_little_and_never_runs_out_of_memory(results: list[Result]) -> None:
+    sweeps = choices(results)
+    assert len(sweeps) > 50
+    assert (median_regret(sweeps) or 0.0) <= 0.03
+    assert [choice.name for choice in sweeps if choice.out_of_memory] == []
+
+
+def test_llama_3_405b_is_within_10_percent_each(results: list[Result]) -> None:
+    errors = [result.error for result in results if result.row.file == "llama3"]
+    assert len(errors) == 3
+    assert all(error is not None and abs(error) < 0.10 for error in errors)
+
+
+def test_what_is_refused_lacks_what_nobody_published(results: list[Result]) -> None:
+    refused = {(result.row.file, result.refused) for result in results if result.refused}
+    assert refused == {("megatron_2021", "gpus is not published"), ("palm_mtnlg", "layers is not published")}
+
+
+def test_every_source_s_assumptions_have_a_reason() -> None:
+    assert all(len(source.why) > 20 for source in SOURCES)
+    assert {source_of(row.text("source")).match for row in read_rows()} <= {source.match for source in SOURCES} | {""}
+
+
+def test_constants_are_few_and_shipped_ones_are_believable() -> None:
+    shipped = Constants.shipped()
+    assert len(FITTED) < 25
+    for one in FITTED:
+        assert one.guess / 1.6 < shipped.value(one) < one.guess * 1.6
+
+
+def test_a_directory_of_one_s_own_is_read(tmp_path: Path) -> None:
+    with (DATA / "llama3.csv").open() as handle:
+        rows = list(csv.DictReader(handle))
+    changed = [rows[0] | {"source": "my own cluster", "gpu": "GB200", "gpus_per_node": "72"}, rows[1] | {"layers": ""}]
+    with (tmp_path / "mine.csv").open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, rows[0])
+        writer.writeheader()
+        writer.writerows(changed)
+    good, bad = evaluate(read_rows(tmp_path), exact=False)
+    assert good.seconds is not None
+    assert bad.refused == "layers is not published"
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no \.csv files"):
+        read_rows(tmp_path)
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="lacks the columns source, model"):
+        read_rows(tmp_path)
