@@ -14,7 +14,21 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold import __version__
-from fivefold.cli import bench, checkpoint, context, curve, data, generate, hf, models, schedules, trace, train, verify
+from fivefold.cli import (
+    bench,
+    calibrate,
+    checkpoint,
+    context,
+    curve,
+    data,
+    generate,
+    hf,
+    models,
+    schedules,
+    trace,
+    train,
+    verify,
+)
 from fivefold.errors import Note, PeerLost, TrainingError, UserError
 
 app = typer.Typer(
@@ -31,6 +45,7 @@ app.command("generate", short_help=generate.SHORT)(generate.generate)
 app.command("verify", short_help=verify.SHORT)(verify.verify)
 app.command("curve", short_help=curve.SHORT)(curve.curve)
 app.command("trace", short_help=trace.SHORT)(trace.trace)
+app.command("calibrate", short_help=calibrate.SHORT)(calibrate.calibrate)
 app.command("models", short_help=models.SHORT)(models.models)
 app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)
