@@ -1,6 +1,7 @@
 """`fivefold bench`: measurements, each with the command that repeats them."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -156,3 +157,66 @@ def checkpoint(
         typer.echo(json.dumps(bench_checkpoint.as_json(resolved, times)))
     else:
         bench_checkpoint.report(Console(highlight=False), resolved, times)
+
+
+@app.command(short_help="Training steps, measured and planned.  [dim]fivefold bench steps tiny,seq=128[/]")
+def steps(
+    words: Annotated[
+        list[str], typer.Argument(metavar="MODEL[,KEY=VALUE]...", help="Cases; alternatives between slashes.")
+    ],
+    count: Annotated[int, typer.Option("--steps", help="Timed steps of each case; medians are shown.")] = 7,
+    warm: Annotated[float, typer.Option(help="Seconds of steps before the timed ones: power limits show late.")] = 2.0,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="Plan for this one: a name, or a file of fivefold calibrate; else the device's.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16; auto: bfloat16 on a GPU.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Time whole training steps on one device, and say what the planner says of them.
+
+    The trainer's own steps, with made-up tokens, float32 masters and kernels in
+    any order of addition (train.deterministic=false). A case is a model with
+    KEY=VALUE changes: layers, seq, samples (of a microbatch), microbatches and
+    recompute. One that does not fit into memory is said to be so.
+
+    [dim]Examples:[/]
+
+      fivefold bench steps tiny,seq=128,samples=1/4
+
+      fivefold bench steps llama3.2-1b,seq=2048/4096,recompute=none/full --csv steps.csv
+
+      fivefold bench steps llama3-8b,layers=4/8,seq=8192 --accelerator mine.toml
+    """
+    import sys
+
+    from fivefold.accelerators import find_accelerator
+    from fivefold.cluster import Cluster
+    from fivefold.prove import bench_steps
+
+    problems: list[str] = [f"--steps {count} must be at least 1"] if count < 1 else []
+    if dtype not in ("auto", "float32", "float64", "bfloat16"):
+        problems.append(f"--dtype {dtype} is not a choice; known: auto, float32, float64, bfloat16")
+    if device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {device} is not a choice; known: auto, cpu, cuda")
+    if csv is not None and not csv.parent.is_dir():
+        problems.append(f"--csv {csv}: there is no directory {csv.parent}")
+    if problems:
+        raise UserError(problems)
+    cases = [case for word in words for case in bench_steps.cases(word)]
+    planned = Cluster.parse(accelerator).groups[0].accelerator if accelerator else None
+    timed = []
+    with Console(stderr=True, highlight=False).status("") as status:
+        for number, case in enumerate(cases, start=1):
+            status.update(f"{number}/{len(cases)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
+            timed.append(bench_steps.measure(case, device, dtype, count, warm))
+            if csv is not None:  # after each, so that what was measured is not lost
+                bench_steps.write(csv, timed, " ".join(["fivefold", *sys.argv[1:]]))
+    if as_json:
+        typer.echo(json.dumps([one.row for one in timed]))
+        return
+    if planned is None:
+        with suppress(UserError):
+            planned = find_accelerator(timed[0].device)
+    Console(highlight=False).print(bench_steps.table(timed, planned))

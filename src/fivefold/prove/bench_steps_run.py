@@ -1,0 +1,63 @@
+"""The steps of `fivefold bench steps`: the trainer's own, on batches that are made up; one rank of it."""
+
+import time
+from dataclasses import replace
+from statistics import median
+from typing import cast
+
+import numpy as np
+import torch
+
+from fivefold.data.batch import Batch
+from fivefold.parallel.mesh import Mesh
+from fivefold.prove.bench_steps import Case, Timed
+from fivefold.prove.ranks import Rank
+from fivefold.train.config import CheckpointConfig, DataConfig, Dtype, Job, TrainConfig
+from fivefold.train.device import choose_device, peak_memory
+from fivefold.train.loop import Trainer
+from fivefold.train.preflight import Sources
+
+WARM = 3  # steps before the timed ones, at least: kernels are chosen, and the allocator finds its blocks
+
+
+def job_of(case: Case, dtype: Dtype, steps: int) -> Job:
+    return Job(
+        model=case.spec,
+        layout=case.layout,
+        data=DataConfig(seq=case.seq),
+        train=TrainConfig(steps=WARM + steps, batch=case.batch, dtype=dtype, deterministic=False),
+        checkpoint=CheckpointConfig(save=False),
+    )
+
+
+def made_up(case: Case, seed: int) -> Batch:
+    """Tokens from all of the vocabulary: few different ones would crowd the embedding's gradient."""
+    random, shape = np.random.default_rng(seed), (case.batch, case.seq)
+    tokens, targets = (random.integers(0, case.spec.vocab, shape) for _ in range(2))
+    return Batch(np.arange(case.batch), tokens, targets, np.ones(shape, bool), np.zeros(shape, np.int32))
+
+
+def run(rank: Rank, case: Case, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
+    """The median time from one step's end to the next one's, with all that a trainer does in between."""
+    device = choose_device(wanted)
+    kind = cast(Dtype, dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    unfit = Timed(case, name, str(torch.__version__), kind, steps)
+    try:
+        seconds = _steps(job_of(case, kind, steps), case, device, warm)
+    except torch.OutOfMemoryError:
+        return unfit
+    middle, fastest, slowest = (round(value, 6) for value in (median(seconds), min(seconds), max(seconds)))
+    return replace(unfit, seconds=middle, fastest=fastest, slowest=slowest, memory=peak_memory(device))
+
+
+def _steps(job: Job, case: Case, device: torch.device, warm: float) -> list[float]:
+    trainer = Trainer(job, cast(Sources, None), Mesh.of(job.layout, device))  # batches come from here: it reads none
+    batches = [made_up(case, seed) for seed in range(2)]
+    ends: list[float] = []
+    start, timed = time.perf_counter(), 0
+    while timed < job.train.steps - WARM:
+        trainer.step(min(len(ends) + 1, job.train.steps), batches[len(ends) % 2])
+        ends.append(time.perf_counter())
+        timed += len(ends) > WARM and ends[-2] - start > warm
+    return [after - before for before, after in zip(ends[-timed - 1 : -1], ends[-timed:], strict=True)]
