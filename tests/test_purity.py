@@ -15,6 +15,7 @@ PURE = [
     "fivefold.data.prepare", "fivefold.data.batch", "fivefold.sharding", "fivefold.buckets", "fivefold.wire",
     "fivefold.plan.traffic", "fivefold.plan.memory", "fivefold.plan.context", "fivefold.plan.context_report",
     "fivefold.prove.verify", "fivefold.prove.layouts", "fivefold.prove.curve", "fivefold.prove.attention",
+    "fivefold.prove.bench_steps", "fivefold.prove.accelerator_file",
     "fivefold.stages", "fivefold.faults", "fivefold.files", "fivefold.checkpoint.store", "fivefold.checkpoint.find",
     "fivefold.prove.trace", "fivefold.trace.chrome", "fivefold.trace.report",
 ]  # fmt: skip

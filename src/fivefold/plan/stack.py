@@ -101,7 +101,7 @@ FIVEFOLD = Stack(
         "v-half",
         "dualpipe-v",
     ),  # of those it has, the ones worth trying
-    host=0.9,  # 0.86 to 1.13 ms on the hosts of four H200s
+    host=0.9,  # 0.86 to 1.27 ms on the hosts of five H200s
     accumulate_bytes=12.0,  # a bf16 gradient widened by itself: 6 bytes, by a kernel at half the memory's pace
     # Per logit: widened 6 (at half pace), log-softmax read thrice and written 16, zeros for its slope 4, backward 16,
     # narrowed 6.
