@@ -343,9 +343,32 @@ def _show(
         if not given.fits:
             _warn(console, given)
         console.print(f"beside it, the planner's {chosen.layout} {difference(given, chosen)}", soft_wrap=True)
+    if hint := _better_batch(option):
+        console.print(hint, soft_wrap=True)
     console.print("Its neighbours:")
     for sentence in tables.reasons(neighbours(option)):
         console.print(f"  {sentence}", soft_wrap=True)
+
+
+def _better_batch(option: "Option") -> str:
+    """A batch nearby that deals out better over the GPUs, where the given one does so badly."""
+    from dataclasses import replace
+
+    from fivefold.plan.search import search
+
+    case, gpus = option.case, option.case.cluster.groups[0].gpus
+    unit = min(gpus, case.cluster.world)
+    if case.batch % unit == 0 or case.groups:
+        return ""
+    near = max(unit, round(case.batch / unit) * unit)
+    better = search(replace(case, batch=near), top=1).best
+    gain = better.tokens_per_second / option.tokens_per_second - 1
+    if gain < 0.05:
+        return ""
+    return (
+        f"a batch of {case.batch} deals out badly over {case.cluster.world} GPUs; --batch {near} gives {gain:.0%} more "
+        f"tokens/s, with {better.layout}"
+    )
 
 
 def _hosts(option: "Option") -> str:
