@@ -375,7 +375,7 @@ def test_the_catalogue_is_consistent(device):
     rates = [getattr(device.peak, name) for name in PRECISIONS]
     known = [rate for rate in rates if rate is not None]
     assert known == sorted(known), "a narrower format is never slower"
-    assert device.peak.bf16 == device.peak.fp16
+    assert device.peak.bf16 in (device.peak.fp16, None)  # it came with the A100
     assert device.inside.bandwidth >= device.across.bandwidth  # a TPU's torus is both
     assert device.inside.bandwidth < device.memory_bandwidth
     assert device.memory_bandwidth < device.peak.fp32

@@ -72,6 +72,7 @@ class Calibration:
 
 def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) -> Calibration:
     """All of it; `told` hears of every one of STEPS when it begins."""
+    ceilings(device, 1.0, 1.0).rate("bf16")  # refused before minutes are spent: the planner counts in it
     samples = _measure(device, quick, told)
     base = ceilings(device, max(p.rate for p in samples.products), max(samples.streams.values()))
     stream = short(median(samples.streams.values()) / base.memory_bandwidth)
