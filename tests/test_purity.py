@@ -14,6 +14,7 @@ PURE = [
     "fivefold.train.config", "fivefold.train.rate", "fivefold.train.preflight", "fivefold.train.world",
     "fivefold.data.prepare", "fivefold.data.batch", "fivefold.sharding", "fivefold.buckets", "fivefold.wire",
     "fivefold.plan.traffic", "fivefold.plan.memory", "fivefold.plan.context", "fivefold.plan.context_report",
+    "fivefold.plan.search", "fivefold.plan.explain", "fivefold.plan.serve", "fivefold.truth.score", "fivefold.achieved",
     "fivefold.prove.verify", "fivefold.prove.layouts", "fivefold.prove.curve", "fivefold.prove.attention",
     "fivefold.prove.bench_steps", "fivefold.prove.accelerator_file",
     "fivefold.stages", "fivefold.faults", "fivefold.files", "fivefold.checkpoint.store", "fivefold.checkpoint.find",

@@ -24,9 +24,11 @@ from fivefold.cli import (
     generate,
     hf,
     models,
+    plan,
     schedules,
     trace,
     train,
+    truth,
     verify,
 )
 from fivefold.errors import Note, PeerLost, TrainingError, UserError
@@ -40,6 +42,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("plan", short_help=plan.PLAN)(plan.plan)
+app.command("simulate", short_help=plan.SIMULATE)(plan.simulate)
+app.command("truth", short_help=truth.SHORT)(truth.truth)
 app.command("train", short_help=train.SHORT)(train.train)
 app.command("generate", short_help=generate.SHORT)(generate.generate)
 app.command("verify", short_help=verify.SHORT)(verify.verify)

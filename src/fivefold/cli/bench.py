@@ -35,6 +35,36 @@ def schedules(as_json: Annotated[bool, typer.Option("--json", help="For scripts.
     Console(highlight=False).print(head, benchmark_table(timings))
 
 
+@app.command(short_help="How long planning takes.  [dim]fivefold bench plan[/]")
+def plan(
+    rounds: Annotated[int, typer.Option(min=1, help="Searches of each kind; medians are shown.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Time the planner's whole search, in this process, on one core.
+
+    [dim]Example:[/]
+
+      fivefold bench plan
+    """
+    from rich.table import Table
+
+    from fivefold.plan.benchmark import QUESTIONS, measure
+
+    timings = [measure(question, rounds) for question in QUESTIONS]
+    if as_json:
+        rows = [one.question._asdict() | {"seconds": one.seconds, "weighed": one.weighed} for one in timings]
+        typer.echo(json.dumps(rows))
+        return
+    table = Table(caption=f"median of {rounds} cold searches")
+    for name in ("model", "cluster", "sequence", "batch", "layouts weighed", "seconds", "at most"):
+        table.add_column(name, justify="left" if name in ("model", "cluster") else "right")
+    for one in timings:
+        asked = one.question
+        cells = (asked.model, asked.cluster, f"{asked.seq:,}", f"{asked.batch:,}", f"{one.weighed:,}")
+        table.add_row(*cells, f"{one.seconds:.2f}", f"{asked.most:g}")
+    Console(highlight=False).print(table)
+
+
 @app.command(short_help="Tensor-parallel attention against one process.  [dim]fivefold bench attention --tp 2[/]")
 def attention(
     tp: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 2,

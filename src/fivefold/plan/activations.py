@@ -70,5 +70,5 @@ def _everything(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int, seq:
         per_score = 2 * wide + {"fused": 1, "torch": 4}[stack.attention]
         scores = per_score * tokens * (spec.heads / t) * seq
     inner = tokens * spec.ffn / t
-    pieces = (4 if stack.pointwise == "eager" else 3) if spec.activation == "swiglu" else 2
+    pieces = (4 if stack.pointwise in ("eager", "fivefold") else 3) if spec.activation == "swiglu" else 2
     return Kept(2 * stream * wide, norm + dropped, attention, scores, pieces * wide * inner)

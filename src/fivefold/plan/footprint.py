@@ -4,7 +4,7 @@ footprint(case).total       # bytes on the fullest pipeline rank
 footprint(case).parts       # by component
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from msgspec import structs
@@ -34,9 +34,18 @@ class Footprint:
     buffers: float  # gathered weights, buckets, a block under recompute
     margin: float
 
+    lazy: bool = False  # no gradient exists while the activations do
+
     @property
     def allocated(self) -> float:
-        return self.state.total + self.activations.total + self.ends + self.buffers
+        held = self.activations.total + self.ends + self.buffers
+        if self.lazy:
+            return self.state.total - self.state.gradients + max(held, self.state.gradients)
+        return self.state.total + held
+
+    @property
+    def _but_gradients(self) -> float:
+        return self.state.total - self.state.gradients + self.activations.total + self.ends + self.buffers
 
     @property
     def total(self) -> float:
@@ -46,7 +55,7 @@ class Footprint:
     def parts(self) -> dict[str, float]:
         return {
             "parameters": self.state.parameters,
-            "gradients": self.state.gradients,
+            "gradients": self.allocated - self._but_gradients,
             "optimizer": self.state.optimizer,
             **{f"activations: {kind}": size for kind, size in self.activations._asdict().items() if size},
             "logits and embedding": self.ends,
@@ -86,9 +95,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         table = spec.vocab * spec.hidden / layout.tp
         buffers += 2 * one * stack.weight_bytes + max(one, table) * (stack.weight_bytes + stack.gradient_bytes)
     buffers += stack.bucket_bytes + case.work.exchange_bytes
-    allocated = state.total + block.total * layers + ends + buffers
-    margin = CONTEXT + FRAGMENTATION * allocated
-    return Footprint(rank, state, block.times(layers), ends, buffers, margin)
+    lazy = stack.lazy_gradients and layout.microbatches == 1 and layout.chunks == 1
+    found = Footprint(rank, state, block.times(layers), ends, buffers, 0.0, lazy)
+    return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 
 def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:

@@ -17,7 +17,7 @@ from fivefold.layout import SCHEDULES, ContextKind, Layout, Recompute, tp_fits
 from fivefold.plan.activations import kept
 from fivefold.plan.footprint import CONTEXT, FRAGMENTATION, logits_held
 from fivefold.plan.memory import Accounting
-from fivefold.plan.time import EXTRA_STATE, Case
+from fivefold.plan.time import Case
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -244,7 +244,8 @@ def _closed_forms(case: Case, costs: dict[str, Array], of: Choices) -> tuple[Arr
     after += fetch - hide * np.minimum(fetch, cost["forward"] * spec.layers / pp)
     after = np.where((zero == 3) | (dp * cp == 1), 0.0, after)
     mine = parameters / np.where(zero > 0, dp * cp, 1)
-    moved = (2 * stack.state_bytes + gradients + EXTRA_STATE) * mine + 2 * gradients * (parameters - mine) * (zero < 2)
+    moved = (2 * stack.state_bytes + gradients + stack.step_bytes) * mine
+    moved += 2 * gradients * (parameters - mine) * (zero < 2)
     seconds = pipe + after + moved / case.on.bandwidth + stack.host_step
     # ---- memory
     held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)

@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 from fivefold.achieved import Software, software
 
 Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
-Pointwise = Literal["eager", "fused", "compiled"]
+Pointwise = Literal["eager", "fused", "compiled", "fivefold"]
 Selective = Literal["pointwise", "attention", "half"]
 
 
@@ -41,6 +41,8 @@ class Stack(Struct, frozen=True, kw_only=True):
     weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
     gradient_bytes: int = 4  # of a gradient when it is added up and reduced
     accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
+    lazy_gradients: bool = False  # they take memory from the first backward pass on
+    step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
     state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
     peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
@@ -51,6 +53,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     scattered_sends: bool = False  # a stage's output is sent once, in tp parts, and gathered behind the link
     schedules: tuple[str, ...] = ("1f1b", "interleaved")  # that it has
     even: bool = False  # every stage has as many layers, whatever stands at the ends
+    stops_early: bool = False  # recompute ends before a block's last product, whose output nothing needs
     selective: Selective = "pointwise"  # recompute: all but matmuls; attention's core alone; every other matmul too
 
     def but(self, **changes: object) -> "Stack":
@@ -82,6 +85,9 @@ class Moved(NamedTuple):
 MOVED: dict[Pointwise, Moved] = {
     "fused": Moved((4, 8), (4, 8), (6, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
     "eager": Moved((36, 60), (6, 10), (6, 6), (5, 5), (10, 18), (8, 14), (20, 24)),
+    # This code's, by profiles of three models on an H200, as bytes at the pace of plain streams: rotations go through
+    # float32 in many kernels; the residual's share has the sums of q, k and v's gradients and attention's transposes.
+    "fivefold": Moved((5.5, 15), (6, 15), (11, 25), (5, 5), (10, 18), (8, 14), (80, 80)),
     "compiled": Moved((4, 8), (4, 8), (4, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
 }
 
@@ -90,8 +96,12 @@ FIVEFOLD = Stack(
     attention="flash3",  # what scaled_dot_product_attention takes on Hopper: cuDNN's
     cp_attention="flash2",  # called by name: torch's cuDNN operator does not promise its log-sum-exp
     merges=True,
-    pointwise="eager",
-    norm="fused",
+    pointwise="fivefold",
+    norm="fivefold",
+    columns_apart=True,
+    stops_early=True,
+    lazy_gradients=True,
+    step_bytes=26,  # norm 4, clip 8, the weight published 6; and kernels over many tensors at less than stream's pace
     overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1),
     schedules=(
         "1f1b",

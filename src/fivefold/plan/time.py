@@ -23,10 +23,6 @@ from fivefold.spec import Attention as Counting
 from fivefold.spec import ModelSpec
 from fivefold.stages import Stage, stages_of
 
-# Bytes that an optimizer step moves beyond reading and writing its own state and reading the gradient: the norm of the
-# gradients, their zeroing, the weight that is written.
-EXTRA_STATE = 12
-
 
 @dataclass(frozen=True)
 class Case:
@@ -218,7 +214,7 @@ def _step_end(case: Case, passes: list[Passes], length: float) -> tuple[float, f
     count = rank_parameters(case) / layout.tp
     shards = wires.reaches["zero"].ranks
     mine = count / shards if layout.zero else count
-    moved = (2 * stack.state_bytes + stack.gradient_bytes + EXTRA_STATE) * mine
+    moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
     moved += 2 * stack.gradient_bytes * (count - mine) * (layout.zero < 2)  # zeroed and normed before they are dealt
     optimizer = case.on.stream(moved, 10) if case.spec.vocab > 1 else 0.0
     if layout.dp * layout.cp == 1:

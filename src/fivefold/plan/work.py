@@ -104,16 +104,19 @@ class Work:
         cp, cp_back = self._context()
         again = self._again(ahead, tp)
         gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again)
+        ahead = ahead._replace(tp=tp, cp=cp, zero=gather)
         back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter)
-        return Passes(
-            self._paced(ahead._replace(tp=tp, cp=cp, zero=gather), 1.0),
-            self._paced(back, 1.0 + (self.layout.recompute == "full"), spare=weights),
-            Seconds(gemm=weights, memory=self.device.stream(self.block_parameters * self.stack.accumulate_bytes, 0)),
-        )
+        late = Seconds(gemm=weights, memory=self._added(self.block_parameters))
+        # A device that is faster than its host waits for it, in forward and backward alike.
+        passes = 3 if self.layout.recompute == "full" else 2
+        launching = passes * self.stack.host * self.stack.software.host
+        wait = max(0.0, launching - ahead.total - back.total - late.total)
+        share = 1 / passes
+        return Passes(ahead._replace(host=share * wait), back._replace(host=(1 - share) * wait), late)
 
-    def _paced(self, part: Seconds, passes: float, spare: float = 0.0) -> Seconds:
-        """A device that is faster than its host waits for it. `spare` is other work that the host has launched."""
-        return part._replace(host=max(0.0, passes * self.stack.host * self.stack.software.host - part.total - spare))
+    def _added(self, parameters: float) -> float:
+        """Adding up gradients in kernels of their own."""
+        return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
 
     @property
     def _forward_gemms(self) -> float:
@@ -174,7 +177,7 @@ class Work:
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.recompute == "full":
-            return forward.total + tp
+            return forward.total + tp - (self._gemm(*self.gemms[-1]) if self.stack.stops_early else 0.0)
         match self.stack.selective:
             case "attention":
                 return forward.attention
@@ -239,7 +242,9 @@ class Work:
         moved = 4.0 * self.tokens * self.spec.hidden
         tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
         look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
-        return Passes(look, NOTHING, Seconds(memory=self.device.stream(2 * moved, 2)))
+        table = self.spec.vocab * self.spec.hidden / self.layout.tp * (self.spec.vocab > 1)
+        back = self.device.stream(2 * moved, 2) + self._added(table)
+        return Passes(look, NOTHING, Seconds(memory=back))
 
     @cached_property
     def top(self) -> Passes:
@@ -257,7 +262,7 @@ class Work:
         return Passes(
             Seconds(gemm=self.device.gemm(m, n, k), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
             Seconds(gemm=self.device.gemm(m, k, n), memory=loss, tp=tp),
-            Seconds(gemm=self.device.gemm(n, k, m)),
+            Seconds(gemm=self.device.gemm(n, k, m), memory=self._added(rows * spec.hidden)),
         )
 
 

@@ -1,0 +1,35 @@
+"""Training steps of this code on one H200, measured by `fivefold bench steps`, against the planner."""
+
+import csv
+from pathlib import Path
+
+from fivefold.cluster import Cluster
+from fivefold.layout import Layout
+from fivefold.plan.footprint import footprint
+from fivefold.plan.time import Case, estimate
+from fivefold.presets import preset
+
+STEPS = Path(__file__).parents[2] / "benchmarks" / "h200-steps.csv"
+
+
+def runs() -> list[tuple[Case, float, float]]:
+    lines = [line for line in STEPS.read_text().splitlines() if not line.startswith("#")]
+    found = []
+    for row in csv.DictReader(lines):
+        layout = Layout(microbatches=int(row["microbatches"]), recompute=row["recompute"])  # type: ignore[arg-type]
+        batch = layout.microbatches * int(row["samples"])
+        spec = preset(row["model"], layers=int(row["layers"]))
+        case = Case(spec, layout, Cluster.parse("H200"), int(row["seq"]), batch)
+        found.append((case, float(row["seconds"]), float(row["memory"])))
+    return found
+
+
+def test_steps_are_within_8_percent() -> None:
+    errors = [estimate(case).seconds / seconds - 1 for case, seconds, _ in runs()]
+    assert len(errors) >= 20
+    assert max(map(abs, errors)) < 0.08, errors
+
+
+def test_peak_memory_is_within_5_percent() -> None:
+    errors = [footprint(case).allocated / memory - 1 for case, _, memory in runs()]
+    assert max(map(abs, errors)) < 0.05, errors
