@@ -150,7 +150,7 @@ def test_a_ring_exposes_what_its_steps_cannot_hide() -> None:
     assert long.waits == 0
     assert long.exposed.forward == 0
     assert long.exposed.backward == pytest.approx(made(1 << 20, 16).send(2 * 65536 * 128 * 4))
-    fast = H100.but(flash3=1e9, stream=1e9, launch=0.0)
+    fast = H100.but(flash2=1e9, flash3=1e9, stream=1e9, launch=0.0)
     case = replace(made(131072, 16), device=fast)
     narrow, wide = case.pair * 2, case.pair * 4
     bare = ring(case).exposed
@@ -162,7 +162,7 @@ def test_the_balanced_splits_are_the_fast_ones() -> None:
     case = made(131072, 16)
     for way in (ring, allgather):
         assert way(case, contiguous(131072, 16)).seconds > 1.7 * way(case).seconds
-        assert way(case, striped(131072, 16, 128)).seconds > 1.2 * way(case).seconds
+        assert way(case, striped(131072, 16, 128)).seconds > 1.1 * way(case).seconds
 
 
 # ---- crossovers ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fivefold.truth.sources import SOURCES, source_of
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
-    return evaluate(read_rows(), exact=False)
+    return evaluate(read_rows())
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,24 @@ def test_following_the_planner_costs_little_and_never_runs_out_of_memory(results
     assert len(sweeps) > 50
     assert (median_regret(sweeps) or 0.0) <= 0.03
     assert [choice.name for choice in sweeps if choice.out_of_memory] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
+def test_the_pages_print_these_errors(found: dict[str, Score], page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text()
+    rows = {
+        cells[1].strip(" `"): [cell.strip() for cell in cells]
+        for line in text.splitlines()
+        if (cells := line.split("|"))[1:]
+    }
+    for name, score in found.items():
+        if score.mape is not None:
+            shown = [
+                f"{100 * (score.mape or 0):.1f}%",
+                f"{100 * (score.median_ape or 0):.1f}%",
+                f"{100 * (score.bias or 0):+.1f}%",
+            ]
+            assert rows[name][2:6] == [str(score.timed), *shown], name
 
 
 def test_llama_3_405b_is_within_10_percent_each(results: list[Result]) -> None:

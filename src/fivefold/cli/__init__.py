@@ -30,6 +30,7 @@ from fivefold.cli import (
     train,
     truth,
     verify,
+    zero,
 )
 from fivefold.errors import Note, PeerLost, TrainingError, UserError
 
@@ -54,6 +55,7 @@ app.command("calibrate", short_help=calibrate.SHORT)(calibrate.calibrate)
 app.command("models", short_help=models.SHORT)(models.models)
 app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)
+app.command("zero", short_help=zero.SHORT)(zero.zero)
 app.command("context", short_help=context.SHORT)(context.context)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)

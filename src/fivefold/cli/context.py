@@ -29,27 +29,37 @@ def context(
         int | None, typer.Option(help="Ranks that share the heads; default: a node's GPUs, if heads and cluster allow.")
     ] = None,
     cluster: Annotated[str, typer.Option(help="Nodes x GPUs x accelerator.")] = "16x8xH100",
+    software: Annotated[str, typer.Option(help="Whose kernels: fivefold, nemo, torchtitan, megatron.")] = "fivefold",
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Compare the ways to share a sequence over cp ranks, for one layer and one sequence.
 
     First how the tokens are dealt out: contiguous, in a zigzag, in stripes. Then
     who gets to see whose keys: ring, all-gather, Ulysses. Bytes are what runs;
-    seconds and crossovers come from the planner's model of kernels and links.
+    seconds and crossovers come from the planner's model of kernels and links. The
+    kernels matter: torch's fastest gives no log-sum-exp, which ring and all-gather
+    need to merge partial results, so that they run on a slower one.
 
     [dim]Examples:[/]
 
       fivefold context --seq 131072 --cp 16
 
+      fivefold context --seq 131072 --cp 16 --software nemo
+
       fivefold context --seq 32768 --cp 4 --model llama3-8b --tp 1 --cluster 2x4xA100-80
 
       fivefold context --seq 1048576 --cp 8 --heads 32 --kv-heads 32 --head-dim 64 --tp 1 --json
     """
+    from dataclasses import replace
+
     from fivefold.cluster import Cluster
     from fivefold.plan import context_report as report
+    from fivefold.plan.software import software_of
 
     spec, machines = _spec(model, heads, kv_heads, head_dim), Cluster.parse(cluster)
-    case = _case(spec, machines, seq, cp, tp)
+    stack = software_of(software)
+    partial = stack.cp_attention or stack.attention
+    case = replace(_case(spec, machines, seq, cp, tp), kernel=stack.attention, partial=partial)
     most = machines.world // case.wires.layout.tp
     if as_json:
         typer.echo(json.dumps({"model": spec.name, "cluster": str(machines)} | report.answer(case, most)))

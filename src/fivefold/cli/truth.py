@@ -21,7 +21,7 @@ SHORT = "The planner against measured runs.  [dim]fivefold truth[/]"
 
 def truth(
     data: Annotated[Path | None, typer.Option(help="A directory of CSV files; default: those that come along.")] = None,
-    rows: Annotated[str, typer.Option(help="Show every row of a source: llama3, torchtitan, ...")] = "",
+    rows: Annotated[str, typer.Option(help="One source, row by row: llama3, torchtitan, ...")] = "",
     sources: Annotated[bool, typer.Option("--sources", help="What is assumed of each source, and why.")] = False,
     leave_out: Annotated[
         bool,
@@ -69,6 +69,8 @@ def truth(
     every = read_rows(data or DATA)
     if rows and rows not in {row.file for row in every}:
         raise UserError(f"unknown source {rows!r}; there are {', '.join(dict.fromkeys(row.file for row in every))}")
+    if rows and not fit:
+        every = [row for row in every if row.file == rows]
     quiet = as_json or not console.is_terminal
     constants = None
     if fit:
@@ -202,7 +204,10 @@ def _show_refused(console: Console, results: "list[Result]") -> None:
 
 def _rows_table(results: "list[Result]") -> Table:
     table = Table(title="Rows")
-    for name in ("line", "model", "layout", "measured", "predicted", "error", "memory", "predicted", "fits"):
+    # Only where memory was measured, or ran out, is what the planner says of it held against anything.
+    judged = any(result.row.status == "oom" or (result.run and result.run.memory) for result in results)
+    memory = ("memory", "predicted", "fits") if judged else ()
+    for name in ("line", "model", "layout", "measured", "predicted", "error", *memory):
         table.add_column(name, justify="left" if name in ("model", "layout") else "right")
     for result in results:
         run = result.run
@@ -217,11 +222,13 @@ def _rows_table(results: "list[Result]") -> Table:
             seconds,
             f"{result.seconds:.4g} s" if result.seconds else "",
             _percent(result.error, signed=True),
-            f"{run.memory / 1e9:.1f} GB" if run.memory else "",
-            f"{result.memory / 1e9:.1f} GB" if result.memory else "",
-            "yes" if result.fits else "no",
+            *((_gigabytes(run.memory), _gigabytes(result.memory), "yes" if result.fits else "no") if judged else ()),
         )
     return table
+
+
+def _gigabytes(size: float | None) -> str:
+    return f"{size / 1e9:.1f} GB" if size else ""
 
 
 def _show_sources(console: Console) -> None:

@@ -5,6 +5,7 @@ Letters as in work.py. Textbook case: a GPT block with dropout, fused softmax an
 T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section 4.1); tp divides all but 10 T E of it, sp that, too.
 """
 
+import math
 from typing import NamedTuple
 
 from fivefold.layout import Layout
@@ -41,7 +42,7 @@ def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, 
     if stack.selective == "attention":
         return everything._replace(scores=0.0)
     t = layout.tp
-    heads, kv = spec.heads // t * spec.head_dim, max(1, spec.kv_heads // t) * spec.head_dim
+    heads, kv = _widths(spec, layout)
     columns = (2 if spec.activation == "swiglu" else 1) * spec.ffn / t
     # The outputs of every product and of attention; sp leaves those of row linears in parts.
     part = t if layout.sp else 1
@@ -52,12 +53,20 @@ def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, 
     return Kept(residual=stream, attention=attention, mlp=mlp)
 
 
+def _widths(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
+    """Features of queries, and of keys, of a tp rank as attention keeps them: Ulysses repeats kv heads that are few."""
+    heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
+    if layout.cp > 1 and layout.cp_kind == "ulysses":
+        kv = math.lcm(kv, layout.cp)
+    return heads * spec.head_dim, kv * spec.head_dim
+
+
 def _everything(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int, seq: int, wide: int) -> Kept:
     """What autograd saves without recompute."""
     t = layout.tp
     part = t if layout.sp else 1
     stream = tokens * spec.hidden / part
-    heads, kv = spec.heads // t * spec.head_dim, max(1, spec.kv_heads // t) * spec.head_dim
+    heads, kv = _widths(spec, layout)
     # Each norm keeps its input (the residual stream) and its output, which the columns read; in eager float32 RMSNorm
     # the input as float32 and the normalised values besides. Without sp every tp rank holds all of it.
     eager = stack.norm == "eager" and spec.norm == "rmsnorm"

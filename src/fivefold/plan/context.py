@@ -86,7 +86,8 @@ class Case:
     head_dim: int
     device: Device
     wires: Wires
-    kernel: Attention = FIVEFOLD.attention
+    kernel: Attention = FIVEFOLD.attention  # over whole rows, as Ulysses has them
+    partial: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention  # over parts: it must give the log-sum-exp, too
 
     @property
     def ranks(self) -> int:
@@ -121,7 +122,8 @@ class Case:
         for call in calls:
             rows = math.ceil(call.queries / QUERIES) * QUERIES
             keys = call.computed / rows  # that a query is computed with, on average
-            kernel = Both(*self.device.attention(self.kernel, 1, heads or self.heads, self.head_dim, rows, keys))
+            name = self.partial if merged else self.kernel
+            kernel = Both(*self.device.attention(name, 1, heads or self.heads, self.head_dim, rows, keys))
             parts = call.queries * (heads or self.heads) * self.head_dim * merged
             done = done.plus(Work(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
         return done

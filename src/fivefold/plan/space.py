@@ -175,12 +175,12 @@ def _shapes(wish: Wish) -> tuple[list[Shape], dict[str, Array]]:
     for tp, cp in product(wish.free("tp", tps), wish.free("cp", cps)):
         if world % (tp * cp):
             continue
-        kinds = wish.free("cp_kind", ["ring"]) if cp > 1 else ["ring"]
+        kinds = wish.free("cp_kind", ["ring", "allgather", "ulysses"]) if cp > 1 else ["ring"]
         sizes = wish.free("samples", [n for n in (1, 2, 4, 8, 16, 32) if n <= batch and n * seq // cp <= MOST_TOKENS])
         for kind, sp, samples, recompute in product(
             kinds, wish.free("sp", [False, True] if tp > 1 else [False]), sizes, wish.free("recompute", [*RECOMPUTES])
         ):
-            if sp and (tp == 1 or seq % (2 * cp * tp)):
+            if (sp and (tp == 1 or seq % (2 * cp * tp))) or (kind == "ulysses" and spec.heads % (tp * cp)):
                 continue
             layout = Layout(tp=tp, cp=cp, cp_kind=kind, sp=sp, recompute=recompute)
             one = Case(

@@ -143,9 +143,9 @@ class Work:
         spec, layout = self.spec, self.layout
         if layout.cp == 1:
             return None
-        kernel = self.stack.cp_attention or self.stack.attention
+        whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
         heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
-        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, self.wires, kernel)
+        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, self.wires, whole, partial)
         return {"ring": context.ring, "allgather": context.allgather, "ulysses": context.ulysses}[layout.cp_kind](case)
 
     @cached_property

@@ -1,0 +1,39 @@
+"""Every line that the guide quotes is printed by the command above it."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli import app
+from fivefold.errors import UserError
+
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+
+
+def quoted() -> dict[str, list[str]]:
+    """By command, the lines below it."""
+    found: dict[str, list[str]] = {}
+    for block in re.findall(r"```\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("$ fivefold "):
+                lines = found.setdefault(line.removeprefix("$ fivefold "), [])
+            else:
+                lines.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("command", quoted())
+def test_the_guide_quotes_what_is_printed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    result = CliRunner().invoke(app, shlex.split(command))
+    printed = [line.strip() for line in result.output.splitlines()]
+    if isinstance(result.exception, UserError):
+        printed = [f"error: {problem}" for problem in result.exception.problems]
+    else:
+        assert result.exit_code == 0, result.output
+    lines = quoted()[command]
+    assert lines
+    assert [line for line in lines if line not in printed] == []
