@@ -62,19 +62,16 @@ def test_following_the_planner_costs_little_and_never_runs_out_of_memory(results
 @pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
 def test_the_pages_print_these_errors(found: dict[str, Score], page: str) -> None:
     text = (Path(__file__).parents[2] / page).read_text()
-    rows = {
-        cells[1].strip(" `"): [cell.strip() for cell in cells]
-        for line in text.splitlines()
-        if (cells := line.split("|"))[1:]
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in text.splitlines() if line.startswith("| `")]
+    shown = {row[1]: row[2:6] for row in rows if row[2].isdigit()}
+    expected = {
+        name: [str(score.timed), *(f"{100 * value:.1f}%" for value in (score.mape, score.median_ape or 0.0))]
+        for name, score in found.items()
+        if score.mape is not None
     }
-    for name, score in found.items():
-        if score.mape is not None:
-            shown = [
-                f"{100 * (score.mape or 0):.1f}%",
-                f"{100 * (score.median_ape or 0):.1f}%",
-                f"{100 * (score.bias or 0):+.1f}%",
-            ]
-            assert rows[name][2:6] == [str(score.timed), *shown], name
+    assert {name: row[:3] for name, row in shown.items()} == expected
+    biases = {name: f"{100 * (score.bias or 0.0):+.1f}%" for name, score in found.items() if name in expected}
+    assert {name: row[3] for name, row in shown.items()} == biases
 
 
 def test_llama_3_405b_is_within_10_percent_each(results: list[Result]) -> None:
