@@ -22,6 +22,10 @@ from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.spec import Attention as Counting
 from fivefold.spec import ModelSpec
 from fivefold.stages import Stage, stages_of
+from fivefold.wire import Kind
+
+# How much of 1F1B's fill a schedule leaves, with stages, sends and a head as models have them; for closed forms only.
+FILL = {"zb-h1": 0.4, "auto": 0.4, "zb-h2": 0.3, "zb-v": 0.3, "v-half": 0.8, "dualpipe-v": 0.7}
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,6 @@ class Estimate:
         return self.pipeline + self.dp + self.optimizer + self.case.stack.host_step
 
     @property
-    def bubble(self) -> float:
-        return max(0.0, self.pipeline - self.busy.total)
-
-    @property
     def causes(self) -> dict[str, float]:
         """Seconds of the step, adding up to it."""
         return {
@@ -150,8 +150,8 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
         simulation = simulate(schedule, costs(case, passes))
         length = simulation.makespan
     else:
-        length = closed_form(case, passes, [load.total / m for load in loads])
-    optimizer, exposed = _step_end(case, passes, length)
+        length = closed_form(case, [load.total / m for load in loads])
+    optimizer, exposed = _step_end(case, passes)
     return Estimate(case, length, busiest, exposed, optimizer, simulation)
 
 
@@ -191,58 +191,56 @@ def costs(case: Case, passes: list[Passes]) -> Costs:
     return Costs(f=f, i=i, w=w, b=b, activation=ones, link=Link(latency=case.stack.hides("pp") * send))
 
 
-def closed_form(case: Case, passes: list[Passes], ranks: list[float]) -> float:
+def closed_form(case: Case, ranks: list[float]) -> float:
     """The schedule's makespan, nearly: all microbatches on the busiest rank, and the others' first and last."""
     layout, m = case.layout, case.layout.microbatches
     send = case.wires.time("send", "pp", message(case))
     slowest = max(ranks)
     fill = (sum(ranks) - slowest) / layout.chunks
-    if layout.schedule in ("zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v", "auto"):
-        fill *= {"zb-h1": 0.34, "auto": 0.34, "zb-h2": 0.1, "zb-v": 0.1, "v-half": 0.4, "dualpipe-v": 0.5}[
-            layout.schedule
-        ]
-    elif layout.schedule == "naive":
-        fill *= m
+    fill *= m if layout.schedule == "naive" else FILL.get(layout.schedule, 1.0)
     held = 2 * (1 - case.stack.hides("pp")) * send * m * layout.chunks
     return m * slowest + fill + held + 2 * (layout.pp - 1) * send
 
 
-def _step_end(case: Case, passes: list[Passes], length: float) -> tuple[float, float]:
+def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
     """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage."""
-    layout, stack, wires = case.layout, case.stack, case.wires
-    fullest = max(case.stages, key=lambda stage: stage_parameters(case.spec, stage))
+    layout, stack = case.layout, case.stack
     count = rank_parameters(case) / layout.tp
-    shards = wires.reaches["zero"].ranks
-    mine = count / shards if layout.zero else count
+    mine = count / case.wires.reaches["zero"].ranks if layout.zero else count
     moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
     moved += 2 * stack.gradient_bytes * (count - mine) * (layout.zero < 2)  # zeroed and normed before they are dealt
     optimizer = case.on.stream(moved, 10) if case.spec.vocab > 1 else 0.0
     if layout.dp * layout.cp == 1:
         return optimizer, 0.0
-    gradients, weights = count * stack.gradient_bytes, count * stack.weight_bytes
-    if layout.zero == 0:
-        reduce, gather = wires.time("all-reduce", "data", gradients), 0.0
-    elif layout.zero < 3:
-        reduce = wires.time("reduce-scatter", "data", gradients) * (layout.microbatches if layout.zero == 2 else 1)
-        gather = wires.time("all-gather", "data", weights)
-    else:
-        # What stands around the blocks; the blocks' own is in their passes.
-        ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
-        each = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes) + wires.time(
-            "reduce-scatter", "zero", ends * stack.gradient_bytes
-        )
-        exposed = layout.microbatches * hidden(each, passes[-1].forward.total, stack.hides("zero"))
-        if layout.replicate > 1:
-            exposed += wires.time("all-reduce", "replicate", count / shards * stack.gradient_bytes)
-        return optimizer, exposed
+    return optimizer, _sharded_end(case, passes, count) if layout.zero == 3 else _replicated_end(case, passes, count)
+
+
+def _replicated_end(case: Case, passes: list[Passes], count: float) -> float:
+    """ZeRO 0 to 2: gradients behind the last backward pass (stage 2: every one), weights behind the next forward."""
+    layout, stack, wires = case.layout, case.stack, case.wires
+    rounds = layout.microbatches if layout.zero == 2 else 1
+    gather = wires.time("all-gather", "data", count * stack.weight_bytes) if layout.zero else 0.0
+    kind: Kind = "reduce-scatter" if layout.zero else "all-reduce"
+    reduce = rounds * wires.time(kind, "data", count * stack.gradient_bytes)
+    fullest = max(case.stages, key=lambda stage: stage_parameters(case.spec, stage))
     one = passes[fullest.index]
     # With several chunks a rank, the others' gradients are complete while the last chunk still works.
     last = min(layout.microbatches, layout.pp) if layout.chunks > 1 else 1
-    behind = (one.inputs.total + one.weights.total) * layout.chunks * last
-    rounds = layout.microbatches if layout.zero == 2 else 1
-    exposed = hidden(reduce, behind * rounds, stack.hides("dp"))
-    exposed += hidden(gather, one.forward.total * layout.chunks, stack.hides("dp"))
-    return optimizer, exposed
+    behind = (one.inputs.total + one.weights.total) * layout.chunks * last * rounds
+    return hidden(reduce, behind, stack.hides("dp")) + hidden(
+        gather, one.forward.total * layout.chunks, stack.hides("dp")
+    )
+
+
+def _sharded_end(case: Case, passes: list[Passes], count: float) -> float:
+    """ZeRO 3: what stands around the blocks, whose own is in their passes; and copies of the shards."""
+    layout, stack, wires = case.layout, case.stack, case.wires
+    ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
+    gather = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes)
+    scatter = wires.time("reduce-scatter", "zero", ends * stack.gradient_bytes)
+    exposed = layout.microbatches * hidden(gather + scatter, passes[-1].forward.total, stack.hides("zero"))
+    shards = wires.reaches["zero"].ranks
+    return exposed + wires.time("all-reduce", "replicate", count / shards * stack.gradient_bytes)
 
 
 @lru_cache(maxsize=4096)

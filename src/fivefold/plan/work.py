@@ -4,11 +4,11 @@ Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, D hea
 heads, F feed-forward columns, V vocabulary rows.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from fivefold.layout import Layout
+from fivefold.layout import ContextKind, Layout
 from fivefold.plan import context
 from fivefold.plan.kernels import Device
 from fivefold.plan.links import Wires
@@ -145,8 +145,10 @@ class Work:
             return None
         whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
         heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
-        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, self.wires, whole, partial)
-        return {"ring": context.ring, "allgather": context.allgather, "ulysses": context.ulysses}[layout.cp_kind](case)
+        axes = Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)  # nothing else matters: found again
+        wires = replace(self.wires, layout=axes)
+        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, wires, whole, partial)
+        return _method(layout.cp_kind, case)
 
     @cached_property
     def _pointwise(self) -> tuple[float, float]:
@@ -264,6 +266,11 @@ class Work:
             Seconds(gemm=self.device.gemm(m, k, n), memory=loss, tp=tp),
             Seconds(gemm=self.device.gemm(n, k, m), memory=self._added(rows * spec.hidden)),
         )
+
+
+@lru_cache(maxsize=4096)
+def _method(kind: ContextKind, case: context.Case) -> context.Method:
+    return {"ring": context.ring, "allgather": context.allgather, "ulysses": context.ulysses}[kind](case)
 
 
 def hidden(seconds: float, behind: float, share: float) -> float:
