@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from fivefold.model import random
 from fivefold.spec import ModelSpec, Parameter
@@ -28,6 +29,8 @@ def draw(
     columns: range | None = None,
 ) -> None:
     """Fill `out` with the block rows x columns of a parameter (the whole of it if not said)."""
+    if isinstance(out, FakeTensor):
+        return  # a dry run: there is nothing to fill
     if parameter.kind == "norm":
         out.fill_(1.0)
         return

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -110,7 +111,9 @@ class Mesh:
     def plane(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
         assert self.root is not None
-        with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
+        # Flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13. A mesh is made of real numbers, also
+        # in a dry run, where tensors are not.
+        with warnings.catch_warnings(), unset_fake_temporarily():
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.root[names] if len(names) > 1 else getattr(self, names[0]).mesh
 

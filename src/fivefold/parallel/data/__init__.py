@@ -11,7 +11,7 @@
 Stages 0, 1 and 2 are buckets of our own (`replicated`), stage 3 and hybrid sharding are FSDP2 (`fully`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -60,6 +60,9 @@ class Weights(Protocol):
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp."""
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Memory of gradients that is held between steps."""
 
     def resident(self) -> dict[str, int]:
         """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""

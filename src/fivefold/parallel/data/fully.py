@@ -24,7 +24,7 @@ from fivefold.model.dtypes import wide
 from fivefold.parallel.data.bucket import Bucket, slots_of
 from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.reducer import Reducer
-from fivefold.parallel.data.shards import bytes_of, copies, draw_rows, globally, held_by, shared_names
+from fivefold.parallel.data.shards import bytes_of, copies, draw_rows, globally, held_by, remake, shared_names
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.staging import stage
 from fivefold.spec import ModelSpec
@@ -50,7 +50,7 @@ class FullySharded:
         self.roots: list[FSDPModule] = []
         for model in stages:
             held = held_by(model, spec, mesh)
-            model.to(wide(compute))
+            remake(model, wide(compute), torch.device("meta"))
             self.modules += _shard(model, layers_of({unit_of(name) for name in held}), mesh, compute)
             self.roots.append(self.modules[-1])
             self.held |= held
@@ -99,7 +99,7 @@ class FullySharded:
                 continue
             master, gradient = self.masters[name], parameter.grad
             # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
-            assert parameter._local_tensor.data_ptr() == master.data_ptr(), f"{name} has moved in memory"
+            assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
             if name in self.shared:
                 dist.all_reduce(master.grad, group=self.mesh.ends.group)
@@ -122,11 +122,15 @@ class FullySharded:
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=True)
 
+    def buffers(self) -> Iterator[Tensor]:
+        for bucket in self.late.buckets:
+            yield from bucket.held()
+
     def resident(self) -> dict[str, int]:
         seen: set[int] = set()
         gradients = [p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor)]
         gathered, summed = [], []
-        late = [tensor for bucket in self.late.buckets for tensor in bucket.held()]
+        late = list(self.buffers())
         for group in _groups(self.modules):
             gathered += [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
             summed += [group._partial_reduce_output] if group._partial_reduce_output is not None else []
@@ -135,6 +139,11 @@ class FullySharded:
             "gradients": bytes_of((*gradients, *summed, *late), seen),
             "masters": 0,
         }
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Without a look at addresses, which tensors of a dry run do not have."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def _shard(model: nn.Module, blocks: list[str], mesh: Mesh, compute: torch.dtype) -> list[FSDPModule]:

@@ -6,7 +6,7 @@ and 2) the new weights are gathered while the next forward runs: a block waits f
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,7 +19,16 @@ from fivefold.parallel.data.bucket import Bucket, slots_of
 from fivefold.parallel.data.loose import Loose
 from fivefold.parallel.data.part import Part
 from fivefold.parallel.data.reducer import Reducer
-from fivefold.parallel.data.shards import bytes_of, copies, draw_rows, globally, held_by, local_of, shared_names
+from fivefold.parallel.data.shards import (
+    bytes_of,
+    copies,
+    draw_rows,
+    globally,
+    held_by,
+    local_of,
+    remake,
+    shared_names,
+)
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec import ModelSpec
 
@@ -44,7 +53,7 @@ class Replicated:
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
         for model in stages:
-            model.to(compute).to_empty(device=mesh.device)
+            remake(model, compute, mesh.device)
         self.parameters = {name: p for model in stages for name, p in model.named_parameters()}
         self.weights = {name: local_of(p) for name, p in self.parameters.items()}
         self.masters = {name: self._draw(spec, one, seed) for name, one in self.held.items()}
@@ -183,9 +192,13 @@ class Replicated:
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)
 
+    def buffers(self) -> Iterator[Tensor]:
+        for bucket in self.buckets:
+            yield from bucket.held()
+
     def resident(self) -> dict[str, int]:
         seen: set[int] = set()
-        buffers = [tensor for bucket in self.buckets for tensor in bucket.held()]
+        buffers = list(self.buffers())
         loose = [master.grad for master in self.loose.masters.values() if master.grad is not None]
         return {
             "parameters": bytes_of(self.weights.values(), seen),

@@ -19,6 +19,26 @@ def local_of(tensor: Tensor) -> Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def remake(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Its parameters anew and empty, in a dtype on a device.
+
+    As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
+    """
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None:
+                setattr(module, name, nn.Parameter(_empty_like(old, dtype, device)))
+
+
+def _empty_like(old: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not isinstance(old, DTensor):
+        return torch.empty(old.shape, dtype=dtype, device=device)
+    local = torch.empty(old._local_tensor.shape, dtype=dtype, device=device)
+    return DTensor.from_local(
+        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+    )
+
+
 def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
     """The parameters of one of this rank's stages."""
     here = {name for name, _ in model.named_parameters()}
@@ -67,7 +87,7 @@ def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         memory = tensor.untyped_storage()
-        if memory.data_ptr() not in seen:
-            seen.add(memory.data_ptr())
+        if memory._cdata not in seen:
+            seen.add(memory._cdata)
             total += memory.nbytes()
     return total

@@ -1,0 +1,175 @@
+"""Ledger: what memory holds, moment by moment, and how much is computed. It reads shapes, never data.
+
+    ledger = Ledger(engine)
+    with ledger:
+        engine.accumulate(batch)
+    ledger.peak, ledger.moments, ledger.flops
+
+It stands in the dispatcher: the memory behind every new tensor is entered when it appears, and struck out when its last
+reader lets go of it. So it counts what an allocator would be asked for, on real tensors and on fake ones alike.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from fivefold.train.engine import Engine
+
+_aten = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._flash_attention_forward,
+}
+_ATTENTION_BACKWARD = {
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._flash_attention_backward,
+}
+
+
+class Moment(NamedTuple):
+    """A stretch of the step: what it reached at most, and what was held when it ended."""
+
+    name: str  # "F0.3", "optimizer"
+    peak: int  # bytes
+    held: int
+    parameters: int  # of what was held at its end, like the next two
+    gradients: int
+    optimizer: int
+
+    @property
+    def activations(self) -> int:
+        """Everything that is not state: what backward needs, and what is on its way."""
+        return self.held - self.parameters - self.gradients - self.optimizer
+
+
+class Ledger(TorchDispatchMode):
+    """Counts while it is entered. `engine` is told of first, since its tensors are there already."""
+
+    def __init__(self, engine: Engine):
+        super().__init__()
+        self.engine = engine
+        self.held = self.peak = self.peak_here = 0
+        self.flops = 0.0
+        self.moments: list[Moment] = []
+        self.peak_moment = "before the step"
+        self._name = "before the step"
+        self._sizes: dict[int, int] = {}  # bytes by piece of memory
+        self._readers: dict[int, weakref.ref[Any]] = {}
+        self._take_all(_state_of(engine))
+        self.state = self.held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._take_all(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self.flops += flops_of(func, args, kwargs or {}, result)
+        return result
+
+    def _take_all(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            memory = tensor.untyped_storage()
+            key, size = memory._cdata, memory.nbytes()
+            if key in self._sizes or tensor.device.type == "meta":
+                continue
+            self._sizes[key] = 0
+            self._readers[key] = weakref.ref(memory, self._struck(key))
+            self._enter(key, size)
+
+    def _enter(self, key: int, size: int) -> None:
+        self.held += size - self._sizes[key]
+        self._sizes[key] = size
+        if self.held > self.peak_here:
+            self.peak_here = self.held
+        if self.held > self.peak:
+            self.peak, self.peak_moment = self.held, self._name
+
+    def _struck(self, key: int) -> Any:
+        def gone(_: Any) -> None:
+            self.held -= self._sizes.pop(key, 0)
+            self._readers.pop(key, None)
+
+        return gone
+
+    def __enter__(self) -> Any:
+        """FSDP2 frees gathered weights by resizing their memory, which no operator shows."""
+        self._resize = torch.UntypedStorage.resize_
+        ledger, resize = self, self._resize
+
+        def resized(memory: Any, size: int) -> Any:
+            done = resize(memory, size)
+            if memory._cdata in ledger._sizes:
+                ledger._enter(memory._cdata, size)
+            return done
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    @contextmanager
+    def moment(self, name: object) -> Iterator[None]:
+        """A named stretch; also a `Watch` of the pipeline's actions."""
+        self._name, self.peak_here = str(name), self.held
+        yield
+        resident = self.engine.weights.resident()
+        moments = self.engine.optimizer.resident()
+        state = (resident["parameters"], resident["gradients"], resident["masters"] + moments)
+        self.moments.append(Moment(self._name, self.peak_here, self.held, *state))
+
+    @property
+    def at_peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.peak)
+
+
+def _state_of(engine: Engine) -> Iterator[Tensor]:
+    """What exists between steps."""
+    for model in engine.stages.values():
+        for parameter in model.parameters():
+            yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    yield from engine.weights.masters.values()
+    for state in engine.optimizer.adam.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+    yield from engine.weights.buffers()
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Of products and attention, as executed: a causal mask leaves half of the scores."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet in _ATTENTION:
+        query, key = args[0], args[1]
+        return _scores(query, key) * _seen(args, kwargs)
+    if packet in _ATTENTION_BACKWARD:
+        _, query, key = args[:3]
+        return 2.5 * _scores(query, key) * _seen(args, kwargs)
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0.0
+
+
+def _scores(query: Tensor, key: Tensor) -> float:
+    """Two products over all pairs of tokens. [B, H, S, D]; without a batch, [tokens, H, D]."""
+    if query.ndim == 3:
+        tokens, heads, width = query.shape
+        return 4.0 * tokens * heads * width * key.shape[0]
+    batch, heads, queries, width = query.shape
+    return 4.0 * batch * heads * queries * key.shape[2] * width
+
+
+def _seen(args: Any, kwargs: Any) -> float:
+    """One half with a causal flag, whose place differs from operator to operator; it is the only True there."""
+    return 0.5 if any(value is True for value in (*args[3:], kwargs.get("is_causal"))) else 1.0

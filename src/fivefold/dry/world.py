@@ -1,0 +1,69 @@
+"""A world of any size in one process: PyTorch's fake process group, and tensors that have shapes and no data.
+
+    with pretending(layout, rank=9001) as mesh:
+        engine = Engine(job, mesh)          # the one that trains
+
+Tensors are fake CPU ones. A fake GPU would need a CUDA build of torch, and its attention would fall to the kernel that
+stores all scores; on the CPU the flash kernel runs, and keeps what the GPU's keeps. Where CPU kernels keep something
+else than CUDA's for the backward pass, a stand-in keeps what CUDA's does; there is one such, the RMSNorm.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from fivefold.layout import Layout
+from fivefold.parallel.mesh import Mesh
+
+
+@contextmanager
+def pretending(layout: Layout, rank: int) -> Iterator[Mesh]:
+    """The mesh as `rank` of the layout's world sees it. Everything inside is fake."""
+    if layout.world > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        mesh = Mesh.of(layout, torch.device("cpu"))  # a mesh is made of real numbers
+        # Meshes within meshes are real tensors, and meet fake ones inside of FSDP2.
+        with FakeTensorMode(allow_non_fake_inputs=True), _norms_of_cuda():
+            yield mesh
+    finally:
+        if layout.world > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _norms_of_cuda() -> Iterator[None]:
+    """CUDA has one kernel for an RMSNorm, which keeps its input; the CPU computes it in steps, and keeps each."""
+    real = F.rms_norm
+
+    def stand_in(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return _FusedNorm.apply(x, weight) if weight is not None else real(x, shape, weight, eps)
+
+    F.rms_norm = stand_in  # type: ignore[assignment]  # by name: recompute calls it again from autograd's own thread
+    try:
+        yield
+    finally:
+        F.rms_norm = real
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of `aten._fused_rms_norm`: input, weight, and one float32 number a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
