@@ -82,7 +82,8 @@ class Ledger(TorchDispatchMode):
         for tensor in tensors:
             memory = tensor.untyped_storage()
             key, size = memory._cdata, memory.nbytes()
-            if key in self._sizes or tensor.device.type == "meta":
+            # A DTensor's own memory is a promise; its local part passes here by itself.
+            if key in self._sizes or tensor.device.type == "meta" or isinstance(tensor, DTensor):
                 continue
             self._sizes[key] = 0
             self._readers[key] = weakref.ref(memory, self._struck(key))
@@ -114,11 +115,11 @@ class Ledger(TorchDispatchMode):
                 ledger._enter(memory._cdata, size)
             return done
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resized  # type: ignore
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore
         super().__exit__(*error)
 
     @contextmanager

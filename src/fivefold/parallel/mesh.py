@@ -111,8 +111,8 @@ class Mesh:
     def plane(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
         assert self.root is not None
-        # Flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13. A mesh is made of real numbers, also
-        # in a dry run, where tensors are not.
+        # Flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13. A mesh is made of real numbers, in
+        # a dry run too, where tensors are not.
         with warnings.catch_warnings(), unset_fake_temporarily():
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.root[names] if len(names) > 1 else getattr(self, names[0]).mesh

@@ -53,6 +53,17 @@ def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, 
     return Kept(residual=stream, attention=attention, mlp=mlp)
 
 
+def put_off(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2) -> float:
+    """Bytes of a block between its I and its W: what the linears read, and the gradients of what they wrote."""
+    t, part = layout.tp, layout.tp if layout.sp else 1
+    heads, kv = _widths(spec, layout)
+    inner = spec.ffn / t
+    gated = 2 if spec.activation == "swiglu" else 1
+    read = 2 * spec.hidden / part + heads + inner
+    written = heads + 2 * kv + gated * inner + 2 * spec.hidden
+    return tokens * wide * (read + written)
+
+
 def _widths(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
     """Features of queries, and of keys, of a tp rank as attention keeps them: Ulysses repeats kv heads that are few."""
     heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
@@ -72,7 +83,8 @@ def _everything(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int, seq:
     eager = stack.norm == "eager" and spec.norm == "rmsnorm"
     norm = 2 * stream * (wide + (8 if eager else 0))
     dropped = 2 * stream if spec.dropout else 0
-    attention = tokens * (wide * (2 * heads + 2 * kv) + 4 * spec.heads / t)
+    outputs = 2 if stack.copies_attention else 1
+    attention = tokens * (wide * ((1 + outputs) * heads + 2 * kv) + 4 * spec.heads / t)
     scores = 0.0
     if stack.attention in ("torch", "fused"):
         # Fused: probabilities, a mask, and what it leaves of them. Torch: float32 softmax, cast, mask.

@@ -73,7 +73,7 @@ class Block(NamedTuple):
     unhidden: float  # seconds that a schedule which splits backward adds: tp has nothing to hide behind
     ends: float
     kept: float
-    whole: float  # bytes that a block under recompute makes again, at once
+    whole: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
     logits: float
     message: float
 
@@ -85,14 +85,16 @@ class Block(NamedTuple):
         block = work.block
         apart = _work(case, structs.replace(layout, schedule="zb-h1"), shape.samples) if shape.tp > 1 else work
         plain = structs.replace(layout, recompute="none")
-        again = kept(case.spec, plain, case.stack, shape.samples, case.seq).total if shape.recompute != "none" else 0.0
+        mine = kept(case.spec, layout, case.stack, shape.samples, case.seq).total
+        again = kept(case.spec, plain, case.stack, shape.samples, case.seq).total - mine
+        passing = 4.0 * work.tokens * case.spec.ffn / shape.tp + 2.0 * case.spec.hidden * case.spec.ffn / shape.tp
         return cls(
             forward=block.forward.total,
             backward=block.inputs.total + block.weights.total,
             unhidden=apart.block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
-            kept=kept(case.spec, layout, case.stack, shape.samples, case.seq).total,
-            whole=again,
+            kept=mine,
+            whole=again + passing + work.exchange_bytes,
             logits=(logits_held(case.spec, layout, case.stack) + 4 * case.spec.hidden) * work.tokens,
             message=2.0 * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1),
         )
@@ -204,10 +206,12 @@ class Closed:
         """Bytes of the fullest rank."""
         stack, share = self.case.stack, self.case.spec.layers / self.of.pp
         flying = self._flying()
-        first = self.block.kept * flying * share + np.maximum(0.0, self.block.whole - self.block.kept)
+        first = self.block.kept * flying * share + self.block.whole + self._gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
-        allocated = self._state() + np.maximum(first, last) + self._gathered() + stack.bucket_bytes
+        several = np.where(self.chunks > 1, 4 * (self.chunks + 1), 4)
+        messages = np.where(self.alone, 0.0, several * self.block.message)
+        allocated = self._state() + np.maximum(first, last) + messages + stack.bucket_bytes
         return allocated * (1 + FRAGMENTATION) + CONTEXT
 
     def _state(self) -> Array:
@@ -228,9 +232,11 @@ class Closed:
         return found
 
     def _gathered(self) -> Array:
-        stack, table = self.case.stack, self.case.spec.vocab * self.case.spec.hidden / self.of.tp
-        largest = np.maximum(self.per_block, table) * (stack.weight_bytes + stack.gradient_bytes)
-        return np.where(self.of.zero == 3, 2 * self.per_block * stack.weight_bytes + largest, 0.0)
+        """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
+        stack, several = self.case.stack, self.of.dp * self.of.cp > 1
+        three = self.per_block * (3 * stack.weight_bytes + stack.gradient_bytes)
+        two = 2 * self.per_block * stack.gradient_bytes
+        return np.where(several & (self.of.zero == 3), three, np.where(several & (self.of.zero == 2), two, 0.0))
 
 
 def _rank_parameters(spec: ModelSpec, pp: Array) -> Array:

@@ -1,24 +1,26 @@
-"""Peak memory of a rank: state, activations in flight, what the loss and the collectives need, and a margin.
+"""Peak memory of a rank: state, activations in flight, what the worst moment of a step adds, and a margin.
 
 footprint(case).total       # bytes on the fullest pipeline rank
 footprint(case).parts       # by component
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from msgspec import structs
 
 from fivefold.layout import Layout
-from fivefold.plan.activations import Kept, kept
+from fivefold.plan.activations import Kept, kept, put_off
 from fivefold.plan.memory import Accounting, State
 from fivefold.plan.stack import Stack
-from fivefold.plan.time import Case, schedule_of, stage_parameters
+from fivefold.plan.time import Case, message, schedule_of, stage_parameters
+from fivefold.plan.work import SPLIT
 from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
 from fivefold.schedule.catalogue import placement
 from fivefold.spec import ModelSpec
+from fivefold.stages import Stage
 
-GiB = 1 << 30
 CONTEXT = 1.5e9  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
 FRAGMENTATION = 0.04  # of what is allocated: holes between blocks that no request fits
 HEADROOM = 0.88  # of the memory that a plan may fill: what no model counts takes the rest
@@ -27,25 +29,35 @@ GATHERED = 6.0  # bytes per logit of the parts, the whole made of them, and its 
 
 @dataclass(frozen=True)
 class Footprint:
-    rank: int  # the pipeline rank that has the most
+    """One pipeline rank at the moment of the step that needs the most."""
+
+    rank: int
     state: State
     activations: Kept  # of all microbatches in flight
-    ends: float  # embedding and logits
-    buffers: float  # gathered weights, buckets, a block under recompute
+    moment: str  # "the loss", "a block's backward", "the embedding's gradient"
+    transient: float  # bytes of that moment alone: logits; a block made again; gathered weights, gradients on their way
+    buffers: float  # messages and exchanges
     margin: float
-
     lazy: bool = False  # no gradient exists while the activations do
 
     @property
-    def allocated(self) -> float:
-        held = self.activations.total + self.ends + self.buffers
-        if self.lazy:
-            return self.state.total - self.state.gradients + max(held, self.state.gradients)
-        return self.state.total + held
+    def working(self) -> float:
+        """What is not state."""
+        return self.activations.total + self.transient + self.buffers
 
     @property
-    def _but_gradients(self) -> float:
-        return self.state.total - self.state.gradients + self.activations.total + self.ends + self.buffers
+    def gradients(self) -> float:
+        """That are there at the peak; where they come after it, what they need more than the peak had."""
+        return max(0.0, self.state.gradients - self.working) if self.lazy else self.state.gradients
+
+    @property
+    def allocated(self) -> float:
+        return self.state.total - self.state.gradients + self.gradients + self.working
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator has taken from the device: all but the context."""
+        return self.total - CONTEXT
 
     @property
     def total(self) -> float:
@@ -55,10 +67,10 @@ class Footprint:
     def parts(self) -> dict[str, float]:
         return {
             "parameters": self.state.parameters,
-            "gradients": self.allocated - self._but_gradients,
+            "gradients": self.gradients,
             "optimizer": self.state.optimizer,
             **{f"activations: {kind}": size for kind, size in self.activations._asdict().items() if size},
-            "logits and embedding": self.ends,
+            self.moment: self.transient,
             "buffers": self.buffers,
             "context and fragmentation": self.margin,
         }
@@ -66,8 +78,7 @@ class Footprint:
 
 def footprint(case: Case) -> Footprint:
     """Of the pipeline rank that needs the most."""
-    ranks = range(case.layout.pp)
-    return max((footprint_of(case, rank) for rank in ranks), key=lambda one: one.total)
+    return max((footprint_of(case, rank) for rank in range(case.layout.pp)), key=lambda one: one.total)
 
 
 def footprint_of(case: Case, rank: int) -> Footprint:
@@ -81,30 +92,59 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     block = kept(spec, layout, stack, case.samples, case.seq)
     flying = in_flight(layout.schedule, layout.pp, layout.microbatches, layout.chunks)[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
-    tokens = case.work.tokens
-    ends = 0.0
-    if any(stage.last for stage in stages) and spec.vocab > 1:
-        ends += logits_held(spec, layout, stack) * tokens + 4 * tokens * spec.hidden
-    buffers = 0.0
-    if layout.recompute != "none":
-        whole = kept(spec, structs.replace(layout, recompute="none"), stack, case.samples, case.seq)
-        buffers += whole.total - block.total
-    one = case.work.block_parameters
-    if layout.zero == 3:
-        # Two blocks' weights gathered, one block's gradients whole; the ends' too.
-        table = spec.vocab * spec.hidden / layout.tp
-        buffers += 2 * one * stack.weight_bytes + max(one, table) * (stack.weight_bytes + stack.gradient_bytes)
-    buffers += stack.bucket_bytes + case.work.exchange_bytes
+    moment, transient = max(_moments(case, stages, block), key=lambda one: one[1])
+    buffers = stack.bucket_bytes + messages(layout) * message(case)
     lazy = stack.lazy_gradients and layout.microbatches == 1 and layout.chunks == 1
-    found = Footprint(rank, state, block.times(layers), ends, buffers, 0.0, lazy)
+    found = Footprint(rank, state, block.times(layers), moment, transient, buffers, 0.0, lazy)
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
+
+
+def messages(layout: Layout) -> int:
+    """Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk."""
+    if layout.pp == 1:
+        return 0
+    return 4 if layout.chunks == 1 else 4 * (layout.chunks + 1)
+
+
+def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
+    """Bytes on top of the activations in flight, at the moments that can be the worst of a step."""
+    spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
+    table = spec.vocab * spec.hidden / layout.tp if spec.vocab > 1 else 0.0
+    wide = stack.gradient_bytes
+    again = 0.0
+    if layout.recompute != "none":
+        plain = structs.replace(layout, recompute="none")
+        again = kept(spec, plain, stack, case.samples, case.seq).total - block.total
+    # Backward through a block: gradients of the feed-forward part's intermediates and of its largest weight.
+    passing = 4.0 * work.tokens * spec.ffn / layout.tp + 2.0 * spec.hidden * spec.ffn / layout.tp
+    yield "a block's backward", again + passing + work.exchange_bytes + _gathered(case, work.block_parameters)
+    if spec.vocab > 1 and any(stage.last for stage in stages):
+        ends = 2 * table * stack.weight_bytes if layout.zero == 3 and stack.keeps_ends else 0.0
+        yield "the loss", (logits_held(spec, layout, stack) + 4 * spec.hidden) * work.tokens + ends
+    if any(stage.first for stage in stages):
+        # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
+        rest = put_off(spec, layout, work.tokens) if layout.schedule in SPLIT else 0.0
+        own = len(stages[0].layers) * max(0.0, block.total - rest)
+        flying = wide * table if layout.zero == 2 and layout.dp * layout.cp > 1 else 0.0
+        yield "the embedding's gradient", stack.weight_bytes * table + flying - own
+
+
+def _gathered(case: Case, parameters: float) -> float:
+    """Of blocks: ZeRO 3's weights of two and gradients of one; ZeRO 2's gradients of two, on their way to shards."""
+    stack = case.stack
+    if case.layout.dp * case.layout.cp == 1:
+        return 0.0
+    if case.layout.zero == 3:
+        return parameters * (2 * stack.weight_bytes + stack.weight_bytes + stack.gradient_bytes)
+    return 2 * parameters * stack.gradient_bytes if case.layout.zero == 2 else 0.0
 
 
 def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
     """Bytes per token at the loss's peak."""
     if stack.gathers_logits and layout.tp > 1:
         return (stack.peak_logit_bytes + GATHERED) * spec.vocab
-    return stack.peak_logit_bytes * -(-spec.vocab // layout.tp)
+    each = stack.peak_logit_bytes_tp if layout.tp > 1 and stack.peak_logit_bytes_tp else stack.peak_logit_bytes
+    return each * -(-spec.vocab // layout.tp)
 
 
 @lru_cache(maxsize=512)

@@ -74,19 +74,34 @@ def paper(parameters: float, zero: int, ranks: int) -> State:
 
 def state(spec: ModelSpec, layout: Layout, dtype: str) -> State:
     """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
+    found = [state_of(spec, layout, dtype, pp=rank) for rank in range(layout.pp)]
+    return State(
+        max(one.parameters for one in found), max(one.gradients for one in found), max(one.optimizer for one in found)
+    )
+
+
+def state_of(spec: ModelSpec, layout: Layout, dtype: str, *, pp: int = 0, tp: int = 0, zero: int = 0) -> State:
+    """What the rank at those places of the pp, tp and zero axes holds, to the byte.
+
+    Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest.
+    """
     compute, full = BYTES[dtype], wide_bytes(dtype)
-    master = full if compute < full else 0
     ranks = layout.dp // layout.replicate * layout.cp
-    whole, share = _held(spec, layout, 1), _held(spec, layout, ranks)
+    every, mine = held(spec, layout, tp), _names(spec, layout)[pp]
+    parts = [every[name] for name in mine]
+    whole = sum(one.size for one in parts)
+    owned = sum(len(one.share(ranks, zero)) * one.width for one in parts)
+    padded = sum(one.share_size(ranks) for one in parts)
     if layout.zero == 3 and ranks * layout.replicate > 1:
-        return State(full * share, full * share, 2 * full * share)
-    return Accounting(compute, full, 2 * full + master).state(whole, share, layout.zero, 1)
+        return State(full * padded, full * padded, 2 * full * owned)
+    gradients = {0: whole, 1: padded * ranks, 2: padded}[layout.zero] if ranks > 1 else whole
+    masters = owned if layout.zero and ranks > 1 else whole
+    master = full if compute < full else 0
+    return State(compute * whole, full * gradients, (2 * full + master) * masters)
 
 
-def _held(spec: ModelSpec, layout: Layout, ranks: int) -> int:
-    """Parameters of the first of tp x `ranks` ranks, of the pipeline rank that has the most."""
-    parts = held(spec, layout)
+def _names(spec: ModelSpec, layout: Layout) -> list[set[str]]:
+    """By pipeline rank, the parameters that it holds; an embedding that both ends share on one rank is there once."""
     stages = stages_of(spec, layout, spec.context)
     owners = placement(layout.schedule, layout.pp, layout.chunks)
-    names = [{name for stage in mine for name in stages[stage].names(spec)} for mine in owners.of_rank]
-    return max(sum(parts[name].share_size(ranks) for name in held_here) for held_here in names)
+    return [{name for stage in mine for name in stages[stage].names(spec)} for mine in owners.of_rank]

@@ -46,8 +46,11 @@ class Stack(Struct, frozen=True, kw_only=True):
     state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
     peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
+    peak_logit_bytes_tp: float | None = None  # with tp, where that differs
+    keeps_ends: bool = False  # ZeRO 3 leaves embedding and head gathered from forward to backward
     gathers_logits: bool = False  # every tp rank computes the loss over the whole vocabulary
     bucket_bytes: float = 0.5e9  # of collectives' buffers
+    copies_attention: bool = False  # its output is kept twice: as attention left it, and as the next product reads it
     columns_apart: bool = False  # q, k and v, and gate and up, are products of their own: smaller ones fill less
     rowwise: bool = False  # fp8 with a scale per row
     scattered_sends: bool = False  # a stage's output is sent once, in tp parts, and gathered behind the link
@@ -99,6 +102,7 @@ FIVEFOLD = Stack(
     pointwise="fivefold",
     norm="fivefold",
     columns_apart=True,
+    copies_attention=True,
     stops_early=True,
     lazy_gradients=True,
     step_bytes=26,  # norm 4, clip 8, the weight published 6; and kernels over many tensors at less than stream's pace
@@ -116,5 +120,7 @@ FIVEFOLD = Stack(
     # Per logit: widened 6 (at half pace), log-softmax read thrice and written 16, zeros for its slope 4, backward 16,
     # narrowed 6.
     logit_bytes=54.0,
+    peak_logit_bytes_tp=14.0,  # the loss over parts of the vocabulary: the logits, and three in float32
+    bucket_bytes=0.0,
     peak_logit_bytes=12.0,  # in backward: the log-softmax, its slope and what comes out, each in float32
 )

@@ -81,7 +81,7 @@ def _result(row: Row, constants: Constants | None, exact: bool) -> Result:
     memory = run.case.on.accelerator.memory
     fits, planned = room.total <= memory, room.total <= HEADROOM * memory
     seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
-    return Result(row, run, seconds, room.allocated, fits, planned)
+    return Result(row, run, seconds, room.reserved if run.source.reserved else room.allocated, fits, planned)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Source:
     chunks: int = 1  # at most, where pp > 1 and the row does not say: as many as deal the layers out evenly
     cp_kind: ContextKind = "ring"
     cards: dict[str, str] = field(default_factory=dict)  # accelerators of the catalogue by the row's name
+    reserved: bool = False  # it publishes what the allocator reserved, not what was allocated
     memory_unit: float = 1e9  # bytes of a published GB
     ports: float = 1.0  # of a node's network, relative to the catalogue's
 
@@ -101,6 +102,7 @@ TITAN = Stack(
     host=0.5,
     logit_bytes=TORCH_LOGITS,
     peak_logit_bytes=14,  # bf16, float32, log-probabilities, gradient
+    keeps_ends=True,  # FSDP2's root does not reshard after forward
 )
 XLA = Stack(
     name="Pathways, XLA",
@@ -210,6 +212,7 @@ SOURCES = (
         zero=3,
         sp=True,
         recompute="selective",
+        reserved=True,
     ),
     Source(
         match=r"^torchtitan",
@@ -218,6 +221,7 @@ SOURCES = (
         zero=3,
         sp=True,
         recompute="selective",
+        reserved=True,
     ),
 )
 ANY = Source(match="", why="a source that nobody has described: today's software", stack=NEMO, zero=1, sp=True)
