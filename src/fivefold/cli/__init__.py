@@ -21,6 +21,7 @@ from fivefold.cli import (
     context,
     curve,
     data,
+    dryrun,
     generate,
     hf,
     models,
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 app.command("plan", short_help=plan.PLAN)(plan.plan)
 app.command("simulate", short_help=plan.SIMULATE)(plan.simulate)
+app.command("dryrun", short_help=dryrun.SHORT)(dryrun.dryrun)
 app.command("truth", short_help=truth.SHORT)(truth.truth)
 app.command("train", short_help=train.SHORT)(train.train)
 app.command("generate", short_help=generate.SHORT)(generate.generate)
