@@ -8,6 +8,7 @@ stores all scores; on the CPU the flash kernel runs, and keeps what the GPU's ke
 else than CUDA's for the backward pass, a stand-in keeps what CUDA's does; there is one such, the RMSNorm.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fivefold.layout import Layout
@@ -30,13 +32,37 @@ def pretending(layout: Layout, rank: int) -> Iterator[Mesh]:
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     try:
-        mesh = Mesh.of(layout, torch.device("cpu"))  # a mesh is made of real numbers
-        # Meshes within meshes are real tensors, and meet fake ones inside of FSDP2.
-        with FakeTensorMode(allow_non_fake_inputs=True), _norms_of_cuda():
+        mesh = Mesh.of(layout, torch.device("cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True), _real_meshes(), _norms_of_cuda():
             yield mesh
     finally:
         if layout.world > 1:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """A mesh is made of numbers that are looked at; FSDP2 makes some of its own."""
+    names = [name for name in ("__init__", "__getitem__", "_flatten", "_concatenate") if hasattr(DeviceMesh, name)]
+    plain = {name: DeviceMesh.__dict__[name] for name in names}
+
+    def real(method: Any) -> Any:
+        function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return type(method)(run) if isinstance(method, staticmethod | classmethod) else run
+
+    for name, method in plain.items():
+        setattr(DeviceMesh, name, real(method))
+    try:
+        yield
+    finally:
+        for name, method in plain.items():
+            setattr(DeviceMesh, name, method)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -111,9 +110,7 @@ class Mesh:
     def plane(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
         assert self.root is not None
-        # Flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13. A mesh is made of real numbers, in
-        # a dry run too, where tensors are not.
-        with warnings.catch_warnings(), unset_fake_temporarily():
+        with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.root[names] if len(names) > 1 else getattr(self, names[0]).mesh
 

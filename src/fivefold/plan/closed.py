@@ -209,8 +209,7 @@ class Closed:
         first = self.block.kept * flying * share + self.block.whole + self._gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
-        several = np.where(self.chunks > 1, 4 * (self.chunks + 1), 4)
-        messages = np.where(self.alone, 0.0, several * self.block.message)
+        messages = np.where(self.alone, 0.0, (4 + flying) * self.chunks * self.block.message)
         allocated = self._state() + np.maximum(first, last) + messages + stack.bucket_bytes
         return allocated * (1 + FRAGMENTATION) + CONTEXT
 

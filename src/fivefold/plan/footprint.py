@@ -93,17 +93,19 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     flying = in_flight(layout.schedule, layout.pp, layout.microbatches, layout.chunks)[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
     moment, transient = max(_moments(case, stages, block), key=lambda one: one[1])
-    buffers = stack.bucket_bytes + messages(layout) * message(case)
-    lazy = stack.lazy_gradients and layout.microbatches == 1 and layout.chunks == 1
+    # A stage's output is held until its backward pass, beside the next stage's copy of it.
+    outputs = sum(flying.values()) if layout.pp > 1 else 0
+    buffers = stack.bucket_bytes + (messages(layout) + outputs) * message(case)
+    # Buckets are there from the start; without them, gradients are made by the first backward pass.
+    unbucketed = shards * layout.replicate == 1 or layout.zero == 3
+    lazy = stack.lazy_gradients and layout.microbatches == 1 and layout.chunks == 1 and unbucketed
     found = Footprint(rank, state, block.times(layers), moment, transient, buffers, 0.0, lazy)
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 
 def messages(layout: Layout) -> int:
     """Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk."""
-    if layout.pp == 1:
-        return 0
-    return 4 if layout.chunks == 1 else 4 * (layout.chunks + 1)
+    return 4 * layout.chunks if layout.pp > 1 else 0
 
 
 def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
