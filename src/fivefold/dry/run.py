@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.data.batch import Batch
-from fivefold.dry.ledger import Ledger, Moment
-from fivefold.dry.world import pretending
+from fivefold.dry.world import Kernels, pretending
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.schedule.schedule import peak_live
 from fivefold.train.config import Job
 from fivefold.train.engine import Engine
+from fivefold.train.ledger import Ledger, Moment
 from fivefold.wire import Traffic
 
 
@@ -42,10 +42,10 @@ class Dry:
         return at.peak - at.parameters - min(at.gradients, before.gradients) - at.optimizer
 
 
-def dry_run(job: Job, rank: int) -> Dry:
+def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> Dry:
     """A step of `rank` of the job's world."""
     begin = time.perf_counter()
-    with pretending(job.layout, rank) as mesh:
+    with pretending(job.layout, rank, kernels) as mesh:
         ledger: Ledger | None = None
         engine = Engine(job, mesh, lambda action: ledger.moment(action))  # type: ignore[union-attr]
         ledger, counter = Ledger(engine), TrafficCounter(mesh)

@@ -10,8 +10,8 @@ else than CUDA's for the backward pass, a stand-in keeps what CUDA's does; there
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,23 @@ from torch.nn import functional as F
 from fivefold.layout import Layout
 from fivefold.parallel.mesh import Mesh
 
+Kernels = Literal["cuda", "cpu"]
+
 
 @contextmanager
-def pretending(layout: Layout, rank: int) -> Iterator[Mesh]:
-    """The mesh as `rank` of the layout's world sees it. Everything inside is fake."""
+def pretending(layout: Layout, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]:
+    """The mesh as `rank` of the layout's world sees it. Everything inside is fake.
+
+    `kernels`: whose memory is to be kept for backward; "cpu" is for comparison with runs on CPUs.
+    """
     if layout.world > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     try:
         mesh = Mesh.of(layout, torch.device("cpu"))
-        with FakeTensorMode(allow_non_fake_inputs=True), _real_meshes(), _norms_of_cuda():
+        norms = _norms_of_cuda() if kernels == "cuda" else nullcontext()
+        with FakeTensorMode(allow_non_fake_inputs=True), _real_meshes(), norms:
             yield mesh
     finally:
         if layout.world > 1:

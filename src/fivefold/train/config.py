@@ -56,6 +56,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
     eval_samples: int = 64  # held-out sequences per look
     log_every: int = 10  # steps between printed lines where there is no terminal
+    count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
     timeout: float = 600.0  # seconds that a rank waits for another before it gives up
 
 

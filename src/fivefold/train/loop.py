@@ -21,6 +21,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.trace.records import Trace
 from fivefold.trace.tracer import tracer_of
 from fivefold.train.config import Job
+from fivefold.train.counted import Counted
 from fivefold.train.device import peak_flops, peak_memory
 from fivefold.train.engine import Engine
 from fivefold.train.listeners import Listener
@@ -58,6 +59,7 @@ class Trainer:
         self.job, self.sources, self.mesh = job, sources, mesh
         self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
         self.engine = Engine(job, mesh, self.tracer.watch)
+        self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
         self.done = 0  # steps, this run's and those of the checkpoint that it goes on from
         self.samples = 0  # of the data order that they were trained on
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
@@ -93,7 +95,7 @@ class Trainer:
             evaluation = None
             targets = 0
             for step, batch in enumerate(batches, start=first):
-                with self.tracer.step(step - first + 1):
+                with self.tracer.step(step - first + 1), self.counted.step(step - first + 1):
                     record = self.step(step, batch)
                 self.done, self.samples = step, self.samples + len(batch.samples)
                 trace = self.tracer.after(step - first + 1, self.engine.schedule)

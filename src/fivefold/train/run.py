@@ -111,6 +111,9 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
                 listener.close()
         show_end(console, display, evaluation, time.monotonic() - start, directory)
         traced.show(console)
+        if job.train.count:
+            trainer.counted.show(console.print)
+            (directory / "counts.json").write_text(json.dumps(trainer.counted.to_dict(), indent=2) + "\n")
         return directory
     finally:
         worlds.leave(world)
