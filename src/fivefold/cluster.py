@@ -107,6 +107,13 @@ class Cluster(Struct, frozen=True):
     def nodes(self) -> int:
         return sum(group.nodes for group in self.groups)
 
+    def alike(self) -> "Cluster | None":
+        """The same nodes as one group, where several groups are of one kind."""
+        first = self.groups[0]
+        if len(self.groups) < 2 or any((g.gpus, g.accelerator) != (first.gpus, first.accelerator) for g in self.groups):
+            return None
+        return Cluster((structs.replace(first, nodes=self.nodes),))
+
     def group_of(self, rank: int) -> Group:
         return self._locate(rank)[0]
 

@@ -80,9 +80,25 @@ def plan(
     if inference:
         from fivefold.cli.serve import serve
 
+        unused = {
+            "--layout": layout,
+            "--fix": fix,
+            "--output": output,
+            "--batch": batch,
+            "--seq": seq,
+            "--price": price,
+        }
+        if extra := [option for option, value in unused.items() if value]:
+            raise UserError(f"{', '.join(extra)} is of training, and --inference plans serving; leave one of them out")
         serve(words, cluster, prompt, answer, concurrent, precision, (ttft, tpot), as_json)
         return
+    if ttft is not None or tpot is not None or concurrent is not None:
+        raise UserError("--ttft, --tpot and --concurrent are of serving; add --inference")
     _check_price(price)
+    if output is not None:
+        _check_output(output)
+    if layout is not None and fix:
+        raise UserError("--layout says everything, and --fix holds choices of a search; give one of them")
     case = _case(words, cluster, batch, seq, precision, software)
     given = _given(case, layout) if layout is not None else None
     found = search(case, by, max(top, 24 if by == "throughput" else top), **_fixed(fix))
@@ -175,7 +191,9 @@ def _case(words: list[str], cluster: str, batch: int | None, seq: int | None, pr
     job, named = read_model(words)
     machines = read_cluster(cluster)
     spec = job.model
-    length = seq or (job.data.seq if "data.seq" in named else min(spec.context, 8192))
+    if wrong := spec.problems():
+        raise UserError(wrong)
+    length = seq if seq is not None else (job.data.seq if "data.seq" in named else min(spec.context, 8192))
     if length < 1:
         raise UserError(f"--seq {length} must be at least 1")
     if spec.positions == "learned" and length > spec.context:
@@ -247,9 +265,8 @@ def _fixed(text: str) -> dict[str, Any]:
             rest.append(part)
     if rest:
         layout = Layout.parse(",".join(rest))
-        for part in rest:
-            key = part.partition("=")[0].strip()
-            fixed[key] = getattr(layout, key)
+        keys = [part.partition("=")[0].strip() for part in rest]
+        fixed |= {key: getattr(layout, key) for key in keys if not key.isdigit()}
     return fixed
 
 
@@ -257,13 +274,16 @@ def _given(case: "Case", text: str) -> "Option":
     from dataclasses import replace
 
     from fivefold.layout import Layout
+    from fivefold.plan.mixed import groups_of
     from fivefold.plan.search import weigh
 
     layout = Layout.parse(text)
     problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch)
     if problems:
         raise UserError([problem.replace("--nproc", "--cluster with a world of") for problem in problems])
-    return weigh(replace(case, layout=layout))
+    if alike := case.cluster.alike():
+        case = replace(case, cluster=alike)
+    return weigh(replace(case, layout=layout, groups=groups_of(case.cluster, layout)))
 
 
 def _check_price(price: float | None) -> None:
@@ -280,16 +300,19 @@ def _check_picture(path: Path) -> None:
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
 
 
+def _check_output(path: Path) -> None:
+    if path.suffix != ".toml":
+        raise UserError(f"{path} should end in .toml")
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
+
+
 def _write(option: "Option", words: list[str], path: Path) -> None:
     """The job that the option is, with everything else as the job file or the defaults say."""
     from msgspec import structs
 
     from fivefold.train.config import to_toml
 
-    if path.suffix != ".toml":
-        raise UserError(f"{path} should end in .toml")
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
     job, _ = read_model(words)
     case = option.case
     dtype = "bfloat16" if case.precision in ("bf16", "fp16", "fp8") else "float32"
@@ -299,7 +322,10 @@ def _write(option: "Option", words: list[str], path: Path) -> None:
         data=structs.replace(job.data, seq=case.seq),
         train=structs.replace(job.train, batch=case.batch, dtype=dtype),
     )
-    path.write_text(to_toml(job))
+    try:
+        path.write_text(to_toml(job))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 # ---- showing -----------------------------------------------------------------------------------------------------
@@ -327,7 +353,7 @@ def _show(
     )
     console.print(tables.ranking(options if chosen in options else (*options, chosen), chosen))
     if chosen is not options[0] and given is None:
-        faster = chosen.seconds / options[0].seconds - 1
+        faster = 1 - options[0].seconds / chosen.seconds
         console.print(
             f"{options[0].layout} is {faster:.1%} faster, which is within the noise of measured runs; "
             f"{chosen.layout} is simpler",

@@ -74,7 +74,7 @@ def truth(
     quiet = as_json or not console.is_terminal
     constants = None
     if fit:
-        constants = _fit(console, every, write, quiet)
+        constants = _fit(console, every, write, quiet, silent=as_json)
     with Progress(console=console, transient=True, disable=quiet) as progress:
         task = progress.add_task("predicting", total=len(every))
         results = evaluate(every, constants, tick=lambda: progress.advance(task))
@@ -89,6 +89,7 @@ def truth(
         return
     console.print(_table(found, left))
     _show_regret(console, results)
+    _show_alarms(console, results)
     if rows:
         console.print(_rows_table([result for result in results if result.row.file == rows]))
     _show_refused(console, results)
@@ -109,14 +110,14 @@ def _measured(every: "list[Row]") -> "list[Measured]":
     return runs
 
 
-def _fit(console: Console, every: "list[Row]", write: bool, quiet: bool) -> Any:
+def _fit(console: Console, every: "list[Row]", write: bool, quiet: bool, silent: bool) -> Any:
     from fivefold.truth.constants import FITTED
     from fivefold.truth.fit import STEPS, fit
 
     with Progress(console=console, transient=True, disable=quiet) as progress:
         task = progress.add_task("fitting", total=STEPS)
         constants = fit(_measured(every), lambda: progress.advance(task))
-    if not quiet:
+    if not silent:
         table = Table(title="Constants", caption="guess: what kernel benchmarks and papers report")
         for name in ("of", "constant", "guess", "fitted"):
             table.add_column(name, justify="left" if name in ("of", "constant") else "right")
@@ -144,7 +145,8 @@ def _left_out(every: "list[Row]", quiet: bool, console: Console) -> dict[str, fl
                 continue
             constants = fit(others, lambda: progress.advance(task))
             mine = [run for run in runs if run.row.file == name]
-            found[name] = sum(abs(predict(run, constants) / (run.seconds or 1.0) - 1) for run in mine) / len(mine)
+            errors = [abs(predict(run, constants, exact=True) / (run.seconds or 1.0) - 1) for run in mine]
+            found[name] = sum(errors) / len(errors)
     return found
 
 
@@ -192,6 +194,17 @@ def _show_regret(console: Console, results: "list[Result]") -> None:
     )
 
 
+def _show_alarms(console: Console, results: "list[Result]") -> None:
+    """Runs that ran, and that the planner would have refused."""
+    ran = [result for result in results if result.row.status == "ok" and result.fits is not None]
+    alarms = [result for result in ran if not result.fits and not (result.run and result.run.memory)]
+    if not alarms:
+        return
+    names = dict.fromkeys(result.row.file for result in alarms)
+    counts = ", ".join(f"{sum(one.row.file == name for one in alarms)} of {name}" for name in names)
+    console.print(f"of {len(ran)} runs that ran, {len(alarms)} are said not to fit: {counts}", soft_wrap=True)
+
+
 def _show_refused(console: Console, results: "list[Result]") -> None:
     reasons: dict[tuple[str, str], int] = {}
     for result in results:
@@ -212,7 +225,7 @@ def _rows_table(results: "list[Result]") -> Table:
     for result in results:
         run = result.run
         if run is None:
-            table.add_row(str(result.row.line), result.row.text("model"), result.refused)
+            table.add_row(str(result.row.line), result.row.text("model"), result.refused or "arithmetic of a paper")
             continue
         seconds = "out of memory" if result.row.status == "oom" else f"{run.seconds:.4g} s" if run.seconds else ""
         table.add_row(

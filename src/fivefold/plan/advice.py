@@ -13,7 +13,7 @@ ALIKE = 0.03  # of a step
 
 
 def trouble(layout: Layout) -> int:
-    """How much there is to get right: axes in use, a schedule to trust, collectives in every microbatch."""
+    """How much there is to get right: axes in use, and a schedule to trust."""
     axes = (layout.pp > 1) * 2 + (layout.tp > 1) + (layout.cp > 1)
     return axes + (layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved")) + (layout.replicate > 1)
 

@@ -175,9 +175,8 @@ class Closed:
         times = np.where(of.zero == 0, 2, 1)  # an all-reduce is a reduce-scatter and an all-gather
         bring = rounds * (latency + self.parameters * stack.gradient_bytes * rate * times)
         fetch = np.where(of.zero > 0, latency + self.parameters * stack.weight_bytes * rate, 0.0)
-        last = np.where(self.chunks > 1, np.minimum(of.microbatches, of.pp), 1)
         share = stack.hides("dp")
-        left = bring - share * np.minimum(bring, self.block.backward * layers / of.pp * last * rounds)
+        left = bring - share * np.minimum(bring, self.block.backward * layers / of.pp * rounds)
         left = left + fetch - share * np.minimum(fetch, self.block.forward * layers / of.pp)
         return np.where((of.zero == 3) | (of.dp * of.cp == 1), 0.0, left)
 

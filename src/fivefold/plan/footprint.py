@@ -14,7 +14,7 @@ from fivefold.layout import Layout
 from fivefold.plan.activations import Kept, kept, put_off
 from fivefold.plan.memory import Accounting, State
 from fivefold.plan.stack import Stack
-from fivefold.plan.time import Case, message, schedule_of, stage_parameters
+from fivefold.plan.time import Case, message, repeating, schedule_of, stage_parameters
 from fivefold.plan.work import SPLIT
 from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
 from fivefold.schedule.catalogue import placement
@@ -90,7 +90,8 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     shards = layout.dp // layout.replicate * layout.cp
     state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
     block = kept(spec, layout, stack, case.samples, case.seq)
-    flying = in_flight(layout.schedule, layout.pp, layout.microbatches, layout.chunks)[rank]
+    few = repeating(layout.pp, layout.microbatches)
+    flying = in_flight(layout.schedule, layout.pp, few, layout.chunks)[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
     moment, transient = max(_moments(case, stages, block), key=lambda one: one[1])
     # A stage's output is held until its backward pass, beside the next stage's copy of it.

@@ -4,7 +4,8 @@
     wires.time("all-reduce", "tp", 64 << 20)         # seconds
 
 Alpha-beta: a ring of n passes its bytes on n-1 times (twice that for an all-reduce), each time a latency; a tree needs
-log2 of the nodes, and carries a little less. Across nodes all of a group's ranks on a node send at once, each through
+log2 of the nodes, carries a little less, and is for all-reduces. Across nodes all of a group's ranks on a node send at
+once, each through
 its own port, so a group with g ranks a node has g times a port's bandwidth, until the links inside are slower.
 """
 
@@ -94,6 +95,8 @@ class Wires:
         ring = rounds * ((n - reach.nodes) * inner + (reach.nodes if reach.nodes > 1 else 0) * outer) + carried
         if kind == "all-to-all":
             return calls * self._trade(reach, payload)
+        if kind != "all-reduce":  # gathers and scatters have no tree: every rank's part is another
+            return calls * ring
         steps = rounds * (math.log2(max(2, reach.nodes)) * outer * (reach.nodes > 1) + reach.together * inner)
         return calls * min(ring, steps + carried / TREE)
 
@@ -108,5 +111,9 @@ class Wires:
 
 
 def _together(size: int, stride: int, gpus: int) -> int:
-    """How many of `size` ranks, `stride` apart, are on one node."""
-    return max(1, min(size, gpus // stride)) if stride <= gpus else 1
+    """How many of `size` ranks, `stride` apart, share a node, in the group that is worst off."""
+    if stride >= gpus:
+        return 1
+    if gpus % (stride * size) and stride * size < gpus:
+        return max(1, size // 2)  # nodes are no multiple of the groups: some lie across two
+    return max(1, min(size, gpus // stride))

@@ -4,6 +4,7 @@ A replica spans all groups, so that no replica is slower than another; the stage
 its devices have the speed for.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -11,10 +12,26 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.layout import Layout, Recompute, tp_fits
+from fivefold.cluster import Cluster
+from fivefold.errors import UserError
+from fivefold.layout import Layout, tp_fits
+from fivefold.plan.space import RECOMPUTES
 from fivefold.plan.time import Case
+from fivefold.words import either
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
+    """Which group of unlike nodes each pipeline rank is on, when every replica has its share of all of them."""
+    if len(cluster.groups) == 1:
+        return ()
+    row = layout.dp * layout.tp * layout.cp  # ranks of one stage
+    if any(group.world % row for group in cluster.groups):
+        raise UserError(
+            f"{layout} does not go through the unlike nodes of {cluster}: a pipeline stage has dp x tp x cp = {row} "
+            f"ranks, and the groups have {either([group.world for group in cluster.groups])}; nearest: a dp x tp x cp "
+            f"that divides {math.gcd(*(group.world for group in cluster.groups))}"
+        )
+    return tuple(at for at, group in enumerate(cluster.groups) for _ in range(group.world // row))
 
 
 def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:

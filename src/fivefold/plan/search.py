@@ -4,6 +4,7 @@ plan = search(case)                         # its layout is not looked at
 plan.options[0].case.layout, plan.options[0].estimate.seconds
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,13 +18,14 @@ from fivefold.layout import Layout
 from fivefold.plan.footprint import HEADROOM, Footprint, footprint
 from fivefold.plan.mixed import mixed_cases
 from fivefold.plan.space import Space, Wish, divisors, space
-from fivefold.plan.time import Case, Estimate, estimate
+from fivefold.plan.time import Case, Estimate, estimate, repeating
 from fivefold.words import either
 
 By = Literal["throughput", "memory", "pareto"]
 SURVIVORS = 24  # that are timed exactly
 ALIKE = 3  # of one tp, pp, cp and ZeRO stage among them
 ENOUGH, HOPELESS = 8, 1.06  # after so many, those whose closed form is so much longer are left
+FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
 SLACK = 1.05  # of the memory: closed forms may be off by so much
 
 
@@ -75,9 +77,19 @@ def weigh(case: Case) -> Option:
 
 def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Plan:
     """The best layouts. `fixed` choices (tp=8, zero=1, ...) are kept."""
+    _check_fixed(case, fixed)
+    if alike := case.cluster.alike():
+        case = replace(case, cluster=alike)
     if len(case.cluster.groups) > 1:
         found = [weigh(one) for one in mixed_cases(case, fixed)]
         fitting = [option for option in found if option.fits]
+        if found and not fitting:
+            least = min(found, key=lambda option: option.footprint.total / option.memory)
+            raise UserError(
+                f"{case.spec.name} does not fit over the unlike nodes of {case.cluster}: its smallest layout there, "
+                f"{least.layout}, needs {least.footprint.total / 1e9:.1f} GB on pipeline rank {least.footprint.rank}, "
+                f"and a plan may fill {HEADROOM * least.memory / 1e9:.1f} GB; give more nodes, or a smaller batch"
+            )
         if not fitting:
             raise UserError(
                 f"no layout of {case.spec.name} over the unlike groups of {case.cluster} fits; give one group"
@@ -94,6 +106,26 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Pl
     if not fitting:
         raise UserError(_too_large(case, every, options))
     return Plan(_ranked(fitting, by)[:top], len(every), int(fits.sum()))
+
+
+FIXED = ("tp", "pp", "cp", "dp", "cp_kind", "zero", "sp", "schedule", "chunks", "microbatches", "recompute", "samples")
+MIXED = ("tp", "dp", "zero", "recompute")  # those that unlike nodes leave to choose
+
+
+def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
+    """What is fixed can be fixed, and its numbers make sense."""
+    mixed = len(case.cluster.groups) > 1 and not case.cluster.alike()
+    allowed = MIXED if mixed else FIXED
+    found = [f"{key} cannot be fixed here; {either(allowed)} can" for key in fixed if key not in allowed]
+    found += [
+        f"{key}={fixed[key]} must be at least 1"
+        for key in ("tp", "pp", "cp", "dp", "microbatches", "samples")
+        if key in fixed and fixed[key] < 1
+    ]
+    if fixed.get("zero", 0) not in (0, 1, 2, 3):
+        found.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
+    if found:
+        raise UserError(found)
 
 
 def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
@@ -125,11 +157,17 @@ def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
 def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:
     """Exactly, until the closed form says that the rest cannot come near the best."""
     options: list[Option] = []
+    spent = 0
     for at in chosen:
         fitting = [option.seconds for option in options if option.fits]
         if len(fitting) >= ENOUGH and every.seconds[at] > HOPELESS * min(fitting):
             continue
-        options.append(weigh(replace(case, layout=every.layout(at))))
+        layout = every.layout(at)
+        size = layout.stages * repeating(layout.pp, layout.microbatches) if layout.pp > 1 else 1
+        if len(fitting) >= FEWEST and spent + size > PATIENCE:
+            continue
+        spent += size
+        options.append(weigh(replace(case, layout=layout)))
     return options
 
 
@@ -146,17 +184,39 @@ def _ranked(options: list[Option], by: By) -> tuple[Option, ...]:
     return tuple(front)
 
 
-def _no_layout(case: Case, fixed: dict[str, Any]) -> str:
-    """Why there is none at all: the batch, most often."""
+def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
+    """Why there is none at all: what was fixed, or the batch."""
     world, batch = case.cluster.world, case.batch
+    degrees = {axis: fixed.get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
+    used = math.prod(degrees.values())
+    known = {key: value for key, value in fixed.items() if key in Layout.__struct_fields__}
+    one = Layout(**(known | {"dp": fixed.get("dp", 1)}))
+    found = [problem for problem in one.problems(case.spec, seq=case.seq) if "microbatches" not in problem]
+    if world % used:
+        near = [n for n in divisors(world) if n != used]
+        found.append(
+            f"{', '.join(f'{axis}={n}' for axis, n in degrees.items() if n > 1)} take {used} ranks, which does not "
+            f"divide the {world} GPUs of {case.cluster}; nearest: {min(near, key=lambda n: abs(n - used))} ranks"
+        )
+    schedule = fixed.get("schedule")
+    if schedule and schedule not in case.stack.schedules:
+        found.append(f"schedule={schedule} is not searched with {case.stack.name}; {either(case.stack.schedules)} are")
+    if "chunks" in fixed and "schedule" not in fixed:
+        found.append(f"chunks={fixed['chunks']} needs a schedule; write schedule=interleaved,chunks={fixed['chunks']}")
+    for name, value in (("microbatch", fixed.get("samples")), ("microbatches", fixed.get("microbatches"))):
+        if value and batch % value:
+            near = sorted(divisors(batch), key=lambda n: abs(n - value))[:2]
+            found.append(f"{name}={value} does not divide the batch of {batch}; nearest: {name}={either(near)}")
+    if found:
+        return found
+    least = -(-world // (case.spec.heads * (case.spec.layers + 2)))
+    near = sorted((n for n in divisors(world) if n >= least), key=lambda dp: abs(batch - dp))[:2]
     wanted = ", ".join(f"{key}={value}" for key, value in fixed.items())
-    degrees = [n for n in divisors(world) if n <= case.spec.heads * (case.spec.layers + 2)]
-    near = sorted({world // n for n in degrees}, key=lambda dp: abs(batch - dp))[:2]
-    return (
+    return [
         f"no layout of {case.spec.name} on {case.cluster} takes a batch of {batch} sequences of {case.seq} tokens"
         + (f" with {wanted}" if wanted else "")
         + f": dp must divide it, and tp x pp x cp the rest of {world} GPUs; nearest: batch={either(near)}"
-    )
+    ]
 
 
 def _too_large(case: Case, every: Space, options: list[Option]) -> str:

@@ -23,8 +23,8 @@ PIPELINES = (
     Pipeline("dualpipe-v", 2),
 )
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-SAMPLES = (1, 2, 4, 8, 16, 32)  # of a microbatch
-MOST_TOKENS = 1 << 18  # of a microbatch on a rank: beyond it nothing becomes more efficient
+SIZES = 12  # of a microbatch that are tried, at most
+MOST_TOKENS = 1 << 19  # of a microbatch on a rank: beyond it nothing becomes more efficient
 FEWEST_TOKENS = 1024  # of a sequence on a cp rank: below it kernels starve
 
 
@@ -97,7 +97,7 @@ def _shapes(wish: Wish) -> Iterator[Shape]:
         if world % (tp * cp):
             continue
         kinds = wish.free("cp_kind", ["ring", "allgather", "ulysses"]) if cp > 1 else ["ring"]
-        sizes = [n for n in SAMPLES if n <= case.batch and n * seq // cp <= MOST_TOKENS] or [1]
+        sizes = _sizes(case.batch, max(1, MOST_TOKENS * cp // seq))
         choices = product(
             kinds,
             wish.free("sp", [False, True] if tp > 1 else [False]),
@@ -108,6 +108,14 @@ def _shapes(wish: Wish) -> Iterator[Shape]:
             shape = Shape(tp, cp, kind, sp, samples, recompute)
             if not Layout(tp=tp, cp=cp, cp_kind=kind, sp=sp).problems(spec, seq=seq):
                 yield shape
+
+
+def _sizes(batch: int, most: int) -> list[int]:
+    """Divisors of the batch: the small ones all, the larger ones thinned out."""
+    found = [n for n in divisors(batch) if n <= most] or [1]
+    while len(found) > SIZES:
+        del found[SIZES // 2 :: 2]
+    return found
 
 
 def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:

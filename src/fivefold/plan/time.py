@@ -146,13 +146,32 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
     if case.layout.pp == 1:
         length = busiest.total
     elif exact:
-        schedule = schedule_of(case.layout.schedule, case.layout.pp, m, case.layout.chunks)
-        simulation = simulate(schedule, costs(case, passes))
-        length = simulation.makespan
+        simulation, length = _simulated(case, costs(case, passes))
     else:
         length = closed_form(case, [load.total / m for load in loads])
     optimizer, exposed = _step_end(case, passes)
     return Estimate(case, length, busiest, exposed, optimizer, simulation)
+
+
+def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float]:
+    """The schedule on its clock. A long one repeats itself: its steady state is timed, and counted on."""
+    layout, m = case.layout, case.layout.microbatches
+    few = repeating(layout.pp, m)
+    simulation = simulate(schedule_of(layout.schedule, layout.pp, few, layout.chunks), durations)
+    if few == m:
+        return simulation, simulation.makespan
+    longer = simulate(schedule_of(layout.schedule, layout.pp, few + layout.pp, layout.chunks), durations)
+    each = (longer.makespan - simulation.makespan) / layout.pp
+    return simulation, simulation.makespan + (m - few) * each
+
+
+def repeating(p: int, m: int) -> int:
+    """Microbatches after which a schedule of m only repeats itself: as many rounds of p as any warm-up needs."""
+    rounds = 3
+    return m if m <= rounds * p + LONG else rounds * p + m % p
+
+
+LONG = 64  # microbatches that are simulated whole, whatever p is
 
 
 def stage_passes(case: Case) -> list[Passes]:
@@ -224,9 +243,7 @@ def _replicated_end(case: Case, passes: list[Passes], count: float) -> float:
     reduce = rounds * wires.time(kind, "data", count * stack.gradient_bytes)
     fullest = max(case.stages, key=lambda stage: stage_parameters(case.spec, stage))
     one = passes[fullest.index]
-    # With several chunks a rank, the others' gradients are complete while the last chunk still works.
-    last = min(layout.microbatches, layout.pp) if layout.chunks > 1 else 1
-    behind = (one.inputs.total + one.weights.total) * layout.chunks * last * rounds
+    behind = (one.inputs.total + one.weights.total) * layout.chunks * rounds
     return hidden(reduce, behind, stack.hides("dp")) + hidden(
         gather, one.forward.total * layout.chunks, stack.hides("dp")
     )

@@ -37,6 +37,7 @@ class Measured:
 
 def measured(row: Row) -> Measured:
     source = source_of(row.text("source"))
+    _check(row)
     if (row.whole("ep") or 1) > 1 or re.search(MIXTURES, row.text("model"), re.I):
         raise Refused("a mixture of experts, which the planner does not know yet")
     spec = spec_of(row, source)
@@ -64,6 +65,21 @@ def _need(row: Row, column: str) -> int:
     if value is None:
         raise Refused(f"{column} is not published")
     return value
+
+
+COUNTS = (
+    "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpus", "gpus_per_node", "dp", "tp", "pp", "vp",
+    "cp", "micro_batch", "global_batch", "step_time_s", "derived_step_time_s", "tokens_per_s_per_gpu",
+    "tflops_per_gpu", "mfu", "peak_mem_gb",
+)  # fmt: skip
+
+
+def _check(row: Row) -> None:
+    """Numbers that cannot be are said, not computed with."""
+    for column in COUNTS:
+        value = row.number(column)
+        if row.text(column) and (value is not None and value <= 0):
+            raise Refused(f"{column} is {row.text(column)}, and must be above zero")
 
 
 def spec_of(row: Row, source: Source) -> ModelSpec:
@@ -102,11 +118,11 @@ def stack_of(row: Row, source: Source) -> Stack:
         if word in notes:
             stack = stack.but(attention=kernel)
             break
-    if row.file.startswith("torchtitan") and "compile" not in notes:
+    if source.compiled_if_said and "compile" not in notes.lower():
         stack = stack.but(pointwise="eager", norm="eager")
-    if "rowwise" in row.text("precision"):
+    if "rowwise" in row.text("precision").lower():
         stack = stack.but(rowwise=True)
-    if "async TP" in notes:
+    if "async tp" in notes.lower():
         stack = stack.but(overlap=structs.replace(stack.overlap, tp=0.75))
     if "RMS kernel" in notes:
         stack = stack.but(norm="fused")
@@ -153,7 +169,7 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     dp = row.whole("dp") or max(1, gpus // (tp * pp * cp))
     stated = re.match(r"\d", row.text("zero_stage"))
-    zero = int(stated.group()) if stated else source.zero
+    zero = min(3, int(stated.group())) if stated else source.zero
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     microbatches = max(1, batch // (dp * samples))

@@ -4,6 +4,7 @@ Empty means not published. `status` is ok, oom (ran out of memory), theory, or e
 """
 
 import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,10 @@ class Row:
 
     def number(self, column: str) -> float | None:
         try:
-            return float(self.text(column))
+            value = float(self.text(column))
         except ValueError:
             return None
+        return value if math.isfinite(value) else None
 
     def whole(self, column: str) -> int | None:
         value = self.number(column)
@@ -34,7 +36,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        return self.text("status") or "ok"
+        return self.text("status").lower() or "ok"
 
     @property
     def where(self) -> str:
@@ -43,15 +45,18 @@ class Row:
 
 def read_rows(directory: Path = DATA) -> list[Row]:
     """Every row of every CSV file of a directory."""
-    files = sorted(directory.glob("*.csv")) if directory.is_dir() else []
+    files = sorted(path for path in directory.glob("*.csv") if path.is_file()) if directory.is_dir() else []
     if not files:
         raise UserError(f"{directory} has no .csv files; give a directory of measured runs, as {DATA} is one")
     rows = []
     for path in files:
-        with path.open(newline="", encoding="utf-8") as handle:
+        with path.open(newline="", encoding="utf-8", errors="replace") as handle:
             reader = csv.DictReader(handle)
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
-            rows += [Row(path.stem, reader.line_num, values) for values in reader]
+            try:
+                rows += [Row(path.stem, reader.line_num, values) for values in reader]
+            except csv.Error as error:
+                raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
     return rows

@@ -9,6 +9,7 @@ import numpy as np
 
 from fivefold.errors import UserError
 from fivefold.plan.footprint import HEADROOM, footprint
+from fivefold.plan.memory import paper
 from fivefold.plan.time import Case
 from fivefold.truth.cases import Measured, measured
 from fivefold.truth.constants import Constants
@@ -27,6 +28,7 @@ class Result:
     fits: bool | None = None
     planned: bool = False  # it fits with the headroom that a plan leaves
     refused: str = ""
+    theory: float | None = None  # bytes, where a row is arithmetic and no measurement
 
     @property
     def error(self) -> float | None:
@@ -55,6 +57,8 @@ class Result:
 
     @property
     def memory_error(self) -> float | None:
+        if self.theory is not None and self.memory is not None:
+            return self.memory / self.theory - 1
         if self.run is None or self.run.memory is None or self.memory is None or self.row.status != "ok":
             return None
         return self.memory / self.run.memory - 1
@@ -66,17 +70,36 @@ def evaluate(
     """Every row that is a measurement."""
     results = []
     for row in rows:
-        if row.status in ("ok", "oom"):
-            results.append(_result(row, constants, exact))
+        results.append(_result(row, constants, exact))
         tick()
     return results
 
 
 def _result(row: Row, constants: Constants | None, exact: bool) -> Result:
+    """A row that is no measurement, or cannot be predicted, says why."""
+    if row.status == "theory":
+        return _theory(row)
+    if row.status not in ("ok", "oom"):
+        return Result(row, refused=f"status {row.status!r} is no measurement")
     try:
-        run = measured(row)
+        return _predicted(row, constants, exact)
     except UserError as error:
         return Result(row, refused=str(error))
+    except (ArithmeticError, ValueError, IndexError, AssertionError) as error:
+        return Result(row, refused=f"its numbers make no sense together ({error})")
+
+
+def _theory(row: Row) -> Result:
+    """The ZeRO paper's arithmetic, in its own accounting."""
+    count, ranks, published = row.number("params_b"), row.whole("dp"), row.number("peak_mem_gb")
+    stage = row.whole("zero_stage")
+    if not (count and ranks and published) or stage is None:
+        return Result(row, refused="params_b, dp, zero_stage or peak_mem_gb is not published")
+    return Result(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
+
+
+def _predicted(row: Row, constants: Constants | None, exact: bool) -> Result:
+    run = measured(row)
     room = footprint(run.case)
     memory = run.case.on.accelerator.memory
     fits, planned = room.total <= memory, room.total <= HEADROOM * memory
@@ -125,7 +148,7 @@ def score(source: str, results: Sequence[Result]) -> Score:
         source=source,
         rows=len(results),
         timed=len(timed),
-        refused=sum(result.run is None for result in results),
+        refused=sum(bool(result.refused) for result in results),
         mape=fmean(sizes) if sizes else None,
         median_ape=median(sizes) if sizes else None,
         bias=fmean(errors) if errors else None,

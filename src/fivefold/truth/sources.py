@@ -29,11 +29,11 @@ class Source:
     recompute: Recompute = "none"
     counting: Counting = "full"  # of its TFLOP/s and MFU
     hardware_flops: bool = False  # its TFLOP/s count recomputation
+    compiled_if_said: bool = False  # eager, unless a row's notes speak of compile
     kernels: dict[str, Attention] = field(default_factory=dict)  # by a word in `notes`
     dropout: float = 0.0
     chunks: int = 1  # at most, where pp > 1 and the row does not say: as many as deal the layers out evenly
     cp_kind: ContextKind = "ring"
-    cards: dict[str, str] = field(default_factory=dict)  # accelerators of the catalogue by the row's name
     reserved: bool = False  # it publishes what the allocator reserved, not what was allocated
     memory_unit: float = 1e9  # bytes of a published GB
     ports: float = 1.0  # of a node's network, relative to the catalogue's
@@ -115,7 +115,7 @@ XLA = Stack(
 
 SOURCES = (
     Source(
-        match=r"^Hagemann 2023",
+        match=r"Hagemann 2023",
         why="arXiv 2311.05610: AA-Scaling, ZeRO-1, 1F1B; the row's notes name the attention kernel",
         stack=ALEPH,
         zero=1,
@@ -128,7 +128,7 @@ SOURCES = (
         },
     ),
     Source(
-        match=r"^vTrain",
+        match=r"vTrain",
         why="its validation config: Megatron-DeepSpeed, full recompute, 4 network ports of 200 Gb/s a node",
         stack=DEEPSPEED,
         recompute="full",
@@ -136,14 +136,14 @@ SOURCES = (
         ports=0.5,
     ),
     Source(
-        match=r"^Korthikanti",
+        match=r"Korthikanti",
         why="arXiv 2205.05198: no flash attention, gradients reduced after backward, dropout as GPT-3",
         stack=MEGATRON_2022,
         dropout=0.1,
         memory_unit=2**30,
     ),
     Source(
-        match=r"^Megatron-LM (README )?2021",
+        match=r"Megatron-LM (README )?2021",
         why="arXiv 2104.04473: fused softmax, full recompute, scatter/gather sends, nothing overlapped",
         stack=MEGATRON_2021,
         recompute="full",
@@ -151,7 +151,7 @@ SOURCES = (
         dropout=0.1,
     ),
     Source(
-        match=r"^MT-NLG",
+        match=r"MT-NLG",
         why="arXiv 2201.11990: DeepSpeed's pipeline and Megatron's tensor parallelism, as of 2021",
         stack=DEEPSPEED,
         recompute="full",
@@ -159,14 +159,14 @@ SOURCES = (
         dropout=0.1,
     ),
     Source(
-        match=r"^PaLM",
+        match=r"PaLM",
         why="arXiv 2204.02311, section 4: XLA fuses and overlaps what the compiler finds; no pipeline",
         stack=XLA,
         zero=3,
         sp=True,
     ),
     Source(
-        match=r"^Megatron-Core README",
+        match=r"Megatron-Core README",
         why="README: gradient and weight collectives and tp overlapped, distributed optimizer. "
         "Interleaving is not said, and with 23 and 7 layers a rank, both primes, it can only be by single layers. "
         "Mid-2024: FlashAttention 2",
@@ -184,7 +184,7 @@ SOURCES = (
         counting="causal",
     ),
     Source(
-        match=r"^Llama 3",
+        match=r"Llama 3",
         why="arXiv 2407.21783, section 3.3: gradients and optimizer sharded, sp with tp, RoCE of 400 Gb/s",
         stack=NEMO.but(
             name="Llama 3",
@@ -200,32 +200,34 @@ SOURCES = (
         cp_kind="allgather",
     ),
     Source(
-        match=r"^llm-foundry",
+        match=r"llm-foundry",
         why="its benchmarking README: FSDP FULL_SHARD, Triton flash attention, eager",
         stack=FOUNDRY,
         zero=3,
     ),
     Source(
-        match=r"^torchtitan H200",
+        match=r"torchtitan H200",
         why="a later torchtitan (2025): as below, and the loss is compiled, so that no float32 logits are stored",
         stack=TITAN.but(name="torchtitan 2025, FSDP2", logit_bytes=8, peak_logit_bytes=4),
         zero=3,
         sp=True,
         recompute="selective",
         reserved=True,
+        compiled_if_said=True,
     ),
     Source(
-        match=r"^torchtitan",
+        match=r"torchtitan",
         why="its benchmarks: FSDP2, selective recompute of every other matmul; compiled where the notes say so",
         stack=TITAN,
         zero=3,
         sp=True,
         recompute="selective",
         reserved=True,
+        compiled_if_said=True,
     ),
 )
 ANY = Source(match="", why="a source that nobody has described: today's software", stack=NEMO, zero=1, sp=True)
 
 
 def source_of(text: str) -> Source:
-    return next((source for source in SOURCES if re.search(source.match, text)), ANY)
+    return next((source for source in SOURCES if re.search(source.match, text, re.IGNORECASE)), ANY)
