@@ -52,3 +52,19 @@ def test_a_small_collective_over_many_nodes_takes_a_tree() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     assert wires("dp=8").time("all-reduce", "tp", GB) == 0.0
+
+
+def test_a_group_that_lies_across_two_nodes_is_not_inside() -> None:
+    """Ranks 4 to 7 of nodes of six."""
+    straddling = Wires(DEVICE, 6, Layout.parse("dp=3,tp=4"), ("tp", "cp", "pp", "dp"))
+    assert straddling.across("tp")
+
+
+def test_a_gather_over_many_ranks_pays_for_every_hop() -> None:
+    few, many = (wires(f"dp={n}").time("all-gather", "dp", 1024.0) for n in (64, 4096))
+    assert many > 30 * few
+
+
+def test_an_all_to_all_leaves_by_each_rank_s_own_port() -> None:
+    gathered, traded = (wires("cp=16").time(kind, "cp", 16 * GB) for kind in ("all-gather", "all-to-all"))  # type: ignore[arg-type]
+    assert traded > 3 * gathered

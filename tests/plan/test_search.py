@@ -13,9 +13,11 @@ from fivefold.plan.explain import difference, neighbours, traffic
 from fivefold.plan.footprint import footprint
 from fivefold.plan.search import Plan, search, weigh
 from fivefold.plan.space import Wish, space
-from fivefold.plan.time import Case, estimate
+from fivefold.plan.time import Case, costs, estimate, stage_passes
 from fivefold.plan.traffic import expected
 from fivefold.presets import preset
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.simulate import simulate
 
 
 def wish(model: str, cluster: str, batch: int, seq: int = 8192) -> Case:
@@ -135,3 +137,45 @@ def test_traffic_is_that_of_the_exact_count_divided_by_link(seventy: Plan) -> No
         assert moved.inside + moved.across == pytest.approx(float(row.wire))
         if moved.axis == "tp":
             assert moved.across == 0  # it stays in the node
+
+
+def test_any_divisor_of_the_batch_is_a_microbatch() -> None:
+    """25 sequences at once, where powers of two would leave one: seven times as fast."""
+    found = search(wish("tiny", "4x1xH100", 100, 1024), top=1).best
+    assert found.case.samples == 25
+
+
+@pytest.mark.parametrize("seq", [8191, 4097, 1])
+def test_odd_sequences_are_planned(seq: int) -> None:
+    assert search(wish("llama3-8b", "8xH100", 8, seq)).best.layout.cp == 1
+
+
+def test_groups_of_one_kind_are_one_cluster() -> None:
+    one, two = (search(wish("llama3-8b", cluster, 64), top=1).best for cluster in ("2x4xH100", "4xH100+4xH100"))
+    assert one.seconds == two.seconds
+
+
+def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
+    """Against the whole schedule, where that can still be simulated."""
+    for name in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+        layout = Layout.parse(f"pp=4,schedule={name},microbatches=99")
+        case = replace(wish("llama3-8b", "4xH100", 99), layout=layout)
+        whole = simulate(build(name, 4, 99), costs(case, stage_passes(case))).makespan
+        assert estimate(case).pipeline == pytest.approx(whole, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"tp": 3}, "does not divide the 32 attention heads"),
+        ({"zero": 7}, "zero=7 is not a ZeRO stage"),
+        ({"tp": -1}, "tp=-1 must be at least 1"),
+        ({"tp": 8, "dp": 2}, "take 16 ranks"),
+        ({"schedule": "gpipe"}, "is not searched"),
+        ({"microbatches": 7}, "does not divide the batch of 128; nearest: microbatches=8 or 4"),
+        ({"replicate": 2}, "replicate cannot be fixed here"),
+    ],
+)
+def test_what_cannot_be_fixed_is_said(fixed: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        search(wish("llama3-8b", "8xH100", 128), **fixed)

@@ -7,7 +7,8 @@ from msgspec import structs
 
 from fivefold.cluster import Cluster
 from fivefold.layout import Layout
-from fivefold.plan.mixed import dealt
+from fivefold.plan.footprint import footprint
+from fivefold.plan.mixed import dealt, groups_of
 from fivefold.plan.stack import FIVEFOLD, Overlap
 from fivefold.plan.time import Case, costs, estimate, stage_passes
 from fivefold.presets import preset
@@ -84,3 +85,28 @@ def test_faster_nodes_take_more_layers() -> None:
     assert sum(split) == 32
     assert min(split[:2]) > max(split[2:])
     assert estimate(dealt(mixed)).seconds < 0.8 * estimate(mixed).seconds
+
+
+def test_a_layout_over_unlike_nodes_waits_for_the_slower() -> None:
+    line = "pp=2,tp=4,sp,microbatches=64"
+    fast, slow = (estimate(case(line, cluster=f"8x{name}")).seconds for name in ("H100", "A100-80"))
+    one = case(line, cluster="4xH100+4xA100-80")
+    mixed = estimate(replace(one, groups=groups_of(one.cluster, one.layout))).seconds
+    assert 1.5 * fast < mixed <= 1.02 * slow
+
+
+def test_float32_holds_and_sends_twice_the_bytes() -> None:
+    narrow = case("tp=8,sp")
+    wide = replace(narrow, precision="fp32", stack=FIVEFOLD.computing_in("fp32"))
+    assert footprint(wide).activations.total > 1.9 * footprint(narrow).activations.total
+    assert estimate(wide).busy.tp > 1.5 * estimate(narrow).busy.tp
+
+
+def test_more_backward_never_makes_a_step_faster() -> None:
+    """Gradients hide behind the backward pass there is, not behind more."""
+    layout = "dp=4,tp=2,pp=8,zero=2,sp,schedule=zb-v,microbatches=8,recompute="
+    times = [
+        estimate(case(layout + how, "llama3-70b", "16x4xH100", 32, 512)).seconds
+        for how in ("none", "selective", "full")
+    ]
+    assert times == sorted(times)

@@ -85,8 +85,8 @@ class Block(NamedTuple):
         block = work.block
         apart = _work(case, structs.replace(layout, schedule="zb-h1"), shape.samples) if shape.tp > 1 else work
         plain = structs.replace(layout, recompute="none")
-        mine = kept(case.spec, layout, case.stack, shape.samples, case.seq).total
-        again = kept(case.spec, plain, case.stack, shape.samples, case.seq).total - mine
+        mine = kept(case.spec, layout, case.stack, shape.samples, case.seq, work.wide).total
+        again = kept(case.spec, plain, case.stack, shape.samples, case.seq, work.wide).total - mine
         passing = 4.0 * work.tokens * case.spec.ffn / shape.tp + 2.0 * case.spec.hidden * case.spec.ffn / shape.tp
         return cls(
             forward=block.forward.total,
@@ -96,7 +96,7 @@ class Block(NamedTuple):
             kept=mine,
             whole=again + passing + work.exchange_bytes,
             logits=(logits_held(case.spec, layout, case.stack) + 4 * case.spec.hidden) * work.tokens,
-            message=2.0 * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1),
+            message=float(work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)),
         )
 
 

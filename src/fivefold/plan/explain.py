@@ -154,7 +154,8 @@ def traffic(option: Option) -> list[Moved]:
     """Of the first rank: bytes by axis and kind, each divided by where the axis's ranks really are."""
     case, found = option.case, []
     reaches = case.wires.reaches
-    for row in expected(case.spec, case.layout, case.seq, case.batch, "bfloat16"):
+    dtype = {4: "float32", 8: "float64"}.get(case.work.wide, "bfloat16")
+    for row in expected(case.spec, case.layout, case.seq, case.batch, dtype):
         reach = reaches.get(row.axis)
         if reach is None:  # the whole world, the pipeline's ends: a few numbers
             share = 1.0 if case.cluster.nodes > 1 else 0.0

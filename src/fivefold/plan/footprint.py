@@ -89,7 +89,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
     shards = layout.dp // layout.replicate * layout.cp
     state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
-    block = kept(spec, layout, stack, case.samples, case.seq)
+    block = kept(spec, layout, stack, case.samples, case.seq, case.work.wide)
     few = repeating(layout.pp, layout.microbatches)
     flying = in_flight(layout.schedule, layout.pp, few, layout.chunks)[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
@@ -117,7 +117,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
     again = 0.0
     if layout.recompute != "none":
         plain = structs.replace(layout, recompute="none")
-        again = kept(spec, plain, stack, case.samples, case.seq).total - block.total
+        again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
     # Backward through a block: gradients of the feed-forward part's intermediates and of its largest weight.
     passing = 4.0 * work.tokens * spec.ffn / layout.tp + 2.0 * spec.hidden * spec.ffn / layout.tp
     yield "a block's backward", again + passing + work.exchange_bytes + _gathered(case, work.block_parameters)

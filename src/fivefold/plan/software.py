@@ -2,12 +2,11 @@
 
 from fivefold.errors import UserError
 from fivefold.plan.stack import FIVEFOLD, Stack
+from fivefold.plan.systems import MEGATRON_2022, NEMO, TITAN
 from fivefold.words import did_you_mean
 
 
 def software_of(name: str) -> Stack:
-    from fivefold.truth.sources import MEGATRON_2022, NEMO, TITAN
-
     known = {"fivefold": FIVEFOLD, "nemo": NEMO, "torchtitan": TITAN, "megatron": MEGATRON_2022}
     if name.lower() not in known:
         raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(known))}")

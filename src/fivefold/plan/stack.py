@@ -62,6 +62,13 @@ class Stack(Struct, frozen=True, kw_only=True):
     def but(self, **changes: object) -> "Stack":
         return structs.replace(self, **changes)
 
+    def computing_in(self, precision: str) -> "Stack":
+        """The same with wider weights: no master beside them, and moments as wide."""
+        wide = {"fp32": 4, "tf32": 4, "fp64": 8}.get(precision)
+        if wide is None:
+            return self
+        return self.but(weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide)
+
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""
         return min(1.0, float(getattr(self.overlap, what) * getattr(self.software, what)))

@@ -191,7 +191,7 @@ def stage_passes(case: Case) -> list[Passes]:
 
 def message(case: Case) -> float:
     """Bytes of the residual stream between two stages, of one rank."""
-    whole = 2.0 * case.work.tokens * case.spec.hidden
+    whole = float(case.work.wide * case.work.tokens * case.spec.hidden)
     return whole / case.layout.tp if case.layout.sp or case.stack.scattered_sends else whole
 
 

@@ -15,6 +15,7 @@ from fivefold.plan.links import Wires
 from fivefold.plan.stack import MOVED, Stack
 from fivefold.spec import ModelSpec
 
+WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
 FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "auto")  # schedules with W apart from I
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)
@@ -76,6 +77,11 @@ class Work:
     @property
     def tokens(self) -> int:
         return self.samples * self.seq // self.layout.cp
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an activation."""
+        return WIDE.get(self.precision, 2)
 
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
@@ -172,7 +178,8 @@ class Work:
             + cast * FP8_CAST
             for at in (0, 1)
         )
-        return self.device.stream(forward, kernels), self.device.stream(backward, kernels)
+        wider = self.wide / 2  # the bytes above are of 2-byte activations
+        return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
 
     def _again(self, forward: Seconds, tp: float) -> float:
         """Recompute: the whole block, or what is cheap and large."""
@@ -191,7 +198,7 @@ class Work:
         """Two sums of T x E forward and two back; sp gathers what columns read once more in backward."""
         if self.layout.tp == 1:
             return 0.0, 0.0
-        payload, hides = 2.0 * self.tokens * self.spec.hidden, self.stack.hides
+        payload, hides = float(self.wide * self.tokens * self.spec.hidden), self.stack.hides
         if self.layout.sp:
             half = self.wires.time("reduce-scatter", "tp", payload) + self.wires.time("all-gather", "tp", payload)
             again = 2 * self.wires.time("all-gather", "tp", payload)
@@ -256,7 +263,7 @@ class Work:
         shape = (self.tokens, rows, spec.hidden)
         gathered = self.stack.gathers_logits and t > 1
         moved = self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
-        payload = 2.0 * self.tokens * spec.hidden
+        payload = float(self.wide * self.tokens * spec.hidden)
         tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
         m, n, k = shape
         loss = self.device.stream(moved / 2, 6)

@@ -1,0 +1,126 @@
+"""The dry run against the planner, which it does not know, and against real ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fivefold.cli import app
+from fivefold.cluster import Cluster
+from fivefold.dry.run import blank, dry_run
+from fivefold.errors import UserError
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.traffic import TrafficCounter
+from fivefold.prove.against import against
+from fivefold.train.config import Job, read_job
+from fivefold.train.engine import Engine
+from fivefold.train.ledger import Ledger
+from tests.ranks import run_ranks
+
+# Model, layout, sequence, batch, rank. Fewer layers than the real ones have: blocks are alike.
+CASES = [
+    ("llama3-8b model.layers=4", "dp=8", 8192, 8, 0),
+    ("llama3-8b model.layers=4", "dp=4,tp=2,zero=1,sp,microbatches=2", 8192, 8, 1),
+    ("llama3-8b model.layers=4", "dp=8,zero=3,microbatches=2,recompute=selective", 8192, 16, 3),
+    ("llama3-8b model.layers=4", "dp=2,cp=4,zero=1,microbatches=2", 8192, 4, 3),
+    ("llama3-8b model.layers=4", "tp=2,cp=4,cp_kind=allgather,sp,microbatches=2", 8192, 4, 3),
+    ("llama3-8b model.layers=4", "dp=2,cp=4,cp_kind=ulysses,zero=2,microbatches=2", 8192, 4, 3),
+    ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,microbatches=8", 4096, 16, 2),
+    ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,schedule=zb-h1,microbatches=8", 4096, 16, 0),
+    ("llama3-70b model.layers=4", "dp=2,tp=4,zero=2,microbatches=2,recompute=selective", 8192, 4, 1),
+    ("llama3-70b model.layers=4", "dp=8,tp=8,zero=3,sp,recompute=full", 8192, 8, 9),
+    ("llama3-70b model.layers=8", "dp=2,pp=2,tp=2,zero=1,sp,schedule=zb-v,microbatches=4,recompute=full", 4096, 8, 5),
+    ("llama3-70b model.layers=8", "dp=2,pp=2,tp=2,zero=2,sp,schedule=interleaved,microbatches=4", 4096, 8, 1),
+    ("llama3-405b model.layers=16", "dp=128,tp=8,pp=16,zero=1,sp,microbatches=16", 8192, 2048, 9001),
+]
+
+
+def job_of(model: str, layout: str, seq: int, batch: int, dtype: str = "bfloat16") -> Job:
+    name, *changes = model.split()
+    settings = [f"layout={layout}", f"data.seq={seq}", f"train.batch={batch}", f"train.dtype={dtype}"]
+    return read_job(None, [f"model={name}", *changes, *settings])
+
+
+@pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank"), CASES)
+def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, batch: int, rank: int) -> None:
+    job = job_of(model, layout, seq, batch)
+    dry = dry_run(job, rank)
+    found = against(job, dry, Cluster.parse(f"{job.layout.world}xH100"))
+    figures = {figure.name: figure for figure in found.figures}
+    assert found.planned == dry.traffic  # every axis, every kind: calls, payload, wire
+    for name in ("parameters", "gradients", "optimizer"):
+        assert figures[name].dry == figures[name].plan, name
+    assert abs(figures["activations at the peak"].difference) < 0.03
+    assert figures["FLOPs executed"].difference == pytest.approx(0.0, abs=1e-3)
+    assert dry.live == dry.allowed
+
+
+SMALL = ["model=tiny", "model.layers=4", "data.seq=64", "train.batch=8"]
+
+
+def real(rank: int, world: int, layout: str) -> tuple[int, float, list[object]]:
+    """The same step on real ranks."""
+    job = read_job(None, [*SMALL, f"layout={layout}"])
+    mesh = Mesh.of(job.layout, torch.device("cpu"))
+    engine = Engine(job, mesh)
+    ledger, counter = Ledger(engine), TrafficCounter(mesh)
+    with counter, ledger:
+        engine.accumulate(blank(job))
+        engine.step(1e-3, engine.gradient_norm())
+        engine.weights.ready()
+    return ledger.peak, ledger.flops, list(counter.rows())
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=4,zero=2,microbatches=2", "pp=2,tp=2,sp,microbatches=4"])
+def test_a_real_run_holds_and_sends_what_the_dry_one_says(layout: str) -> None:
+    job = read_job(None, [*SMALL, f"layout={layout}"])
+    for rank, (peak, flops, traffic) in enumerate(run_ranks(4, real, layout)):
+        dry = dry_run(job, rank, kernels="cpu")
+        assert traffic == list(dry.traffic)
+        assert flops == dry.flops
+        assert peak == pytest.approx(dry.peak, rel=0.01)
+
+
+def test_one_h200_needed_what_the_dry_run_says() -> None:
+    """Peaks that `torch.cuda.max_memory_allocated` gave: `fivefold bench steps`, kept in benchmarks/."""
+    cases = {("none", 4): 45515531776, ("full", 8): 52490870272, ("selective", 8): 58673282560}
+    for (recompute, layers), measured in cases.items():
+        job = job_of(f"llama3-8b model.layers={layers}", f"recompute={recompute}", 4096, 2)
+        assert dry_run(job, 0).peak == pytest.approx(measured, rel=0.03)
+
+
+def test_the_command_for_scripts_and_its_picture(tmp_path: Path) -> None:
+    line = "dryrun tiny --layout dp=2,pp=2,microbatches=2 --seq 128 --all-stages --json"
+    result = CliRunner().invoke(app, [*line.split(), "-o", str(tmp_path / "memory.svg")])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert [one["place"]["pp"] for one in found["ranks"]] == [0, 1]
+    assert all(one["traffic_agrees"] for one in found["ranks"])
+    assert (tmp_path / "memory.svg").read_text().startswith("<svg")
+
+
+def test_a_layout_that_does_not_fit_says_what_would() -> None:
+    line = "dryrun llama3-8b model.layers=12 --layout dp=8,microbatches=2 --batch 16"
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 1
+    assert "it does not fit: rank 0" in result.output
+    assert "the cheapest single change that fits: " in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("dryrun tiny --layout tp=3", "does not divide the 4 attention heads"),
+        ("dryrun tiny --layout dp=2 --rank 7", "rank 7 is outside of dp=2; its ranks are 0 to 1"),
+        ("dryrun tiny --layout dp=2 --ranks 0,x", "should be numbers"),
+        ("dryrun tiny --layout dp=2 --rank 0 --all-stages", "say different things"),
+        ("dryrun tiny --layout dp=2 --cluster 8xH100", "the layout has 2 ranks"),
+        ("dryrun tiny --layout dp=2 -o memory.png", "should be a .svg"),
+    ],
+)
+def test_bad_input_gets_a_sentence(line: str, words: str) -> None:
+    result = CliRunner().invoke(app, line.split())
+    assert isinstance(result.exception, UserError)
+    assert words in str(result.exception)
