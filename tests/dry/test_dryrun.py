@@ -80,7 +80,7 @@ def test_a_real_run_holds_and_sends_what_the_dry_one_says(layout: str) -> None:
         dry = dry_run(job, rank, kernels="cpu")
         assert traffic == list(dry.traffic)
         assert flops == dry.flops
-        assert peak == pytest.approx(dry.peak, rel=0.01)
+        assert peak == pytest.approx(dry.peak, rel=0.02)  # gloo's threads let go of a buffer a little later
 
 
 def test_one_h200_needed_what_the_dry_run_says() -> None:

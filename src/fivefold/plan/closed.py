@@ -87,14 +87,13 @@ class Block(NamedTuple):
         plain = structs.replace(layout, recompute="none")
         mine = kept(case.spec, layout, case.stack, shape.samples, case.seq, work.wide).total
         again = kept(case.spec, plain, case.stack, shape.samples, case.seq, work.wide).total - mine
-        passing = 4.0 * work.tokens * case.spec.ffn / shape.tp + 2.0 * case.spec.hidden * case.spec.ffn / shape.tp
         return cls(
             forward=block.forward.total,
             backward=block.inputs.total + block.weights.total,
             unhidden=apart.block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             kept=mine,
-            whole=again + passing + work.exchange_bytes,
+            whole=again + work.passing_bytes + work.exchange_bytes,
             logits=(logits_held(case.spec, layout, case.stack) + 4 * case.spec.hidden) * work.tokens,
             message=float(work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)),
         )
@@ -208,7 +207,7 @@ class Closed:
         first = self.block.kept * flying * share + self.block.whole + self._gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
-        messages = np.where(self.alone, 0.0, (4 + flying) * self.chunks * self.block.message)
+        messages = np.where(self.alone, 0.0, (2 + 2 * self.chunks + flying * self.chunks) * self.block.message)
         allocated = self._state() + np.maximum(first, last) + messages + stack.bucket_bytes
         return allocated * (1 + FRAGMENTATION) + CONTEXT
 
@@ -233,7 +232,8 @@ class Closed:
         """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
         stack, several = self.case.stack, self.of.dp * self.of.cp > 1
         three = self.per_block * (3 * stack.weight_bytes + stack.gradient_bytes)
-        two = 2 * self.per_block * stack.gradient_bytes
+        one = self.per_block * stack.gradient_bytes
+        two = np.maximum(one, 2 * one - self.block.kept)
         return np.where(several & (self.of.zero == 3), three, np.where(several & (self.of.zero == 2), two, 0.0))
 
 

@@ -1,6 +1,7 @@
 """FLOPs that a rank executes in a step: products and attention, recomputed ones too, a causal mask's half left out."""
 
 from fivefold.layout import Layout
+from fivefold.plan.work import SPLIT
 from fivefold.schedule.catalogue import placement
 from fivefold.sharding import kv_head
 from fivefold.spec import ModelSpec
@@ -16,8 +17,10 @@ def rank_flops(spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int
     products, attention, last = _block(spec, layout, seq, tp)
     block = 3 * products + 3.5 * attention  # backward: two products for each, and attention's five for two
     if layout.recompute == "full":
-        # The block's last product is not made again: nothing in backward needs its output.
-        block += products - last + attention
+        # The block's last product is not made again, since nothing in backward needs its output; unless it is one step
+        # with what follows it, a collective or a put-off weight gradient.
+        stops = layout.tp == 1 and layout.schedule not in SPLIT
+        block += products - (last if stops else 0.0) + attention
     head = 0.0
     if any(stage.last for stage in mine):
         rows = max(0, min(spec.vocab, (tp + 1) * -(-spec.vocab // layout.tp)) - tp * -(-spec.vocab // layout.tp))

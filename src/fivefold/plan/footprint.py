@@ -106,7 +106,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
 
 def messages(layout: Layout) -> int:
     """Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk."""
-    return 4 * layout.chunks if layout.pp > 1 else 0
+    return 2 + 2 * layout.chunks if layout.pp > 1 else 0
 
 
 def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
@@ -118,12 +118,14 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
     if layout.recompute != "none":
         plain = structs.replace(layout, recompute="none")
         again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
-    # Backward through a block: gradients of the feed-forward part's intermediates and of its largest weight.
-    passing = 4.0 * work.tokens * spec.ffn / layout.tp + 2.0 * spec.hidden * spec.ffn / layout.tp
-    yield "a block's backward", again + passing + work.exchange_bytes + _gathered(case, work.block_parameters)
+    passing = work.passing_bytes + work.exchange_bytes
+    yield "a block's backward", again + passing + _gathered(case, work.block_parameters, block.total)
     if spec.vocab > 1 and any(stage.last for stage in stages):
-        ends = 2 * table * stack.weight_bytes if layout.zero == 3 and stack.keeps_ends else 0.0
-        yield "the loss", (logits_held(spec, layout, stack) + 4 * spec.hidden) * work.tokens + ends
+        ends = 2 * table * stack.weight_bytes if layout.zero == 3 and layout.dp * layout.cp > 1 else 0.0
+        around = 4.0 * spec.hidden * work.tokens
+        back = logits_held(spec, layout, stack) * work.tokens
+        ahead = min(1.0, stack.forward_logits) * back if layout.tp == 1 else back
+        yield "the loss", around + max(back + ends * stack.keeps_ends, ahead + ends)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
         rest = put_off(spec, layout, work.tokens) if layout.schedule in SPLIT else 0.0
@@ -132,14 +134,16 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
         yield "the embedding's gradient", stack.weight_bytes * table + flying - own
 
 
-def _gathered(case: Case, parameters: float) -> float:
-    """Of blocks: ZeRO 3's weights of two and gradients of one; ZeRO 2's gradients of two, on their way to shards."""
+def _gathered(case: Case, parameters: float, block: float) -> float:
+    """Of blocks: ZeRO 3's weights of two and gradients of one; ZeRO 2's gradients of one, or of two once the first
+    one's activations are gone."""
     stack = case.stack
     if case.layout.dp * case.layout.cp == 1:
         return 0.0
     if case.layout.zero == 3:
         return parameters * (2 * stack.weight_bytes + stack.weight_bytes + stack.gradient_bytes)
-    return 2 * parameters * stack.gradient_bytes if case.layout.zero == 2 else 0.0
+    one = parameters * stack.gradient_bytes
+    return max(one, 2 * one - block) if case.layout.zero == 2 else 0.0
 
 
 def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:

@@ -46,6 +46,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
     peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
+    forward_logits: float = 1.0  # of that, what forward holds already (without tp)
     peak_logit_bytes_tp: float | None = None  # with tp, where that differs
     keeps_ends: bool = False  # ZeRO 3 leaves embedding and head gathered from forward to backward
     gathers_logits: bool = False  # every tp rank computes the loss over the whole vocabulary
@@ -127,6 +128,7 @@ FIVEFOLD = Stack(
     # Per logit: widened 6 (at half pace), log-softmax read thrice and written 16, zeros for its slope 4, backward 16,
     # narrowed 6.
     logit_bytes=54.0,
+    forward_logits=10 / 12,
     peak_logit_bytes_tp=14.0,  # the loss over parts of the vocabulary: the logits, and three in float32
     bucket_bytes=0.0,
     peak_logit_bytes=12.0,  # in backward: the log-softmax, its slope and what comes out, each in float32

@@ -186,7 +186,8 @@ class Work:
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.recompute == "full":
-            return forward.total + tp - (self._gemm(*self.gemms[-1]) if self.stack.stops_early else 0.0)
+            stops = self.stack.stops_early and self.layout.tp == 1 and self.layout.schedule not in SPLIT
+            return forward.total + tp - (self._gemm(*self.gemms[-1]) if stops else 0.0)
         match self.stack.selective:
             case "attention":
                 return forward.attention
@@ -232,6 +233,16 @@ class Work:
         scatter = self.wires.time("reduce-scatter", "zero", count * self.stack.gradient_bytes)
         share = self.stack.hides("zero")
         return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
+
+    @property
+    def passing_bytes(self) -> float:
+        """That backward through a block needs on its way: gradients of the feed-forward part's intermediates and of its
+        largest weight; with tp of both that share an input, and of that input, gathered."""
+        inner, outer = self.spec.ffn / self.layout.tp, self.spec.hidden
+        bytes_ = self.wide * (2.0 * self.tokens * inner + outer * inner)
+        if self.layout.tp > 1:
+            bytes_ += self.wide * (outer * inner + (2 if self.layout.sp else 1) * self.tokens * outer)
+        return bytes_
 
     @property
     def exchange_bytes(self) -> float:
