@@ -30,6 +30,7 @@ def dryrun(
     rank: Annotated[int | None, typer.Option(help="Which rank of the world; default: 0.")] = None,
     ranks: Annotated[str, typer.Option(help="Several: 0,127,9001.")] = "",
     all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every pipeline stage.")] = False,
+    stages: Annotated[str, typer.Option(help="all: the same as --all-stages; or some: 0,3.")] = "",
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="The machines; their memory is what it must fit. Default: H100s.")
     ] = "",
@@ -58,7 +59,7 @@ def dryrun(
         raise UserError(f"{output} should be a .svg in a directory that is there")
     job = _job(words, layout, batch, seq)
     machines = _machines(cluster, job.layout.world)
-    chosen = _ranks(job, rank, ranks, all_stages)
+    chosen = _ranks(job, rank, ranks, "all" if all_stages else stages)
     if weights is not None:
         _check_weights(job, weights)
     found = _run_all(job, chosen, machines, quiet=as_json)
@@ -111,27 +112,31 @@ def _machines(text: str, world: int) -> "Cluster":
     return machines
 
 
-def _ranks(job: "Job", rank: int | None, ranks: str, all_stages: bool) -> list[int]:
-    """The ranks that are asked for; of every stage, the first of its kind."""
-    given = {"--rank": rank is not None, "--ranks": bool(ranks), "--all-stages": all_stages}
+def _ranks(job: "Job", rank: int | None, ranks: str, stages: str) -> list[int]:
+    """The ranks that are asked for; of pipeline ranks, the first of each."""
+    given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages)}
     asked = [option for option, there in given.items() if there]
     if len(asked) > 1:
         raise UserError(f"{' and '.join(asked)} say different things; give one of them")
     layout = job.layout
-    if all_stages:
-        return [stage * layout.cp * layout.tp for stage in range(layout.pp)]
-    if ranks:
-        pieces = [piece.strip() for piece in ranks.split(",") if piece.strip()]
-        strange = [piece for piece in pieces if not piece.isdigit()]
-        if strange or not pieces:
-            raise UserError(f"--ranks {ranks} should be numbers with commas between them, like 0,127,9001")
-        chosen = [int(piece) for piece in pieces]
-    else:
-        chosen = [rank or 0]
+    if stages:
+        wanted = range(layout.pp) if stages == "all" else _numbers("--stages", stages, "all, or 0,3")
+        outside = [stage for stage in wanted if stage >= layout.pp]
+        if outside:
+            raise UserError(f"--stages {outside[0]}: the pipeline ranks of {layout} are 0 to {layout.pp - 1}")
+        return [stage * layout.cp * layout.tp for stage in wanted]
+    chosen = _numbers("--ranks", ranks, "0,127,9001") if ranks else [rank or 0]
     outside = [one for one in chosen if not 0 <= one < layout.world]
     if outside:
         raise UserError(f"rank {outside[0]} is outside of {layout}; its ranks are 0 to {layout.world - 1}")
     return chosen
+
+
+def _numbers(option: str, text: str, example: str) -> list[int]:
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    if not pieces or not all(piece.isdigit() for piece in pieces):
+        raise UserError(f"{option} {text} should be numbers with commas between them, like {example}")
+    return [int(piece) for piece in pieces]
 
 
 def _check_weights(job: "Job", directory: Path) -> None:
@@ -237,15 +242,16 @@ def _figures(one: "Against") -> Table:
 
 def _traffic(one: "Against") -> Table:
     table = Table()
-    for name in ("axis", "collective", "calls", "payload", "wire", "planner"):
+    for name in ("axis", "ranks", "collective", "calls", "payload", "wire", "planner"):
         table.add_column(name, justify="left" if name in ("axis", "collective") else "right")
     planned: dict[tuple[str, str], Any] = {(row.axis, row.kind): row for row in one.planned}
     for row in one.dry.traffic:
         other = planned.pop((row.axis, row.kind), None)
         same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
-        table.add_row(row.axis, row.kind, f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)), same)
+        sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
+        table.add_row(row.axis, f"{one.ranks.get(row.axis, '')}", row.kind, *sent, same)
     for other in planned.values():
-        table.add_row(other.axis, other.kind, "0", "", "", f"{other.calls} calls, {other.payload} B")
+        table.add_row(other.axis, "", other.kind, "0", "", "", f"{other.calls} calls, {other.payload} B")
     return table
 
 

@@ -36,10 +36,9 @@ class Dry:
 
     @property
     def activations(self) -> int:
-        """Bytes at the peak that are not state. Gradients that its moment makes come after it."""
-        number = max(range(len(self.moments)), key=lambda index: self.moments[index].peak)
-        at, before = self.moments[number], self.moments[max(0, number - 1)]
-        return at.peak - at.parameters - min(at.gradients, before.gradients) - at.optimizer
+        """Bytes at the peak that are not state."""
+        at = max(self.moments, key=lambda moment: moment.peak)
+        return at.peak - at.parameters - at.gradients_at_peak - at.optimizer
 
 
 def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> Dry:

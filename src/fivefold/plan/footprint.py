@@ -39,6 +39,7 @@ class Footprint:
     buffers: float  # messages and exchanges
     margin: float
     lazy: bool = False  # no gradient exists while the activations do
+    after: float = 0.0  # bytes of the moments in which they all do, at the end of the first backward pass
 
     @property
     def working(self) -> float:
@@ -47,8 +48,10 @@ class Footprint:
 
     @property
     def gradients(self) -> float:
-        """That are there at the peak; where they come after it, what they need more than the peak had."""
-        return max(0.0, self.state.gradients - self.working) if self.lazy else self.state.gradients
+        """That are there at the peak; where they come after it, what they then need more than the peak had."""
+        if not self.lazy:
+            return self.state.gradients
+        return max(0.0, self.state.gradients + self.after - self.working)
 
     @property
     def allocated(self) -> float:
@@ -93,14 +96,16 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     few = repeating(layout.pp, layout.microbatches)
     flying = in_flight(layout.schedule, layout.pp, few, layout.chunks)[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
-    moment, transient = max(_moments(case, stages, block), key=lambda one: one[1])
+    moments = dict(_moments(case, stages, block))
+    moment, transient = max(moments.items(), key=lambda one: one[1])
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(flying.values()) if layout.pp > 1 else 0
     buffers = stack.bucket_bytes + (messages(layout) + outputs) * message(case)
     # Buckets are there from the start; without them, gradients are made by the first backward pass.
     unbucketed = shards * layout.replicate == 1 or layout.zero == 3
     lazy = stack.lazy_gradients and layout.microbatches == 1 and layout.chunks == 1 and unbucketed
-    found = Footprint(rank, state, block.times(layers), moment, transient, buffers, 0.0, lazy)
+    after = moments["a block's backward"]
+    found = Footprint(rank, state, block.times(layers), moment, transient, buffers, 0.0, lazy, after)
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 

@@ -23,7 +23,7 @@ from fivefold.words import either
 
 By = Literal["throughput", "memory", "pareto"]
 SURVIVORS = 24  # that are timed exactly
-ALIKE = 3  # of one tp, pp, cp and ZeRO stage among them
+ALIKE = 2  # of one tp, pp, cp, ZeRO stage and recompute among them
 ENOUGH, HOPELESS = 8, 1.06  # after so many, those whose closed form is so much longer are left
 FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
 SLACK = 1.05  # of the memory: closed forms may be off by so much
@@ -134,7 +134,7 @@ def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
     if by == "pareto":
         order = np.argsort(every.seconds, kind="stable")
     chosen: list[int] = []
-    seen: dict[tuple[int, ...], int] = {}
+    seen: dict[tuple[Any, ...], int] = {}
     least = np.inf
     for at in order:
         if not fits[at]:
@@ -143,7 +143,8 @@ def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
             if every.memory[at] >= 0.98 * least:
                 continue
             least = every.memory[at]
-        kind = (every.of.tp[at], every.of.pp[at], every.of.cp[at], every.of.zero[at])
+        recompute = every.shapes[every.of.shape[at]].recompute
+        kind = (every.of.tp[at], every.of.pp[at], every.of.cp[at], every.of.zero[at], recompute)
         if seen.get(kind, 0) < ALIKE or by == "pareto":
             seen[kind] = seen.get(kind, 0) + 1
             chosen.append(int(at))

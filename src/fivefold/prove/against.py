@@ -12,7 +12,7 @@ from fivefold.plan.memory import state_of
 from fivefold.plan.time import Case
 from fivefold.plan.traffic import Seat, expected
 from fivefold.train.config import Job
-from fivefold.wire import Traffic
+from fivefold.wire import Traffic, sizes
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Against:
     room: Footprint
     figures: tuple[Figure, ...]
     planned: tuple[Traffic, ...]
+    ranks: dict[str, int]  # of each axis
 
     @property
     def traffic_agrees(self) -> bool:
@@ -64,7 +65,7 @@ class Against:
             "figures": [figure.to_dict() for figure in self.figures],
             "live": dry.live,
             "live_allowed": dry.allowed,
-            "traffic": [_plain(row) for row in dry.traffic],
+            "traffic": [_plain(row) | {"ranks": self.ranks.get(row.axis)} for row in dry.traffic],
             "planned_traffic": [_plain(row) for row in self.planned],
             "traffic_agrees": self.traffic_agrees,
             "moments": [moment._asdict() | {"activations": moment.activations} for moment in dry.moments],
@@ -82,15 +83,16 @@ def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
     room = footprint_of(case, seat.pp)
     state = state_of(job.model, layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero)
     flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp)
-    lazy = room.lazy  # gradients that come after the peak
-    peak = state.total - (state.gradients - room.gradients if lazy else 0.0) + room.working
+    late = room.lazy and room.gradients > 0  # the peak is where all gradients are, and little else
+    working = room.after if late else room.working
+    peak = state.total - (state.gradients if room.lazy and not late else 0.0) + working
     figures = (
         Figure("parameters", dry.parameters, state.parameters, "GB"),
         Figure("gradients", dry.gradients, state.gradients, "GB"),
         Figure("optimizer", dry.optimizer, state.optimizer, "GB"),
-        Figure("activations at the peak", dry.activations, room.working, "GB"),
+        Figure("activations at the peak", dry.activations, working, "GB"),
         Figure("peak", dry.peak, peak, "GB"),
         Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
     )
     planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat)
-    return Against(dry, room, figures, tuple(planned))
+    return Against(dry, room, figures, tuple(planned), sizes(layout))

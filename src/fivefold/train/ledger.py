@@ -49,6 +49,7 @@ class Moment(NamedTuple):
     parameters: int  # of what was held at its end, like the next two
     gradients: int
     optimizer: int
+    gradients_at_peak: int = 0
 
     @property
     def activations(self) -> int:
@@ -69,8 +70,14 @@ class Ledger(TorchDispatchMode):
         self._name = "before the step"
         self._sizes: dict[int, int] = {}  # bytes by piece of memory
         self._readers: dict[int, weakref.ref[Any]] = {}
+        self._entered: dict[int, int] = {}  # in which order they came
+        self._entries = self._entries_at_peak = 0
         self._take_all(_state_of(engine))
         self.state = self.held
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs a third of a dry run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -86,6 +93,8 @@ class Ledger(TorchDispatchMode):
             if key in self._sizes or tensor.device.type == "meta" or isinstance(tensor, DTensor):
                 continue
             self._sizes[key] = 0
+            self._entries += 1
+            self._entered[key] = self._entries
             self._readers[key] = weakref.ref(memory, self._struck(key))
             self._enter(key, size)
 
@@ -93,7 +102,7 @@ class Ledger(TorchDispatchMode):
         self.held += size - self._sizes[key]
         self._sizes[key] = size
         if self.held > self.peak_here:
-            self.peak_here = self.held
+            self.peak_here, self._entries_at_peak = self.held, self._entries
         if self.held > self.peak:
             self.peak, self.peak_moment = self.held, self._name
 
@@ -101,6 +110,7 @@ class Ledger(TorchDispatchMode):
         def gone(_: Any) -> None:
             self.held -= self._sizes.pop(key, 0)
             self._readers.pop(key, None)
+            self._entered.pop(key, None)
 
         return gone
 
@@ -125,12 +135,17 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def moment(self, name: object) -> Iterator[None]:
         """A named stretch; also a `Watch` of the pipeline's actions."""
-        self._name, self.peak_here = str(name), self.held
+        self._name, self.peak_here, self._entries_at_peak = str(name), self.held, self._entries
         yield
         resident = self.engine.weights.resident()
         moments = self.engine.optimizer.resident()
         state = (resident["parameters"], resident["gradients"], resident["masters"] + moments)
-        self.moments.append(Moment(self._name, self.peak_here, self.held, *state))
+        self.moments.append(Moment(self._name, self.peak_here, self.held, *state, self._gradients_at_peak()))
+
+    def _gradients_at_peak(self) -> int:
+        """Of the gradients that are there now, those that were when this moment held the most."""
+        keys = {tensor.untyped_storage()._cdata for tensor in self.engine.weights.gradient_memory()}
+        return sum(self._sizes[key] for key in keys if self._entered.get(key, 0) <= self._entries_at_peak)
 
     @property
     def at_peak(self) -> Moment:

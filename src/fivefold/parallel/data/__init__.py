@@ -64,6 +64,9 @@ class Weights(Protocol):
     def buffers(self) -> Iterator[Tensor]:
         """Memory of gradients that is held between steps."""
 
+    def gradient_memory(self) -> Iterator[Tensor]:
+        """Memory of gradients that is held right now."""
+
     def resident(self) -> dict[str, int]:
         """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
 

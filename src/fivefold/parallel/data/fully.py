@@ -126,17 +126,21 @@ class FullySharded:
         for bucket in self.late.buckets:
             yield from bucket.held()
 
+    def gradient_memory(self) -> Iterator[Tensor]:
+        yield from (p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor))
+        for group in _groups(self.modules):
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+        yield from self.buffers()
+
     def resident(self) -> dict[str, int]:
         seen: set[int] = set()
-        gradients = [p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor)]
-        gathered, summed = [], []
-        late = list(self.buffers())
+        gathered = []
         for group in _groups(self.modules):
             gathered += [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
-            summed += [group._partial_reduce_output] if group._partial_reduce_output is not None else []
         return {
             "parameters": bytes_of((*self.masters.values(), *gathered), seen),
-            "gradients": bytes_of((*gradients, *summed, *late), seen),
+            "gradients": bytes_of(self.gradient_memory(), seen),
             "masters": 0,
         }
 

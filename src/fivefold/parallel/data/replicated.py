@@ -196,12 +196,14 @@ class Replicated:
         for bucket in self.buckets:
             yield from bucket.held()
 
+    def gradient_memory(self) -> Iterator[Tensor]:
+        yield from self.buffers()
+        yield from (master.grad for master in self.loose.masters.values() if master.grad is not None)
+
     def resident(self) -> dict[str, int]:
         seen: set[int] = set()
-        buffers = list(self.buffers())
-        loose = [master.grad for master in self.loose.masters.values() if master.grad is not None]
         return {
             "parameters": bytes_of(self.weights.values(), seen),
-            "gradients": bytes_of([*buffers, *loose], seen),
+            "gradients": bytes_of(self.gradient_memory(), seen),
             "masters": bytes_of(self.masters.values(), seen),
         }
