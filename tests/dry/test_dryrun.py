@@ -27,8 +27,8 @@ CASES = [
     ("llama3-8b model.layers=4", "dp=2,cp=4,zero=1,microbatches=2", 8192, 4, 3),
     ("llama3-8b model.layers=4", "tp=2,cp=4,cp_kind=allgather,sp,microbatches=2", 8192, 4, 3),
     ("llama3-8b model.layers=4", "dp=2,cp=4,cp_kind=ulysses,zero=2,microbatches=2", 8192, 4, 3),
-    ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,microbatches=8", 4096, 16, 2),
-    ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,schedule=zb-h1,microbatches=8", 4096, 16, 0),
+    ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,microbatches=4", 4096, 8, 2),
+    ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,schedule=zb-h1,microbatches=4", 4096, 8, 0),
     ("llama3-70b model.layers=4", "dp=2,tp=4,zero=2,microbatches=2,recompute=selective", 8192, 4, 1),
     pytest.param(
         *("llama3-70b model.layers=4", "dp=8,tp=8,zero=3,sp,recompute=full", 8192, 8, 9),
@@ -82,7 +82,9 @@ REAL = ["dp=2,tp=2,zero=1", "dp=4,zero=2,microbatches=2", "pp=2,tp=2,sp,microbat
 @pytest.mark.parametrize("layout", REAL)
 def test_a_real_run_holds_and_sends_what_the_dry_one_says(layout: str) -> None:
     job = read_job(None, [*SMALL, f"layout={layout}"])
-    for rank, (peak, flops, traffic) in enumerate(run_ranks(job.layout.world, real, layout)):
+    results = run_ranks(job.layout.world, real, layout)
+    for rank in (0, job.layout.world - 1):
+        peak, flops, traffic = results[rank]
         dry = dry_run(job, rank, kernels="cpu")
         assert traffic == list(dry.traffic)
         assert flops == dry.flops
