@@ -1,23 +1,17 @@
-"""The dry run against the planner, which it does not know, and against real ranks."""
+"""The dry run against the planner, which it does not know, and against a GPU."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.cluster import Cluster
-from fivefold.dry.run import blank, dry_run
+from fivefold.dry.run import dry_run
 from fivefold.errors import UserError
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import TrafficCounter
 from fivefold.prove.against import against
 from fivefold.train.config import Job, read_job
-from fivefold.train.engine import Engine
-from fivefold.train.ledger import Ledger
-from tests.ranks import run_ranks
 
 # Model, layout, sequence, batch, rank. Fewer layers than the real ones have: blocks are alike.
 CASES = [
@@ -58,37 +52,6 @@ def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, 
     assert abs(figures["activations at the peak"].difference) < 0.03
     assert figures["FLOPs executed"].difference == pytest.approx(0.0, abs=1e-3)
     assert dry.live == dry.allowed
-
-
-SMALL = ["model=tiny", "model.layers=4", "data.seq=64", "train.batch=8"]
-
-
-def real(rank: int, world: int, layout: str) -> tuple[int, float, list[object]]:
-    """The same step on real ranks."""
-    job = read_job(None, [*SMALL, f"layout={layout}"])
-    mesh = Mesh.of(job.layout, torch.device("cpu"))
-    engine = Engine(job, mesh)
-    ledger, counter = Ledger(engine), TrafficCounter(mesh)
-    with counter, ledger:
-        engine.accumulate(blank(job))
-        engine.step(1e-3, engine.gradient_norm())
-        engine.weights.ready()
-    return ledger.peak, ledger.flops, list(counter.rows())
-
-
-REAL = ["dp=2,tp=2,zero=1", "dp=4,zero=2,microbatches=2", "pp=2,tp=2,sp,microbatches=4", "dp=2,pp=2,cp=2,zero=1"]
-
-
-@pytest.mark.parametrize("layout", REAL)
-def test_a_real_run_holds_and_sends_what_the_dry_one_says(layout: str) -> None:
-    job = read_job(None, [*SMALL, f"layout={layout}"])
-    results = run_ranks(job.layout.world, real, layout)
-    for rank in (0, job.layout.world - 1):
-        peak, flops, traffic = results[rank]
-        dry = dry_run(job, rank, kernels="cpu")
-        assert traffic == list(dry.traffic)
-        assert flops == dry.flops
-        assert peak == pytest.approx(dry.peak, rel=0.02)  # gloo's threads let go of a buffer a little later
 
 
 def test_one_h200_needed_what_the_dry_run_says() -> None:
