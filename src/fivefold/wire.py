@@ -10,7 +10,7 @@ the first of AXES that has those ranks, so that a count does not depend on wheth
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fivefold.layout import Layout
 from fivefold.schedule.catalogue import placement
@@ -27,6 +27,10 @@ class Traffic(NamedTuple):
     calls: int
     payload: int  # bytes
     wire: Fraction  # bytes; a share of a padded or odd-sized tensor need not be whole
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return self._asdict() | {"wire": float(self.wire)}
 
 
 def wire(kind: Kind, payload: int, size: int) -> Fraction:

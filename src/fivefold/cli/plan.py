@@ -80,16 +80,8 @@ def plan(
     if inference:
         from fivefold.cli.serve import serve
 
-        unused = {
-            "--layout": layout,
-            "--fix": fix,
-            "--output": output,
-            "--batch": batch,
-            "--seq": seq,
-            "--price": price,
-        }
-        if extra := [option for option, value in unused.items() if value]:
-            raise UserError(f"{', '.join(extra)} is of training, and --inference plans serving; leave one of them out")
+        training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
+        _refuse_training(training)
         serve(words, cluster, prompt, answer, concurrent, precision, (ttft, tpot), as_json)
         return
     if ttft is not None or tpot is not None or concurrent is not None:
@@ -284,6 +276,12 @@ def _given(case: "Case", text: str) -> "Option":
     if alike := case.cluster.alike():
         case = replace(case, cluster=alike)
     return weigh(replace(case, layout=layout, groups=groups_of(case.cluster, layout)))
+
+
+def _refuse_training(options: dict[str, Any]) -> None:
+    """Serving has no use for them, and says so."""
+    if extra := [option for option, value in options.items() if value]:
+        raise UserError(f"{', '.join(extra)} is of training, and --inference plans serving; leave one of them out")
 
 
 def _check_price(price: float | None) -> None:

@@ -133,7 +133,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
         yield "the loss", around + max(back + ends * stack.keeps_ends, ahead + ends)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
-        rest = put_off(spec, layout, work.tokens) if layout.schedule in SPLIT else 0.0
+        rest = put_off(spec, layout, work.tokens, work.wide) if layout.schedule in SPLIT else 0.0
         own = len(stages[0].layers) * max(0.0, block.total - rest)
         flying = wide * table if layout.zero == 2 and layout.dp * layout.cp > 1 else 0.0
         yield "the embedding's gradient", stack.weight_bytes * table + flying - own
@@ -146,7 +146,7 @@ def _gathered(case: Case, parameters: float, block: float) -> float:
     if case.layout.dp * case.layout.cp == 1:
         return 0.0
     if case.layout.zero == 3:
-        return parameters * (2 * stack.weight_bytes + stack.weight_bytes + stack.gradient_bytes)
+        return parameters * (3 * stack.weight_bytes + stack.gradient_bytes)  # a gradient comes in the weights' bytes
     one = parameters * stack.gradient_bytes
     return max(one, 2 * one - block) if case.layout.zero == 2 else 0.0
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from fivefold.cluster import Cluster
 from fivefold.errors import UserError
 from fivefold.layout import Layout, tp_fits
-from fivefold.plan.space import RECOMPUTES
+from fivefold.plan.space import RECOMPUTES, divisors
 from fivefold.plan.time import Case
 from fivefold.words import either
 
@@ -39,7 +39,7 @@ def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
     spec, groups = case.spec, case.cluster.groups
     for tp, dp, zero, samples, recompute in product(
         [fixed["tp"]] if "tp" in fixed else [1, 2, 4, 8],
-        [fixed["dp"]] if "dp" in fixed else [n for n in range(1, case.batch + 1) if case.batch % n == 0],
+        [fixed["dp"]] if "dp" in fixed else divisors(case.batch),
         [fixed["zero"]] if "zero" in fixed else [0, 1],
         [1, 2, 4],
         [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES,
@@ -48,11 +48,10 @@ def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
             continue
         if case.batch % (dp * samples) or (zero and dp == 1):
             continue
-        stages = [group.world // (dp * tp) for group in groups]
-        pp = sum(stages)
+        where = groups_of(case.cluster, Layout(dp=dp, tp=tp))
+        pp = len(where)
         if pp > spec.layers or pp == 1:
             continue
-        where = tuple(at for at, count in enumerate(stages) for _ in range(count))
         layout = Layout(
             dp=dp,
             tp=tp,

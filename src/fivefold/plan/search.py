@@ -104,7 +104,7 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Pl
     options = _timed(case, every, chosen)
     fitting = [option for option in options if option.fits]
     if not fitting:
-        raise UserError(_too_large(case, every, options))
+        raise UserError(_too_large(case, options))
     return Plan(_ranked(fitting, by)[:top], len(every), int(fits.sum()))
 
 
@@ -130,9 +130,7 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
 
 def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
     """The fastest by the closed form, few of a kind; those that need the least memory where that is asked for."""
-    order = np.argsort(every.seconds if by == "throughput" else every.memory, kind="stable")
-    if by == "pareto":
-        order = np.argsort(every.seconds, kind="stable")
+    order = np.argsort(every.memory if by == "memory" else every.seconds, kind="stable")
     chosen: list[int] = []
     seen: dict[tuple[Any, ...], int] = {}
     least = np.inf
@@ -220,7 +218,7 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
     ]
 
 
-def _too_large(case: Case, every: Space, options: list[Option]) -> str:
+def _too_large(case: Case, options: list[Option]) -> str:
     """What the smallest layout needs, and how many such GPUs would do."""
     smallest = min(options, key=lambda option: option.footprint.total)
     need, have = smallest.footprint.total, HEADROOM * smallest.memory

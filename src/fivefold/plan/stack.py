@@ -1,7 +1,7 @@
 """Stack: the software that runs a layout. Which kernels it has, what it overlaps, in which order it places the axes.
 
 Two systems that run one layout on one cluster differ by a third in speed, and in memory too; what makes the difference
-is said here, by name. `FIVEFOLD` is this code. The systems behind published runs are in `truth/sources.py`.
+is said here, by name. `FIVEFOLD` is this code. The systems behind published runs are in `systems.py`.
 """
 
 from typing import Literal, NamedTuple
@@ -13,6 +13,9 @@ from fivefold.achieved import Software, software
 Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
 Pointwise = Literal["eager", "fused", "compiled", "fivefold"]
 Selective = Literal["pointwise", "attention", "half"]
+
+
+WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
@@ -65,7 +68,7 @@ class Stack(Struct, frozen=True, kw_only=True):
 
     def computing_in(self, precision: str) -> "Stack":
         """The same with wider weights: no master beside them, and moments as wide."""
-        wide = {"fp32": 4, "tf32": 4, "fp64": 8}.get(precision)
+        wide = WIDE.get(precision)
         if wide is None:
             return self
         return self.but(weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide)

@@ -12,10 +12,9 @@ from fivefold.layout import ContextKind, Layout
 from fivefold.plan import context
 from fivefold.plan.kernels import Device
 from fivefold.plan.links import Wires
-from fivefold.plan.stack import MOVED, Stack
+from fivefold.plan.stack import MOVED, WIDE, Stack
 from fivefold.spec import ModelSpec
 
-WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
 FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "auto")  # schedules with W apart from I
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)

@@ -9,6 +9,7 @@ from fivefold.dry.run import Dry
 from fivefold.plan.flops import rank_flops
 from fivefold.plan.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.plan.memory import state_of
+from fivefold.plan.stack import FIVEFOLD
 from fivefold.plan.time import Case
 from fivefold.plan.traffic import Seat, expected
 from fivefold.train.config import Job
@@ -65,21 +66,21 @@ class Against:
             "figures": [figure.to_dict() for figure in self.figures],
             "live": dry.live,
             "live_allowed": dry.allowed,
-            "traffic": [_plain(row) | {"ranks": self.ranks.get(row.axis)} for row in dry.traffic],
-            "planned_traffic": [_plain(row) for row in self.planned],
+            "traffic": [row.to_dict() | {"ranks": self.ranks.get(row.axis)} for row in dry.traffic],
+            "planned_traffic": [row.to_dict() for row in self.planned],
             "traffic_agrees": self.traffic_agrees,
             "moments": [moment._asdict() | {"activations": moment.activations} for moment in dry.moments],
         }
 
 
-def _plain(row: Traffic) -> dict[str, Any]:
-    return row._asdict() | {"wire": float(row.wire)}
+PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
 def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
     """The planner's word on the rank that was run."""
     seat, layout, seq, batch = Seat.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
-    case = Case(job.model, layout, cluster, seq, batch)
+    precision = PRECISION[job.train.dtype]
+    case = Case(job.model, layout, cluster, seq, batch, precision, FIVEFOLD.computing_in(precision))
     room = footprint_of(case, seat.pp)
     state = state_of(job.model, layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero)
     flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp)

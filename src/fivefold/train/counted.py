@@ -42,7 +42,7 @@ class Counted:
             "peak_bytes": self.ledger.peak,
             "flops": self.ledger.flops,
             "live": self.engine.pipeline.peak,
-            "traffic": [row._asdict() | {"wire": float(row.wire)} for row in self.counter.rows()],
+            "traffic": [row.to_dict() for row in self.counter.rows()],
         }
 
     def show(self, say: Callable[[Any], None]) -> None:
