@@ -83,7 +83,7 @@ def dryrun(
 def _job(words: list[str], layout: str | None, batch: int | None, seq: int | None) -> "Job":
     from msgspec import structs
 
-    from fivefold.cli.plan import read_model
+    from fivefold.cli.asked import read_model
     from fivefold.layout import Layout
 
     job, named = read_model(words)
@@ -104,7 +104,7 @@ def _job(words: list[str], layout: str | None, batch: int | None, seq: int | Non
 
 
 def _machines(text: str, world: int) -> "Cluster":
-    from fivefold.cli.plan import read_cluster
+    from fivefold.cli.asked import read_cluster
 
     machines: Cluster = read_cluster(text or (f"{world}xH100" if world <= 8 else f"{-(-world // 8)}x8xH100"))
     if text and machines.world != world:

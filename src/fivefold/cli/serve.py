@@ -17,7 +17,7 @@ def serve(
     as_json: bool,
 ) -> None:
     """Plan serving, and show it. `targets` are seconds to the first token, and per token after it."""
-    from fivefold.cli.plan import read_cluster, read_model
+    from fivefold.cli.asked import read_cluster, read_model
     from fivefold.plan import serve as serving
     from fivefold.plan.serve_tables import whole
 
