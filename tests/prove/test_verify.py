@@ -85,7 +85,7 @@ def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
     )  # fmt: skip
     seats = [Seat.of(one.layout, rank) for rank in range(one.layout.world)]
     forms = [expected(one.model, one.layout, 16, 8, "float64", seat=seat, minimum=1) for seat in seats]
-    verdict = Verdict.of(one, found, forms, 0.0)
+    verdict = Verdict.of(one, found, forms, [{} for _ in forms], 0.0)
     assert verdict.problems == []
     if one.layout.zero and one.layout.pp == 1:
         gathers = [count.counted for count in verdict.traffic if count.counted.kind == "all-gather"]

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from fivefold.dry.quick import QuickFakeMode
 from fivefold.layout import Layout
 from fivefold.parallel.mesh import Mesh
 
@@ -39,7 +40,7 @@ def pretending(layout: Layout, rank: int, kernels: Kernels = "cuda") -> Iterator
     try:
         mesh = Mesh.of(layout, torch.device("cpu"))
         norms = _norms_of_cuda() if kernels == "cuda" else nullcontext()
-        with FakeTensorMode(allow_non_fake_inputs=True), _real_meshes(), norms:
+        with QuickFakeMode(), _real_meshes(), norms:
             yield mesh
     finally:
         if layout.world > 1:

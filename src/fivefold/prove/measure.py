@@ -4,6 +4,7 @@ Every rank compares for itself what its stages hold: ranks that hold the same th
 then wrong.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from fivefold.prove.verdict import Measured
 from fivefold.train.config import Job
 from fivefold.train.device import choose_device
 from fivefold.train.engine import Engine
+from fivefold.train.ledger import Ledger
 from fivefold.train.rate import learning_rate
 
 
@@ -32,11 +34,15 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     mesh = Mesh.of(job.layout, device)
     engine, wanted = Engine(job, mesh), Reference.load(reference)
     bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
+    ledger = Ledger(engine)
     mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
     for step, target in enumerate(wanted.steps, start=1):
         batch = make_batch(job, step - 1)
-        with counter:
+        first = ledger if step == 1 else nullcontext()
+        with counter, first:
             loss, norm = engine.accumulate(batch), engine.gradient_norm()
+        if step == 1:
+            measured.held.update(_held(engine, ledger))
         measured.losses.append((loss.item(), target.loss))
         measured.norms.append((norm.item(), target.norm))
         measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
@@ -54,6 +60,19 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     measured.errors.extend(compare.parameters(found, parameters, job, bound))
     measured.digests.update({name: digest(parameter) for name, parameter in found.items()})
     return measured
+
+
+def _held(engine: Engine, ledger: Ledger) -> dict[str, float]:
+    """What this rank keeps when gradients are complete, and what the first step took to get there."""
+    resident = engine.weights.resident()
+    return {
+        "parameters": resident["parameters"],
+        "gradients": resident["gradients"],
+        "optimizer": resident["masters"] + engine.optimizer.resident(),
+        "microbatches in flight": engine.pipeline.peak,
+        "peak": ledger.peak,
+        "flops": ledger.flops,
+    }
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

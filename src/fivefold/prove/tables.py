@@ -30,6 +30,8 @@ def numbers(verdict: Verdict) -> RenderableType:
     parts: list[RenderableType] = [Text(title, "bold"), _compared(verdict)]
     if verdict.traffic:
         parts += ["", _traffic(verdict)]
+    if verdict.held:
+        parts += ["", _held(verdict)]
     return Group(*parts)
 
 
@@ -67,6 +69,17 @@ def _traffic(verdict: Verdict) -> Table:
     return table
 
 
+def _held(verdict: Verdict) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("held by rank 0", "counted", "expected", ""):
+        table.add_column(name, justify="right" if name in ("counted", "expected") else "left", no_wrap=True)
+    for one in verdict.held:
+        said = (lambda n: f"{n:g}") if one.name == "microbatches in flight" else bytes_text
+        name = one.name if one.holds else f"{one.name}, rank {one.rank}"
+        table.add_row(name, said(one.counted), "the same" if one.holds else said(one.expected), _mark(one.holds))
+    return table
+
+
 def _per(total: int, steps: int) -> str:
     return f"{total / steps:g}" if total < 1e6 * steps else f"{total / steps:.0f}"
 
@@ -87,8 +100,8 @@ def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
         degrees = " ".join(f"{axis}={n}" for axis in ("dp", "cp", "tp", "pp") if (n := getattr(layout, axis)) > 1)
         groups.setdefault((case.variant or case.job.model.name, degrees or "dp=1"), []).append(verdict)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("model", "ranks", "hold", "worst\ngradient", "worst\nparameter", "traffic"):
-        left = name in ("model", "ranks", "traffic")
+    for name in ("model", "ranks", "hold", "worst\ngradient", "worst\nparameter", "traffic", "memory"):
+        left = name in ("model", "ranks", "traffic", "memory")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for (model, degrees), verdicts in groups.items():
         held = sum(verdict.passed for verdict in verdicts)
@@ -101,6 +114,7 @@ def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
             Text(f"{held}/{len(verdicts)}", "green" if held == len(verdicts) else "bold red"),
             *(_size(error) if error else "-" for error in errors),
             _mark(all(count.holds for verdict in verdicts for count in verdict.traffic)),
+            _mark(all(one.holds for verdict in verdicts for one in verdict.held)),
         )
     return table
 
@@ -126,6 +140,12 @@ def row(verdict: Verdict, variant: str = "") -> dict[str, Any]:
         "worst_gradient": _error(verdict.worst("gradient")),
         "worst_parameter": _error(verdict.worst("parameter")),
         "traffic_per_step": [_count(count, job.train.steps) for count in in_order(verdict.traffic)],
+        "held": [
+            {"name": one.name, "rank": one.rank, "counted": one.counted, "expected": one.expected, "holds": one.holds}
+            for one in verdict.held
+        ],
+        "peak_bytes": verdict.peak,
+        "flops": verdict.flops,
         "seconds": round(verdict.seconds, 3),
     }
 

@@ -20,6 +20,7 @@ class Measured:
     errors: list[Error] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)  # of all steps
     digests: dict[str, str] = field(default_factory=dict)  # of the parameters after the last step
+    held: dict[str, float] = field(default_factory=dict)  # bytes by component, microbatches in flight, FLOPs
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,26 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a rank holds of something, and what the closed form says."""
+
+    rank: int  # the first that differs, or 0
+    name: str  # "parameters", "gradients", "optimizer": bytes; "microbatches in flight"
+    expected: float
+    counted: float
+
+    @property
+    def holds(self) -> bool:
+        return self.expected == self.counted
+
+    def __str__(self) -> str:
+        unit = "" if self.name == "microbatches in flight" else "bytes of "
+        return (
+            f"rank {self.rank} holds {self.counted:.0f} {unit}{self.name}, and the closed form has {self.expected:.0f}"
+        )
+
+
+@dataclass(frozen=True)
 class Verdict:
     job: Job
     seconds: float
@@ -51,22 +72,41 @@ class Verdict:
     errors: list[Error] = field(default_factory=list)  # of every comparison, the worst over ranks
     traffic: list[Count] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)  # ranks that hold the same parameter and other bits of it
+    held: list[Held] = field(default_factory=list)
+    peak: float = 0.0  # bytes, of the rank that holds most in the first step
+    flops: float = 0.0  # of all ranks, in the first step
     broken: str = ""  # why there is nothing to compare: a rank died, hung or raised
     details: str = ""  # its stack
 
     @classmethod
-    def of(cls, job: Job, measured: list[Measured], expected: list[list[Traffic]], seconds: float) -> "Verdict":
-        """`expected` has a step's traffic of each rank."""
-        errors = _worst_over_ranks(job, measured)
-        first, counts = measured[0], _counts(job, measured, expected)
-        return cls(job, seconds, first.losses, first.norms, errors, counts, _torn(measured))
+    def of(
+        cls,
+        job: Job,
+        measured: list[Measured],
+        expected: list[list[Traffic]],
+        holding: list[dict[str, float]],
+        seconds: float,
+    ) -> "Verdict":
+        """`expected` has a step's traffic of each rank, `holding` what it should hold."""
+        return cls(
+            job,
+            seconds,
+            losses=measured[0].losses,
+            norms=measured[0].norms,
+            errors=_worst_over_ranks(job, measured),
+            traffic=_counts(job, measured, expected),
+            torn=_torn(measured),
+            held=_held(measured, holding),
+            peak=max(one.held["peak"] for one in measured),
+            flops=sum(one.held["flops"] for one in measured),
+        )
 
     def worst(self, what: str) -> Error | None:
         return worst(error for error in self.errors if error.what == what)
 
     @property
     def problems(self) -> list[str]:
-        """What broke; else the failed comparisons, the worst of each kind by name; copies that differ; the traffic."""
+        """What broke; else the failed comparisons, the worst of each kind by name; copies that differ; traffic; memory."""
         if self.broken:
             return [self.broken]
         failed = [error for error in self.errors if not error.holds]
@@ -74,7 +114,8 @@ class Verdict:
         more = [f"{count} more comparisons fail"] if (count := len(failed) - len(firsts)) else []
         counts = [str(count) for count in self.traffic if not count.holds]
         others = [f"{len(self.torn) - 1} more parameters differ so"] if len(self.torn) > 1 else []
-        return [*map(str, firsts), *more, *self.torn[:1], *others, *counts]
+        held = [str(one) for one in self.held if not one.holds]
+        return [*map(str, firsts), *more, *self.torn[:1], *others, *counts, *held]
 
     @property
     def passed(self) -> bool:
@@ -119,4 +160,15 @@ def _counts(job: Job, measured: list[Measured], expected: list[list[Traffic]]) -
             count = Count(rank, wanted.get(key, nothing), seen.get(key, nothing))
             if key not in chosen or (chosen[key].holds and not count.holds):
                 chosen[key] = count
+    return list(chosen.values())
+
+
+def _held(measured: list[Measured], holding: list[dict[str, float]]) -> list[Held]:
+    """For each thing the first rank that differs from the closed form, or rank 0's."""
+    chosen: dict[str, Held] = {}
+    for rank, (one, wanted) in enumerate(zip(measured, holding, strict=True)):
+        for name, expected in wanted.items():
+            found = Held(rank, name, expected, one.held[name])
+            if name not in chosen or (chosen[name].holds and not found.holds):
+                chosen[name] = found
     return list(chosen.values())

@@ -13,9 +13,12 @@ from typing import Any
 import msgspec
 
 from fivefold.layout import Layout
+from fivefold.plan.memory import state_of
 from fivefold.plan.traffic import Seat, expected
 from fivefold.prove import ranks
 from fivefold.prove.verdict import Verdict
+from fivefold.schedule.schedule import peak_live
+from fivefold.stages import schedule_of
 from fivefold.train.config import Job
 from fivefold.wire import Traffic
 
@@ -48,7 +51,7 @@ class Judge:
             found = ranks.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
         except ranks.RankError as error:
             return Verdict(job, time.perf_counter() - start, broken=str(error), details=error.details)
-        return Verdict.of(job, found, closed_forms(job), time.perf_counter() - start)
+        return Verdict.of(job, found, closed_forms(job), holdings(job), time.perf_counter() - start)
 
     def _reference(self, job: Job) -> Path:
         """One for all layouts of a model with the same dp, on which the data's masks depend."""
@@ -71,4 +74,17 @@ def closed_forms(job: Job) -> list[list[Traffic]]:
         )
         for seat in set(seats)
     }  # fmt: skip
+    return [forms[seat] for seat in seats]
+
+
+def holdings(job: Job) -> list[dict[str, float]]:
+    """What each rank should hold when gradients are complete, and how many microbatches its schedule lets wait."""
+    seats = [Seat.of(job.layout, rank) for rank in range(job.layout.world)]
+    schedule = schedule_of(job.model, job.layout, job.data.seq)
+    live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
+    forms = {}
+    for seat in set(seats):
+        state = state_of(job.model, job.layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero)
+        sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+        forms[seat] = sizes | {"microbatches in flight": live[seat.pp]}
     return [forms[seat] for seat in seats]
