@@ -23,6 +23,15 @@ def chunk(length: int, parts: int, index: int) -> range:
     return range(min(length, index * size), min(length, (index + 1) * size))
 
 
+SLICE = 2**28  # logits at a time: half a GiB in bfloat16, and enough rows for a product to run at full pace
+
+
+def slices(tokens: int, words: int) -> list[range]:
+    """The tokens whose logits, over so many words, are held at a time."""
+    parts = max(1, -(-tokens * words // SLICE))
+    return [part for index in range(parts) if len(part := chunk(tokens, parts, index)) or not index]
+
+
 def over_tp(spec: ModelSpec, layout: Layout) -> dict[str, TensorShard]:
     """Every parameter's place on the tp axis."""
     return {parameter.name: _over_tp(spec, layout, parameter) for parameter in spec.parameters()}

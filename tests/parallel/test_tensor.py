@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.layout import Layout
 from fivefold.model.decoder import Decoder
+from fivefold.model.head import Aim
 from fivefold.model.init import initialise
 from fivefold.model.loss import loss_sum
 from fivefold.model.place import Place
@@ -81,9 +82,9 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
 def losses_and_gradients(
     rank: int, world: int, spec: ModelSpec, layout: Layout, loss: dict[str, float]
 ) -> tuple[float, dict[str, Tensor]]:
-    model, verbs = parallel(spec, layout)
+    model, _ = parallel(spec, layout)
     tokens, targets, mask, place = data(spec)
-    total = verbs.loss_sum(model(tokens, place), targets, mask, **loss)
+    total = model(tokens, place, Aim(targets, mask, **loss))
     total.backward()
     gradients = {}
     for name, parameter in model.named_parameters():

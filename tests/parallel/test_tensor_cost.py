@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout import Layout
+from fivefold.model.head import Aim
 from fivefold.presets import preset
 from tests.parallel.test_tensor import B, S, data, parallel
 from tests.ranks import run_ranks
@@ -36,10 +37,10 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 def counted(rank: int, world: int, layers: int, layout: Layout) -> tuple[Counter[str], Counter[str]]:
     spec = preset("tiny", layers=layers, hidden=E, heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=37)
-    model, verbs = parallel(spec, layout)
+    model, _ = parallel(spec, layout)
     tokens, targets, mask, place = data(spec)
     with Ops() as forward:
-        loss = verbs.loss_sum(model(tokens, place), targets, mask)
+        loss = model(tokens, place, Aim(targets, mask))
     with Ops() as backward:
         loss.backward()
     return tuple(Counter(name for name in ops.names if name in COLLECTIVES) for ops in (forward, backward))
@@ -76,12 +77,12 @@ Interval = tuple[str, float, float]
 
 def backward_of(rank: int, world: int, times: int) -> tuple[list[str], list[list[Interval]]]:
     spec = preset("tiny", layers=1, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=1024, vocab=37)
-    model, verbs = parallel(spec, Layout(tp=2))
+    model, _ = parallel(spec, Layout(tp=2))
     tokens = torch.zeros(4, 64, dtype=torch.long)
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
 
     def loss() -> torch.Tensor:
-        return verbs.loss_sum(model(tokens), tokens, everywhere)
+        return model(tokens, aim=Aim(tokens, everywhere))
 
     with Ops() as ops:
         loss().backward()
@@ -107,7 +108,7 @@ def test_the_input_gradient_is_summed_while_the_weights_gradients_are_computed()
 
 
 def beside_a_product(trace: list[Interval]) -> list[bool]:
-    _, *sums = [event for event in trace if event[0] == "gloo:all_reduce"]  # the first is that of the head
+    sums = [event for event in trace if event[0] == "gloo:all_reduce"]  # the head's were in the forward pass
     matmuls = [event for event in trace if event[0] == "aten::mm"]
     assert len(sums) == 2
     return [any(m[1] < s[2] and s[1] < m[2] for m in matmuls) for s in sums]
@@ -116,7 +117,7 @@ def beside_a_product(trace: list[Interval]) -> list[bool]:
 def saved(rank: int, world: int, layout: Layout) -> int:
     """Bytes of the saved tensors of the residual stream's width: inputs of norms and of column linears."""
     spec = preset("tiny", layers=2, hidden=E, heads=4, kv_heads=2, head_dim=4, ffn=24, vocab=37)  # only E is E wide
-    model, verbs = parallel(spec, layout)
+    model, _ = parallel(spec, layout)
     tokens, targets, mask, place = data(spec)
     seen: dict[int, int] = {}
     weights = {parameter.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -129,7 +130,7 @@ def saved(rank: int, world: int, layout: Layout) -> int:
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
-        verbs.loss_sum(model(tokens, place), targets, mask)
+        model(tokens, place, Aim(targets, mask))
     return sum(seen.values())
 
 

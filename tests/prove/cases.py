@@ -40,18 +40,18 @@ def mean_of_means() -> None:
     """Every microbatch is divided by its own count, and the results are averaged."""
     from fivefold.train.engine import Engine
 
-    accumulate, loss = Engine.accumulate, Engine._loss_sum
+    make = Engine._microbatch
 
-    def counting(self: Any, batch: Any) -> Any:
-        self.global_count = batch.loss_tokens
-        return accumulate(self, batch)
+    def counting(self: Any, batch: Any, **extras: float) -> Any:
+        made = make(self, batch, **extras)
+        self.__dict__.setdefault("own_counts", []).append(max(1, int(made.aim.mask.sum())))
+        return made
 
-    def mean(self: Any, logits: Any, microbatch: Any, *more: float) -> Any:
+    def mean(self: Any, total: Any, count: int) -> Any:
         parts = self.job.layout.dp * self.job.layout.microbatches
-        count = max(1, int(microbatch.mask.sum()))
-        return loss(self, logits, microbatch, *more) * (self.global_count / parts / count)
+        return total / parts / self.own_counts.pop(0)
 
-    Engine.accumulate, Engine._loss_sum = counting, mean  # type: ignore[method-assign]
+    Engine._microbatch, Engine._share = counting, mean  # type: ignore[method-assign]
 
 
 def norms_are_not_summed_over_tp() -> None:

@@ -80,7 +80,9 @@ def test_a_parameter_that_no_rank_holds_fails_and_so_do_copies_that_differ(judge
 
     def measured(held: list[str], digest: str) -> Measured:
         errors = [Error(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held]
-        return Measured(errors=errors, digests=dict.fromkeys(held, digest), held={"gradients": 8, "peak": 9, "flops": 1})
+        return Measured(
+            errors=errors, digests=dict.fromkeys(held, digest), held={"gradients": 8, "peak": 9, "flops": 1}
+        )
 
     forms, holding = [[] for _ in closed_forms(one)], [{"gradients": 8.0} for _ in holdings(one)]
     whole = [measured(names[:3], "a"), measured(names[3:], "b")]
@@ -92,7 +94,9 @@ def test_a_parameter_that_no_rank_holds_fails_and_so_do_copies_that_differ(judge
         f"the parameter {names[-1]} is held by no rank (step 1)",
     ]
     torn = [whole[0], replace(whole[1], digests={names[0]: "c", **whole[1].digests})]
-    assert Verdict.of(one, torn, forms, holding, 0.0).problems == [f"ranks 0 and 1 hold {names[0]}, and not the same bits of it"]
+    assert Verdict.of(one, torn, forms, holding, 0.0).problems == [
+        f"ranks 0 and 1 hold {names[0]}, and not the same bits of it"
+    ]
     holding[1] = {"gradients": 16.0}
     assert Verdict.of(one, whole, forms, holding, 0.0).problems == [
         "rank 1 holds 8 bytes of gradients, and the closed form has 16"

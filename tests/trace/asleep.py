@@ -98,11 +98,11 @@ def sleep(rank: int, world: int, text: str, naps: Naps, steps: int) -> Trace | N
     channels = Channels(schedule, mesh, torch.float32)
     pipeline: Any = Pipeline(schedule, mesh.pp.rank, stages, NoWeights(), later, channels, tracer.watch)  # type: ignore[arg-type]
     tokens = torch.zeros(1, 2, dtype=torch.long)
-    microbatch = Microbatch(tokens, tokens, tokens, Place(tokens, tokens[:, 0], 2))
+    microbatch = Microbatch(tokens, Place(tokens, tokens[:, 0], 2))
     trace = None
     for step in range(1, steps + 1):
         torch.distributed.barrier()
         with tracer.step(step):
-            pipeline.run([microbatch] * layout.microbatches, lambda y, _: y.sum())
+            pipeline.run([microbatch] * layout.microbatches, lambda y: y.sum())
         trace = tracer.after(step, schedule)
     return trace

@@ -16,9 +16,7 @@ from fivefold.data.prepare import prepare
 from fivefold.errors import TrainingError
 from fivefold.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.pipeline import Microbatch
 from fivefold.train.config import Job, read_job
-from fivefold.train.engine import Engine
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import preflight
 from fivefold.train.records import Evaluation, Step
@@ -150,10 +148,6 @@ def test_bfloat16_masters_take_steps_that_bfloat16_cannot(tokens: Path) -> None:
     assert torch.equal(before[name].to(torch.bfloat16), dict(made.engine.model.named_parameters())[name])
 
 
-def share_of_loss(engine: Engine, count: int, logits: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
-    return engine._loss_sum(logits, microbatch) / count
-
-
 def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
     """Sixteen microbatches in bfloat16 sums would lose the small ones; against the same gradients added in float64."""
     job = small_job(tokens, "train.dtype=bfloat16", "train.batch=16", "layout.microbatches=16", "optimizer.clip=0")
@@ -162,8 +156,7 @@ def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
     exact: dict[str, torch.Tensor] = {}
     for part in batch.split(16):
         alone = trainer(msgspec.structs.replace(job, layout=Layout())).engine
-        share = partial(share_of_loss, alone, batch.loss_tokens)
-        alone.pipeline.run([alone._microbatch(part)], share)
+        alone.pipeline.run([alone._microbatch(part)], partial(alone._share, count=batch.loss_tokens))
         alone.weights.finish()
         for name, master in alone.weights.masters.items():
             assert master.grad is not None

@@ -1,8 +1,8 @@
 """Fake tensors, quicker: what an operator makes of given shapes is asked once.
 
 PyTorch's fake mode remembers, too, but asks so much about every argument that a remembered answer costs a quarter of a
-millisecond; a rank of a 70B model asks fifty thousand times. Here a tensor is its type, shape, strides and offset, which is all that
-the operators of a dense model look at.
+millisecond; a rank of a 70B model asks fifty thousand times. Here a tensor is its type, shape, strides and offset,
+which is all that the operators of a dense model look at.
 """
 
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_ABSENT = object()
 
 
 class QuickFakeMode(FakeTensorMode):
@@ -30,13 +29,12 @@ class QuickFakeMode(FakeTensorMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         key = _key(func, args, kwargs)
-        recipe = self.known.get(key, _ABSENT) if key is not None else None
-        if recipe is _ABSENT:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
-            self.known[key] = _recipe(func, args, result)
-            return result
+        recipe = self.known.get(key) if key is not None else None
         if recipe is None:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            if key is not None and key not in self.known:
+                self.known[key] = _recipe(args, result)
+            return result
         base, dtype, device, shape, stride, offset = recipe
         if base is None:
             return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
@@ -64,7 +62,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(parts)
 
 
-def _recipe(func: Any, args: Any, result: Any) -> tuple[Any, ...] | None:
+def _recipe(args: Any, result: Any) -> tuple[Any, ...] | None:
     """How to make the result again: as new memory, or as a view of one of the arguments."""
     if type(result) is not FakeTensor or any(result is arg for arg in args) or result.constant is not None:
         return None

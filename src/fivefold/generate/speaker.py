@@ -56,7 +56,8 @@ class Speaker:
         ids = torch.tensor([tokens], device=device)
         positions = torch.arange(before, before + len(tokens), device=device)[None]
         place = Place(positions, torch.zeros(1, dtype=torch.int64, device=device), self.length)
-        return self.network.pipeline.look(Microbatch(ids, ids, ids, place), lambda logits, _: logits[0, -1])
+        logits = self.network.pipeline.look(Microbatch(ids, place))
+        return None if logits is None else logits[0, -1]
 
     def _broadcast(self, logits: Tensor | None, choose: Chooser) -> int:
         """The ranks with the last stage choose, all alike, and tell the others of their pipeline."""

@@ -14,6 +14,7 @@ from fivefold.layout import Recompute
 from fivefold.model import rope
 from fivefold.model.dropout import Dropout
 from fivefold.model.dtypes import wide
+from fivefold.model.head import Aim
 from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.model.recompute import recomputed
@@ -98,8 +99,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens [B, S] in, logits [B, S, V] out. Parameter names are those of `spec.parameters()`.
+    """Tokens [B, S] in, logits [B, S, V] out, or with an aim the sum of the losses.
 
+    Parameter names are those of `spec.parameters()`.
     `verbs` say how a layer's steps are done: on this device alone, or together with other ranks. With a `stage` it is a
     part of the model: one that is not the first takes the residual stream [B, S, E] in, one that is not the last gives
     it out.
@@ -126,7 +128,7 @@ class Decoder(nn.Module):
         self.run_block = recomputed(recompute)
         self._rotations = torch.empty(0)
 
-    def forward(self, x: Tensor, place: Place | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Place | None = None, aim: Aim | None = None) -> Tensor:
         place = place or Place.of(x)
         here = self.verbs.residual(place)
         if self.stage.first:
@@ -142,7 +144,8 @@ class Decoder(nn.Module):
             return x
         table = self.head or self.embedding
         assert table is not None
-        return self.verbs.logits(self.verbs.norm(self.norm, x), table)
+        x = self.verbs.norm(self.norm, x)
+        return self.verbs.logits(x, table) if aim is None else self.verbs.loss(x, table, aim)
 
     def rotation(self, place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""

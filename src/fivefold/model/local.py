@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from fivefold.model import attention
 from fivefold.model.attention import Sight
-from fivefold.model.loss import loss_sum
+from fivefold.model.head import Aim, Vocabulary, head_loss
 from fivefold.model.place import Place
 
 
@@ -56,7 +56,6 @@ class Local:
         """[B, S, E] -> [B, S, V]; the table is the head, or the embedding where they are tied."""
         return F.linear(x, table.weight)
 
-    def loss_sum(
-        self, logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
-    ) -> Tensor:
-        return loss_sum(logits, targets, mask, smoothing, z_loss)
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
+        """[B, S, E] -> the sum of the losses; no more logits than of a slice are held."""
+        return head_loss(x, table.weight, aim, Vocabulary(table.weight.shape[0]))

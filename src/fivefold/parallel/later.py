@@ -57,6 +57,21 @@ class Deferral:
     def collecting(self) -> bool:
         return self.later.open is not None
 
+    def ready(self) -> Callable[[Tensor], None] | None:
+        """While collecting: who takes a gradient that is there already, and only waits for its turn."""
+        if self.later.open is None:
+            return None
+        works, (target,) = self.later.open, self.targets
+
+        def take(gradient: Tensor) -> None:
+            def work() -> None:
+                assert self.later.report is not None
+                self.later.report(target.name, target.whole(gradient))
+
+            works.append(work)
+
+        return take
+
     def leave(self, inputs: Callable[[], Tensor], gradients: list[Tensor]) -> None:
         """Put off dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""
         assert self.later.open is not None

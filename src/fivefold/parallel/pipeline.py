@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fivefold.errors import PeerLost
 from fivefold.model.decoder import Decoder
+from fivefold.model.head import Aim
 from fivefold.model.place import Place
 from fivefold.parallel.channels import Channels, Message, Silence
 from fivefold.parallel.data import Weights
@@ -29,10 +30,9 @@ Watch = Callable[[Action], AbstractContextManager[None]]
 class Microbatch:
     """What every stage may need of some samples: they are read on all ranks, and only the residual stream travels."""
 
-    tokens: Tensor  # [B, S], like the next two
-    targets: Tensor
-    mask: Tensor
+    tokens: Tensor  # [B, S]
     place: Place
+    aim: Aim | None = None  # none: nothing is learned, and the last stage gives logits
 
 
 class Pipeline:
@@ -59,8 +59,8 @@ class Pipeline:
         }
         self.peak = 0  # the most (stage, microbatch) pairs whose graph or put-off work was held at once, so far
 
-    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor, Microbatch], Tensor]) -> None:
-        """All forward and backward passes; `loss_of` makes of the last stage's logits what is differentiated."""
+    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor]) -> None:
+        """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated."""
         self.microbatches, self.loss_of = microbatches, loss_of
         self.arriving: dict[tuple[Kind, int, int], Message | Tensor] = {}
         self.inputs: dict[tuple[int, int], Tensor] = {}
@@ -73,27 +73,27 @@ class Pipeline:
         with self._named("the end of the step"):
             self.channels.drain()
 
-    def look(self, microbatch: Microbatch, loss_of: Callable[[Tensor, Microbatch], Tensor]) -> Tensor | None:
-        """One microbatch forward through all stages, and its loss on the rank that has the last."""
+    def look(self, microbatch: Microbatch) -> Tensor | None:
+        """One microbatch forward through all stages, and what the last makes of it, on the rank that has it."""
         left: Tensor | None = None  # by the stage before, where it is on this rank too
-        loss = None
+        last = None
         for stage, model in self.stages.items():
             with self._named(f"{Action(Kind.FORWARD, stage, 0)} without gradients"):
                 x = microbatch.tokens
                 if not model.stage.first:
                     received = Action(Kind.RECV_ACTIVATION, stage, 0)
                     x = left if left is not None else self.channels.receive(received, self._shape(microbatch)).wait()
-                y = model(x, microbatch.place)
+                y = model(x, microbatch.place, microbatch.aim)
                 left = None
                 if model.stage.last:
-                    loss = loss_of(y, microbatch)
+                    last = y
                 elif stage + 1 in self.stages:
                     left = y
                 else:
                     self.channels.send(Action(Kind.SEND_ACTIVATION, stage, 0), y)
         with self._named("the end of the look"):
             self.channels.drain()
-        return loss
+        return last
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -158,8 +158,8 @@ class Pipeline:
         if not model.stage.first:
             x = self._take(action, Kind.RECV_ACTIVATION).requires_grad_()
             self.inputs[stage, number] = x
-        y = model(x, microbatch.place)
-        self.outputs[stage, number] = y if not model.stage.last else self.loss_of(y, microbatch)
+        y = model(x, microbatch.place, microbatch.aim)
+        self.outputs[stage, number] = y if not model.stage.last else self.loss_of(y)
         if stage + 1 in self.stages:  # a neighbour on this very rank
             self.arriving[Kind.RECV_ACTIVATION, stage + 1, number] = y.detach()
 

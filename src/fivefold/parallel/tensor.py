@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
+from fivefold.model.head import Aim, Vocabulary, head_loss
 from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.model.recompute import kept
@@ -34,7 +35,7 @@ from fivefold.parallel.collectives import (
 )
 from fivefold.parallel.later import Deferral, Later, Target
 from fivefold.parallel.mesh import Axis, Mesh
-from fivefold.parallel.vocabulary import VocabularyLoss
+from fivefold.parallel.vocabulary import SharedVocabulary
 from fivefold.sharding import TensorShard, chunk, kv_head, over_tp
 from fivefold.spec import ModelSpec
 
@@ -138,12 +139,10 @@ class TensorParallel(Local):
         deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         return Columns.apply(self.axis, self.sp, deferral, x, self.local(table), None)[0]
 
-    def loss_sum(
-        self, logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
-    ) -> Tensor:
-        return VocabularyLoss.apply(
-            self.axis, self.vocabulary, self.spec.vocab, logits, targets, mask, smoothing, z_loss
-        )
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
+        deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
+        words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
+        return head_loss(x, self.local(table), aim, words, deferral.ready if deferral else None)
 
 
 class Split(Local):
@@ -168,6 +167,12 @@ class Split(Local):
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         return self.columns(x, table)[0] if isinstance(table, nn.Linear) else super().logits(x, table)
+
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
+        words = Vocabulary(table.weight.shape[0])
+        return head_loss(
+            x, table.weight, aim, words, self._deferral(table).ready if isinstance(table, nn.Linear) else None
+        )
 
 
 class Columns(Function):

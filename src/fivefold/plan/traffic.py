@@ -22,7 +22,7 @@ from fivefold.layout import Layout
 from fivefold.plan.memory import BYTES, wide_bytes
 from fivefold.schedule.actions import WEIGHT_GRAD
 from fivefold.schedule.catalogue import build, placement
-from fivefold.sharding import kv_head
+from fivefold.sharding import kv_head, slices
 from fivefold.spec import ModelSpec
 from fivefold.stages import Stage, stages_of
 from fivefold.wire import Kind, Traffic, same_axis, sizes, total, wire
@@ -147,19 +147,21 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
     A layer has two column groups (q, k, v; gate, up) and two row linears (o, down). Forward sums the rows' outputs,
     backward the columns' input gradients; with sp a sum leaves each rank its part of the sequence, and what a group
     reads, forward or backward, is gathered first, the columns' saved input once more in backward.
-    The embedding sums like a row linear, the head reads like a column group. Neither is recomputed. A backward pass in
-    two halves sends the same: the saved input is gathered by the half that needs it, the weights'.
+    The embedding sums like a row linear; the head reads like a column group, forward and backward in one. Neither is
+    recomputed. A backward pass in two halves sends the same: the saved input is gathered by the half that needs it, the
+    weights'.
     """
     layers, forwards, first, last = step.layers, step.forwards, step.first, step.last
     if step.layout.sp:
         yield "tp", "reduce-scatter", layers * (2 * forwards + 2) + first + last, step.states
-        yield "tp", "all-gather", layers * (2 * forwards + 4) + first + 2 * last, step.states
+        yield "tp", "all-gather", layers * (2 * forwards + 4) + first + last, step.states
     else:
         yield "tp", "all-reduce", layers * (2 * forwards + 2) + first + last, step.states
-    # The cross-entropy: the largest logit of each token; then its sum of exponentials and its target's logit, and for
-    # label smoothing the sum of its logits.
-    yield "tp", "all-reduce", int(last), step.tokens * step.wide
-    yield "tp", "all-reduce", int(last), (3 if step.smoothing else 2) * step.tokens * step.wide
+    # The cross-entropy, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and
+    # its target's logit, and for label smoothing the sum of its logits.
+    for part in slices(step.tokens, -(-step.spec.vocab // step.layout.tp)):
+        yield "tp", "all-reduce", int(last), len(part) * step.wide
+        yield "tp", "all-reduce", int(last), (3 if step.smoothing else 2) * len(part) * step.wide
 
 
 def _pipeline(step: _Step) -> Iterator[_Sent]:

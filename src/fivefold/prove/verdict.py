@@ -106,7 +106,7 @@ class Verdict:
 
     @property
     def problems(self) -> list[str]:
-        """What broke; else the failed comparisons, the worst of each kind by name; copies that differ; traffic; memory."""
+        """What broke; else failed comparisons, the worst of each kind by name; copies that differ; traffic; memory."""
         if self.broken:
             return [self.broken]
         failed = [error for error in self.errors if not error.holds]

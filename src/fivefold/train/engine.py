@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import Batch
+from fivefold.model.head import Aim
 from fivefold.model.place import Place
 from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.context import Context
@@ -30,21 +31,21 @@ class Engine(Network):
         """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it."""
         count = max(1, batch.loss_tokens)
         mine = batch.split(self.mesh.dp.size)[self.mesh.dp.rank].split(self.job.layout.microbatches)
-        train = self.job.train
+        extras = {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
 
-        def loss_of(logits: Tensor, microbatch: Microbatch) -> Tensor:
-            total = self._loss_sum(logits, microbatch, train.label_smoothing, train.z_loss)
+        def loss_of(total: Tensor) -> Tensor:
             sums.append(total.detach())
-            return total / count
+            return self._share(total, count)
 
         sums: list[Tensor] = []
-        self.pipeline.run([self._microbatch(part) for part in mine], loss_of)
+        self.pipeline.run([self._microbatch(part, **extras) for part in mine], loss_of)
         ends = [self.mesh.ends] if self.job.model.tied else []
         with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends):
             self.weights.finish()
         return self._everywhere(sums) / count
 
-    def _microbatch(self, batch: Batch) -> Microbatch:
+    def _microbatch(self, batch: Batch, **extras: float) -> Microbatch:
+        """`extras` belong to training's loss, and not to the plain one."""
         share = self.context.share(batch)
         tokens, targets, mask, positions, samples = (
             torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
@@ -53,10 +54,11 @@ class Engine(Network):
         place = Place(positions, samples, batch.tokens.shape[1])
         if self.job.data.document_mask:
             place = share.with_documents(place)
-        return Microbatch(tokens, targets, mask, place)
+        return Microbatch(tokens, place, Aim(targets, mask, **extras))
 
-    def _loss_sum(self, logits: Tensor, microbatch: Microbatch, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-        return self.verbs.loss_sum(logits, microbatch.targets, microbatch.mask, smoothing, z_loss)
+    def _share(self, total: Tensor, count: int) -> Tensor:
+        """A microbatch's part of the mean over all target tokens of the global batch."""
+        return total / count
 
     def _everywhere(self, sums: list[Tensor]) -> Tensor:
         """Loss sums, which the last stage's ranks have of their own tokens, added up on every rank."""
@@ -81,7 +83,7 @@ class Engine(Network):
         mine = batch.padded(self.mesh.dp.size).split(self.mesh.dp.size)[self.mesh.dp.rank]
         for model in self.stages.values():
             model.eval()
-        loss = self.pipeline.look(self._microbatch(mine), self._loss_sum)
+        loss = self.pipeline.look(self._microbatch(mine))
         for model in self.stages.values():
             model.train()
         return float(self._everywhere([] if loss is None else [loss]))

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.buckets import buckets, held
 from fivefold.layout import Layout
+from fivefold.model.head import Aim
 from fivefold.parallel.data import Replicated
 from fivefold.presets import preset
 from fivefold.train.optimizer import Optimizer
@@ -35,7 +36,7 @@ class Diary(TorchDispatchMode):
 
 def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]:
     """Of the backward pass of a last microbatch, and of the step and the forward after it; and most tables alive."""
-    model, verbs, weights, mesh = make(DEEP, Layout(dp=world, zero=stage), torch.float32)
+    model, _, weights, mesh = make(DEEP, Layout(dp=world, zero=stage), torch.float32)
     assert isinstance(weights, Replicated)
     optimizer = Optimizer(weights, DEEP, CONFIG, mesh)
     alive = 0
@@ -58,7 +59,7 @@ def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]
         block.register_forward_hook(written(layer))
     [(tokens, targets, mask)], count = microbatches(DEEP, mesh, 0, 2 * world, ())
     with weights.microbatch(last=True):
-        loss = verbs.loss_sum(model(tokens), targets, mask) / count
+        loss = model(tokens, aim=Aim(targets, mask)) / count
         with book:
             book.lines.clear()
             loss.backward()
@@ -100,7 +101,7 @@ def absent(rank: int, world: int, stage: int) -> tuple[float, float]:
     parts, count = microbatches(DEEP, mesh, 0, 4 * world, ())
     own = torch.zeros(DEEP.ffn, DEEP.hidden, dtype=torch.float64)
     for tokens, targets, mask in parts:
-        loss = verbs.loss_sum(model(tokens), targets, mask) / count
+        loss = model(tokens, aim=Aim(targets, mask)) / count
         own += torch.autograd.grad(loss, model.get_parameter(name))[0]
     accumulate(model, verbs, weights, parts, count)
     weights.publish()

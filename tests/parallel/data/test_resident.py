@@ -3,6 +3,7 @@
 import torch
 
 from fivefold.layout import Layout
+from fivefold.model.head import Aim
 from fivefold.train.optimizer import Optimizer
 from tests.parallel.data.world import CONFIG, EVEN, each, make, microbatches
 from tests.ranks import run_ranks
@@ -12,13 +13,13 @@ P, N = EVEN.parameter_count, 2  # every dim 0 of EVEN divides by N
 
 def held(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[list[dict[str, int]], int]:
     """What a rank holds after each microbatch of two, and after the step; and its optimizer state."""
-    model, verbs, weights, mesh = make(EVEN, layout, dtype)
+    model, _, weights, mesh = make(EVEN, layout, dtype)
     optimizer = Optimizer(weights, EVEN, CONFIG, mesh)
     seen = []
     parts, count = microbatches(EVEN, mesh, 0, 8, ())
     for number, (tokens, targets, mask) in enumerate(parts, start=1):
         with weights.microbatch(last=number == len(parts)):
-            (verbs.loss_sum(model(tokens), targets, mask) / count).backward()
+            (model(tokens, aim=Aim(targets, mask)) / count).backward()
         seen.append(weights.resident())
     weights.finish()
     optimizer.step(1e-3, optimizer.gradient_norm())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fivefold.layout import Layout
 from fivefold.model.decoder import Decoder
+from fivefold.model.head import Aim
 from fivefold.model.init import initialise
 from fivefold.model.local import Local
 from fivefold.model.loss import loss_sum
@@ -107,7 +108,7 @@ def accumulate(model: Decoder, verbs: Local, weights: Weights, parts: list, coun
     total = 0.0
     for number, (tokens, targets, mask) in enumerate(parts, start=1):
         with weights.microbatch(last=number == len(parts)):
-            loss = verbs.loss_sum(model(tokens, Place.of(tokens)), targets, mask) / count
+            loss = model(tokens, Place.of(tokens), Aim(targets, mask)) / count
             loss.backward()
         total += loss.item()
     weights.finish()

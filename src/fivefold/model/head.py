@@ -1,0 +1,165 @@
+"""The head and the loss in one: logits live a slice of the tokens at a time, and their gradient is taken at once.
+
+    slice of x -> logits -> loss, and at once: its slope by the logits -> slices of dx and dW -> next slice
+
+So a vocabulary of 128,256 costs a slice's logits and not a microbatch's. The backward pass finds its work done. Where
+the vocabulary is dealt out over ranks, three numbers per token travel: the log of this part's sum of exponentials (MAX
+over ranks), then that sum and the target's logit (SUM; label smoothing adds the sum of the logits).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fivefold.model.dtypes import wide
+from fivefold.sharding import slices
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What the model should have said. [B, S]; only targets where `mask` is True count.
+
+    `smoothing` moves that share of a target's probability evenly onto the vocabulary; `z_loss` adds that many times the
+    squared log-partition (PaLM, arXiv 2204.02311, section 5), which keeps logits from drifting.
+    """
+
+    targets: Tensor
+    mask: Tensor
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class Vocabulary:
+    """The words of a head's rows: all of them, in one place. Ranks that share them (`parallel/`) say how they agree."""
+
+    def __init__(self, size: int):
+        self.size, self.mine = size, range(size)
+        self.most = size  # words of the rank that has the most: all take the same slices
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tokens that the head reads, [B, S, E]."""
+        return x
+
+    def agree(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Of the parts of the vocabulary, [N] each: the log of all sums of exponentials, and the other sums."""
+        return lse, sums
+
+    def give_back(self, dx: Tensor) -> Tensor:
+        """The gradient of what `gather` was given, on its way."""
+        return dx
+
+    def arrived(self, dx: Tensor) -> Tensor:
+        return dx
+
+
+Report = Callable[[Tensor], None]
+
+
+def head_loss(
+    x: Tensor, weight: Tensor, aim: Aim, words: Vocabulary, put_off: Callable[[], Report | None] | None = None
+) -> Tensor:
+    """The sum of the cross-entropies of x [B, S, E] against the aim, in at least float32.
+
+    `put_off` is asked in the backward pass: what it returns is told the weight's gradient, instead of autograd.
+    """
+    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return HeadLoss.apply(words, aim, put_off, learning, x, weight)
+
+
+class HeadLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, words: Vocabulary, aim: Aim, put_off: Any, learning: bool, x: Tensor, weight: Tensor
+    ) -> Tensor:
+        whole = words.gather(x)
+        flat, targets, mask = whole.flatten(0, 1), aim.targets.flatten(), aim.mask.flatten()
+        total = flat.new_zeros((), dtype=wide(flat.dtype))
+        dx, dw = (torch.empty_like(flat), None) if learning else (flat, None)
+        for part in slices(len(flat), words.most):
+            rows = slice(part.start, part.stop)
+            logits = flat[rows] @ weight.T
+            column = targets[rows] - words.mine.start
+            here = (column >= 0) & (column < len(words.mine))
+            lse, picked, summed = _look(logits, column, here, aim.smoothing)
+            lse, sums = words.agree(lse, [picked, summed] if aim.smoothing else [picked])
+            loss = lse - (1 - aim.smoothing) * sums[0]
+            if aim.smoothing:
+                loss = loss - aim.smoothing / words.size * sums[1]
+            if aim.z_loss:
+                loss = loss + aim.z_loss * lse.square()
+            total += loss.masked_fill(~mask[rows], 0.0).sum()
+            if learning:
+                slope = _slope(logits, lse, picked, column, here, aim.smoothing, words.size, aim.z_loss)
+                del logits
+                # Tokens that do not count are struck out of the small factors, not of the slope.
+                counted = mask[rows, None].to(flat.dtype)
+                torch.mul(slope @ weight, counted, out=dx[rows])
+                if part.stop == len(flat):
+                    dx = words.give_back(dx.view_as(whole))
+                dw = _add_product(dw, slope, flat[rows] * counted, last=part.stop == len(flat))
+        if learning:
+            ctx.put_off = put_off
+            ctx.save_for_backward(words.arrived(dx), dw)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        dx, dw = ctx.saved_tensors
+        dx, dw = dx * gradient.to(dx.dtype), dw.mul_(gradient.to(dw.dtype))
+        report = ctx.put_off() if ctx.put_off is not None else None
+        if report is not None:
+            report(dw)
+        return None, None, None, None, dx, dw if report is None else None
+
+
+def _look(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the log of the sum of exponentials, the target's logit where it is here, the sum if it is needed."""
+    widened = logits.to(wide(logits.dtype))
+    if not logits.shape[-1]:
+        nothing = widened.new_zeros(column.shape)
+        return nothing - torch.inf, nothing, nothing
+    lse = widened.logsumexp(-1)
+    picked = logits.gather(-1, column.masked_fill(~here, 0)[:, None])[:, 0].to(lse.dtype).masked_fill(~here, 0.0)
+    return lse, picked, widened.sum(-1) if smoothing else picked
+
+
+def _slope(
+    logits: Tensor,
+    lse: Tensor,
+    picked: Tensor,
+    column: Tensor,
+    here: Tensor,
+    smoothing: float,
+    size: int,
+    z_loss: float,
+) -> Tensor:
+    """The gradient by the logits, in their dtype: probabilities, and at the target one less."""
+
+    def of(logit: Tensor, lse: Tensor) -> Tensor:
+        share = logit.to(lse.dtype).sub(lse).exp_()
+        if z_loss:
+            share = share * (1 + 2 * z_loss * lse)
+        return share - smoothing / size if smoothing else share
+
+    slope = of(logits, lse[:, None]).to(logits.dtype)
+    if logits.shape[-1]:
+        # Rounded after the subtraction: what is left of a sure answer is small, and counts.
+        index = column.masked_fill(~here, 0)[:, None]
+        one_less = (of(picked, lse) - (1 - smoothing)).to(slope.dtype)
+        slope.scatter_(-1, index, torch.where(here, one_less, slope.gather(-1, index)[:, 0])[:, None])
+    return slope
+
+
+def _add_product(total: Tensor | None, slope: Tensor, x: Tensor, last: bool) -> Tensor:
+    """total + slope^T x; over several slices in full precision, and rounded once."""
+    product = slope.T @ x
+    if total is None:
+        return product if last else product.to(wide(x.dtype))
+    total += product
+    return total.to(x.dtype) if last else total
