@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fivefold.layout import Recompute
 from fivefold.model import rope
+from fivefold.model.compiled import compiled
 from fivefold.model.dropout import Dropout
 from fivefold.model.dtypes import wide
 from fivefold.model.head import Aim
@@ -26,6 +27,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+AS_THEY_ARE = recomputed("none")
 
 
 def norm(spec: ModelSpec, width: int) -> nn.Module:
@@ -81,9 +85,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, spec: ModelSpec, verbs: Local, layer: int, seed: int):
+    def __init__(
+        self, spec: ModelSpec, verbs: Local, layer: int, seed: int, run: Callable[..., Tensor] = recomputed("none")
+    ):
+        """`run` runs the steps: as they are, keeping less for the backward pass, or compiled."""
         super().__init__()
-        self.verbs = verbs
+        self.verbs, self.run = verbs, run
         self.attention_norm = norm(spec, spec.hidden)
         self.attention = Attention(spec, verbs)
         self.attention_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.attention")
@@ -93,6 +100,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
         """`place` is that of x's tokens; `rotation` and `sight` are those of all tokens that attention sees here."""
+        return self.run(self.steps, x, place, rotation, sight)
+
+    def steps(self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
         seen = self.attention(self.verbs.norm(self.attention_norm, x), rotation, sight)
         x = x + self.attention_dropout(seen, place)
         return x + self.mlp_dropout(self.mlp(self.verbs.norm(self.mlp_norm, x)), place)
@@ -114,6 +124,7 @@ class Decoder(nn.Module):
         seed: int = 0,
         verbs: Local | None = None,
         stage: Stage | None = None,
+        compile: bool = False,
     ):
         super().__init__()
         stage = stage or Stage(0, range(spec.layers), first=True, last=True)
@@ -122,10 +133,10 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(spec.vocab, spec.hidden) if embeds else None
         self.positions = nn.Embedding(spec.context, spec.hidden) if learned else None
         self.dropout = Dropout(spec.dropout, seed, "embedding")
-        self.layers = nn.ModuleDict({str(n): Block(spec, self.verbs, n, seed) for n in stage.layers})
+        run = compiled(recomputed(recompute, compile)) if compile else recomputed(recompute)
+        self.layers = nn.ModuleDict({str(n): Block(spec, self.verbs, n, seed, run) for n in stage.layers})
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = nn.Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
-        self.run_block = recomputed(recompute)
         self._rotations = torch.empty(0)
 
     def forward(self, x: Tensor, place: Place | None = None, aim: Aim | None = None) -> Tensor:
@@ -139,7 +150,7 @@ class Decoder(nn.Module):
             x = self.dropout(x, here)
         rotation, sight = self.rotation(place, x.dtype), self.verbs.sight(place)
         for block in self.layers.values():
-            x = self.run_block(block, x, here, rotation, sight)
+            x = block(x, here, rotation, sight)
         if self.norm is None:
             return x
         table = self.head or self.embedding

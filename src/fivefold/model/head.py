@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.model.compiled import compiled
 from fivefold.model.dtypes import wide
 from fivefold.sharding import slices
 
@@ -61,21 +62,27 @@ Report = Callable[[Tensor], None]
 
 
 def head_loss(
-    x: Tensor, weight: Tensor, aim: Aim, words: Vocabulary, put_off: Callable[[], Report | None] | None = None
+    x: Tensor,
+    weight: Tensor,
+    aim: Aim,
+    words: Vocabulary,
+    put_off: Callable[[], Report | None] | None = None,
+    compile: bool = False,
 ) -> Tensor:
     """The sum of the cross-entropies of x [B, S, E] against the aim, in at least float32.
 
     `put_off` is asked in the backward pass: what it returns is told the weight's gradient, instead of autograd.
     """
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return HeadLoss.apply(words, aim, put_off, learning, x, weight)
+    return HeadLoss.apply(words, aim, put_off, learning, _COMPILED if compile else _EAGER, x, weight)
 
 
 class HeadLoss(Function):
     @staticmethod
     def forward(
-        ctx: Any, words: Vocabulary, aim: Aim, put_off: Any, learning: bool, x: Tensor, weight: Tensor
+        ctx: Any, words: Vocabulary, aim: Aim, put_off: Any, learning: bool, kernels: Any, x: Tensor, weight: Tensor
     ) -> Tensor:
+        look, slope_of = kernels
         whole = words.gather(x)
         flat, targets, mask = whole.flatten(0, 1), aim.targets.flatten(), aim.mask.flatten()
         total = flat.new_zeros((), dtype=wide(flat.dtype))
@@ -85,7 +92,7 @@ class HeadLoss(Function):
             logits = flat[rows] @ weight.T
             column = targets[rows] - words.mine.start
             here = (column >= 0) & (column < len(words.mine))
-            lse, picked, summed = _look(logits, column, here, aim.smoothing)
+            lse, picked, summed = look(logits, column, here, aim.smoothing)
             lse, sums = words.agree(lse, [picked, summed] if aim.smoothing else [picked])
             loss = lse - (1 - aim.smoothing) * sums[0]
             if aim.smoothing:
@@ -94,7 +101,7 @@ class HeadLoss(Function):
                 loss = loss + aim.z_loss * lse.square()
             total += loss.masked_fill(~mask[rows], 0.0).sum()
             if learning:
-                slope = _slope(logits, lse, picked, column, here, aim.smoothing, words.size, aim.z_loss)
+                slope = slope_of(logits, lse, picked, column, here, aim.smoothing, words.size, aim.z_loss)
                 del logits
                 # Tokens that do not count are struck out of the small factors, not of the slope.
                 counted = mask[rows, None].to(flat.dtype)
@@ -115,7 +122,7 @@ class HeadLoss(Function):
         report = ctx.put_off() if ctx.put_off is not None else None
         if report is not None:
             report(dw)
-        return None, None, None, None, dx, dw if report is None else None
+        return None, None, None, None, None, dx, dw if report is None else None
 
 
 def _look(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,3 +170,7 @@ def _add_product(total: Tensor | None, slope: Tensor, x: Tensor, last: bool) -> 
         return product if last else product.to(wide(x.dtype))
     total += product
     return total.to(x.dtype) if last else total
+
+
+_EAGER = (_look, _slope)
+_COMPILED = (compiled(_look), compiled(_slope))

@@ -12,6 +12,8 @@ from fivefold.model.place import Place
 
 
 class Local:
+    compiled = False  # whether blocks are: then the loss is, too
+
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""
 
@@ -58,4 +60,4 @@ class Local:
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
         """[B, S, E] -> the sum of the losses; no more logits than of a slice are held."""
-        return head_loss(x, table.weight, aim, Vocabulary(table.weight.shape[0]))
+        return head_loss(x, table.weight, aim, Vocabulary(table.weight.shape[0]), compile=self.compiled)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -32,6 +32,9 @@ _EXPENSIVE = {
     _aten._flash_attention_forward.default,
 }
 
+# Between ranks; a compiled block has no other way to keep them than by name.
+_SUMS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+
 # Where a selectively recomputed block is: in its first run, or in the one that backward asks for.
 _run: ContextVar[Literal["first", "again"] | None] = ContextVar("run", default=None)
 # True while `kept` hands its results to the store.
@@ -44,6 +47,8 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor
     For a result that is made of several ops, among them collectives: the second run takes it from the store and runs
     none of them, and what they make on the way is not kept. `stand_in` is any tensor at hand.
     """
+    if torch.compiler.is_compiling():
+        return compute()  # the compiler's own partition of a graph goes by the same policy
     match _run.get():
         case None:
             return compute()
@@ -59,24 +64,31 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor
         _keeping.reset(token)
 
 
-def recomputed(how: Recompute) -> Callable[..., Tensor]:
-    """A function that runs (block, *inputs) and keeps what `how` says.
+def recomputed(how: Recompute, compile: bool = False) -> Callable[..., Tensor]:
+    """A function that runs (steps, *inputs) and keeps what `how` says.
 
     The RNG state is not saved: nothing here draws from one, and dropout is a function of place.
     """
     if how == "none":
         return _plain
+    run: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if how == "full":
-        return partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+        return run
+    in_a_graph = partial(create_selective_checkpoint_contexts, _policy_of_a_graph)
+    return partial(run, context_fn=in_a_graph if compile else _contexts)
 
 
-def _plain(block: nn.Module, *inputs: Any) -> Tensor:
-    return block(*inputs)
+def _plain(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return steps(*inputs)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     wanted = op in _EXPENSIVE or _keeping.get()
+    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _policy_of_a_graph(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    wanted = op in _EXPENSIVE or op in _SUMS
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -142,7 +142,7 @@ class TensorParallel(Local):
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
         deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
-        return head_loss(x, self.local(table), aim, words, deferral.ready if deferral else None)
+        return head_loss(x, self.local(table), aim, words, deferral.ready if deferral else None, self.compiled)
 
 
 class Split(Local):
@@ -170,9 +170,8 @@ class Split(Local):
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
         words = Vocabulary(table.weight.shape[0])
-        return head_loss(
-            x, table.weight, aim, words, self._deferral(table).ready if isinstance(table, nn.Linear) else None
-        )
+        put_off = self._deferral(table).ready if isinstance(table, nn.Linear) else None
+        return head_loss(x, table.weight, aim, words, put_off, self.compiled)
 
 
 class Columns(Function):

@@ -30,9 +30,11 @@ class Network:
     ):
         self.job, self.mesh = job, mesh
         layout, compute = job.layout, DTYPES[job.train.dtype]
+        self.compiled = {"on": True, "off": False, "auto": mesh.device.type == "cuda"}[job.train.compile]
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = Later(), self.schedule.count(WEIGHT_GRAD) > 0
         self.verbs = around(verbs_of(job.model, mesh, later if split else None))
+        self.verbs.compiled = self.compiled
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
         later.report = self.weights.add
@@ -46,7 +48,7 @@ class Network:
         mine = [every[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
         with torch.device("meta"):
             made = {
-                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.verbs, stage)
+                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.verbs, stage, self.compiled)
                 for stage in mine
             }
         if job.model.tied and len(mine) > 1 and mine[0].first and mine[-1].last:
