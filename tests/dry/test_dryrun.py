@@ -23,7 +23,7 @@ CASES = [
     ("llama3-8b model.layers=4", "dp=2,cp=4,cp_kind=ulysses,zero=2,microbatches=2", 8192, 4, 3),
     ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,microbatches=4", 4096, 8, 2),
     ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,schedule=zb-h1,microbatches=4", 4096, 8, 0),
-    ("llama3-70b model.layers=4", "dp=2,tp=4,zero=2,microbatches=2,recompute=selective", 8192, 4, 1),
+    ("llama3-70b model.layers=8", "dp=2,tp=4,zero=2,microbatches=2,recompute=selective", 8192, 4, 1),
     pytest.param(
         *("llama3-70b model.layers=4", "dp=8,tp=8,zero=3,sp,recompute=full", 8192, 8, 9),
         marks=pytest.mark.xfail(reason="the planner says 6% more: FSDP2 has not all of the ends gathered at the loss"),

@@ -5,7 +5,7 @@ millisecond; a rank of a 70B model asks fifty thousand times. Here a tensor is i
 which is all that the operators of a dense model look at.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+_SPACES = ("aten", "_c10d_functional")
+
+
 class QuickFakeMode(FakeTensorMode):
     """A FakeTensorMode whose memory answers sooner."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.known: dict[Any, tuple[Any, ...] | None] = {}
+        self.known: dict[Any, _Recipes | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -29,22 +32,46 @@ class QuickFakeMode(FakeTensorMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         key = _key(func, args, kwargs)
-        recipe = self.known.get(key) if key is not None else None
-        if recipe is None:
+        recipes = self.known.get(key) if key is not None else None
+        if recipes is None:
             result = super().__torch_dispatch__(func, types, args, kwargs or {})
             if key is not None and key not in self.known:
-                self.known[key] = _recipe(args, result)
+                self.known[key] = _recipes(args, result)
             return result
-        base, dtype, device, shape, stride, offset = recipe
-        if base is None:
-            return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
-        empty = torch.empty((0,), dtype=dtype, device="meta")
-        return FakeTensor(self, empty.set_(args[base].untyped_storage(), offset, shape, stride), device)
+        made = [self._make(recipe, args) for recipe in recipes.each]
+        return made[0] if recipes.kind is None else recipes.kind(made)
+
+    def _make(self, recipe: "_Recipe", args: Any) -> Tensor:
+        if recipe.same:
+            return args[recipe.base]
+        if recipe.base is None:
+            empty = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
+        else:
+            empty = torch.empty((0,), dtype=recipe.dtype, device="meta")
+            empty.set_(args[recipe.base].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
+        return FakeTensor(self, empty, recipe.device)
+
+
+class _Recipe(NamedTuple):
+    """How to make a tensor again: as new memory, or as a view of an argument."""
+
+    base: int | None  # the argument
+    same: bool  # it is the argument itself
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Recipes(NamedTuple):
+    kind: type | None  # list or tuple; None: a tensor alone
+    each: list[_Recipe]
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """What the result's form depends on; None where that is not known to be little."""
-    if func.namespace != "aten" or func._schema.is_mutable:
+    if func.namespace not in _SPACES or func._schema.is_mutable:
         return None
     parts: list[Any] = [func]
     for arg in args if not kwargs else (*args, *kwargs.keys(), *kwargs.values()):
@@ -62,14 +89,20 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(parts)
 
 
-def _recipe(args: Any, result: Any) -> tuple[Any, ...] | None:
-    """How to make the result again: as new memory, or as a view of one of the arguments."""
-    if type(result) is not FakeTensor or any(result is arg for arg in args) or result.constant is not None:
+def _recipes(args: Any, result: Any) -> _Recipes | None:
+    kind = type(result) if isinstance(result, list | tuple) else None
+    each = [_recipe(args, one) for one in ((result,) if kind is None else result)]
+    return None if kind not in (None, list, tuple) or None in each else _Recipes(kind, each)  # type: ignore[arg-type]
+
+
+def _recipe(args: Any, result: Any) -> _Recipe | None:
+    if type(result) is not FakeTensor or result.constant is not None:
         return None
-    form = (result.dtype, result.fake_device, tuple(result.shape), result.stride(), result.storage_offset())
-    memory = result.untyped_storage()._cdata
+    offset = int(result.storage_offset())
+    form = (result.dtype, result.fake_device, tuple(result.shape), result.stride(), offset)
+    memory = result.untyped_storage()
     for place, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == memory:
-            return (place, *form)
-    fresh = torch.empty_strided(form[2], form[3], dtype=result.dtype, device="meta").untyped_storage().nbytes()
-    return (None, *form) if fresh == result.untyped_storage().nbytes() and not form[4] else None
+        if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == memory._cdata:
+            return _Recipe(place, result is arg, *form)
+    fresh = torch.empty_strided(*form[2:4], dtype=result.dtype, device="meta").untyped_storage().nbytes()
+    return _Recipe(None, False, *form) if fresh == memory.nbytes() and not offset else None

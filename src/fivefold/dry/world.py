@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from fivefold.dry.quick import QuickFakeMode
 from fivefold.layout import Layout
+from fivefold.model import head
 from fivefold.parallel.mesh import Mesh
 
 Kernels = Literal["cuda", "cpu"]
@@ -39,8 +40,8 @@ def pretending(layout: Layout, rank: int, kernels: Kernels = "cuda") -> Iterator
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     try:
         mesh = Mesh.of(layout, torch.device("cpu"))
-        norms = _norms_of_cuda() if kernels == "cuda" else nullcontext()
-        with QuickFakeMode(), _real_meshes(), norms:
+        stand_ins = _kernels_of_cuda() if kernels == "cuda" else nullcontext()
+        with QuickFakeMode(), _real_meshes(), stand_ins:
             yield mesh
     finally:
         if layout.world > 1:
@@ -73,18 +74,24 @@ def _real_meshes() -> Iterator[None]:
 
 
 @contextmanager
-def _norms_of_cuda() -> Iterator[None]:
-    """CUDA has one kernel for an RMSNorm, which keeps its input; the CPU computes it in steps, and keeps each."""
-    real = F.rms_norm
+def _kernels_of_cuda() -> Iterator[None]:
+    """CUDA has one kernel for an RMSNorm, which keeps its input; the CPU computes it in steps, and keeps each. And
+    CUDA adds a product to a float32 sum without a copy of it in between."""
+    real, product = F.rms_norm, head.add_product
 
     def stand_in(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         return _FusedNorm.apply(x, weight) if weight is not None else real(x, shape, weight, eps)
 
+    def sum_in_place(total: Tensor | None, slope: Tensor, x: Tensor) -> Tensor:
+        product = slope.T @ x  # counted, and not kept: the sum is
+        return product.to(torch.float32) if total is None else total
+
+    head.add_product = sum_in_place
     F.rms_norm = stand_in  # type: ignore[assignment]  # by name: recompute calls it again from autograd's own thread
     try:
         yield
     finally:
-        F.rms_norm = real
+        F.rms_norm, head.add_product = real, product
 
 
 class _FusedNorm(torch.autograd.Function):

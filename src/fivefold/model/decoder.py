@@ -85,9 +85,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(
-        self, spec: ModelSpec, verbs: Local, layer: int, seed: int, run: Callable[..., Tensor] = recomputed("none")
-    ):
+    def __init__(self, spec: ModelSpec, verbs: Local, layer: int, seed: int, run: Callable[..., Tensor] = AS_THEY_ARE):
         """`run` runs the steps: as they are, keeping less for the backward pass, or compiled."""
         super().__init__()
         self.verbs, self.run = verbs, run
@@ -138,6 +136,9 @@ class Decoder(nn.Module):
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = nn.Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
+        self._turned: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = (
+            None  # positions, and what came of them
+        )
 
     def forward(self, x: Tensor, place: Place | None = None, aim: Aim | None = None) -> Tensor:
         place = place or Place.of(x)
@@ -163,7 +164,10 @@ class Decoder(nn.Module):
         if self.spec.positions != "rope":
             return None
         kept, table = wide(dtype), self._rotations
+        if self._turned is not None and self._turned[0] is place.positions and self._turned[1] == kept:
+            return self._turned[2]
         if table.shape[0] < place.length or table.dtype != kept or table.device != place.positions.device:
             self._rotations = table = rope.tables(self.spec, place.length).to(place.positions.device, kept)
         cos, sin = table[place.positions].unbind(2)
-        return cos[:, None], sin[:, None]
+        self._turned = (place.positions, kept, (cos[:, None], sin[:, None]))
+        return self._turned[2]

@@ -9,6 +9,7 @@ over ranks), then that sum and the target's logit (SUM; label smoothing adds the
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def head_loss(
     `put_off` is asked in the backward pass: what it returns is told the weight's gradient, instead of autograd.
     """
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return HeadLoss.apply(words, aim, put_off, learning, _COMPILED if compile else _EAGER, x, weight)
+    return HeadLoss.apply(words, aim, put_off, learning, _kernels(compile), x, weight)
 
 
 class HeadLoss(Function):
@@ -109,6 +110,7 @@ class HeadLoss(Function):
                 if part.stop == len(flat):
                     dx = words.give_back(dx.view_as(whole))
                 dw = _add_product(dw, slope, flat[rows] * counted, last=part.stop == len(flat))
+                del slope  # before the next slice's logits come
         if learning:
             ctx.put_off = put_off
             ctx.save_for_backward(words.arrived(dx), dw)
@@ -127,13 +129,16 @@ class HeadLoss(Function):
 
 def _look(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: the log of the sum of exponentials, the target's logit where it is here, the sum if it is needed."""
-    widened = logits.to(wide(logits.dtype))
+    exact = wide(logits.dtype)
     if not logits.shape[-1]:
-        nothing = widened.new_zeros(column.shape)
+        nothing = logits.new_zeros(column.shape, dtype=exact)
         return nothing - torch.inf, nothing, nothing
-    lse = widened.logsumexp(-1)
+    summed = logits.sum(-1, dtype=exact) if smoothing else logits.new_zeros((), dtype=exact)
+    largest = logits.amax(-1).to(exact)
+    below = logits - largest[:, None] if logits.dtype == exact else logits.to(exact).sub_(largest[:, None])
+    lse = largest + below.exp_().sum(-1).log()
     picked = logits.gather(-1, column.masked_fill(~here, 0)[:, None])[:, 0].to(lse.dtype).masked_fill(~here, 0.0)
-    return lse, picked, widened.sum(-1) if smoothing else picked
+    return lse, picked, summed
 
 
 def _slope(
@@ -146,10 +151,10 @@ def _slope(
     size: int,
     z_loss: float,
 ) -> Tensor:
-    """The gradient by the logits, in their dtype: probabilities, and at the target one less."""
+    """The gradient by the logits, in their dtype: probabilities, and at the target one less. In place if it can be."""
 
     def of(logit: Tensor, lse: Tensor) -> Tensor:
-        share = logit.to(lse.dtype).sub(lse).exp_()
+        share = logit.to(lse.dtype).sub_(lse).exp_()  # in place: nobody reads the logits again
         if z_loss:
             share = share * (1 + 2 * z_loss * lse)
         return share - smoothing / size if smoothing else share
@@ -158,19 +163,34 @@ def _slope(
     if logits.shape[-1]:
         # Rounded after the subtraction: what is left of a sure answer is small, and counts.
         index = column.masked_fill(~here, 0)[:, None]
-        one_less = (of(picked, lse) - (1 - smoothing)).to(slope.dtype)
+        one_less = (of(picked.clone(), lse) - (1 - smoothing)).to(slope.dtype)
         slope.scatter_(-1, index, torch.where(here, one_less, slope.gather(-1, index)[:, 0])[:, None])
     return slope
 
 
 def _add_product(total: Tensor | None, slope: Tensor, x: Tensor, last: bool) -> Tensor:
     """total + slope^T x; over several slices in full precision, and rounded once."""
-    product = slope.T @ x
-    if total is None:
-        return product if last else product.to(wide(x.dtype))
-    total += product
+    if total is None and last:
+        return slope.T @ x
+    total = add_product(total, slope, x)
     return total.to(x.dtype) if last else total
 
 
-_EAGER = (_look, _slope)
-_COMPILED = (compiled(_look), compiled(_slope))
+def add_product(total: Tensor | None, slope: Tensor, x: Tensor) -> Tensor:
+    """In full precision. A GPU's kernels add 16-bit products to a float32 sum by themselves."""
+    exact = wide(x.dtype)
+    if x.is_cuda and x.dtype != exact:
+        if total is None:
+            return torch.mm(slope.T, x, out_dtype=exact)
+        return torch.addmm(total, slope.T, x, out_dtype=exact, out=total)
+    product = slope.T @ x
+    return product.to(exact) if total is None else total.add_(product)
+
+
+def _kernels(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return _compiled() if compile else (_look, _slope)
+
+
+@cache
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return compiled(_look), compiled(_slope)

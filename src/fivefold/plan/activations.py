@@ -21,6 +21,7 @@ class Kept(NamedTuple):
     attention: float = 0.0
     scores: float = 0.0  # where attention is not one kernel
     mlp: float = 0.0
+    head: float = 0.0  # gradients that were taken with the loss, and wait for the backward pass
 
     @property
     def total(self) -> float:

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from fivefold.layout import ContextKind, Layout, Recompute
 from fivefold.plan.activations import kept
-from fivefold.plan.footprint import CONTEXT, FRAGMENTATION, logits_held
+from fivefold.plan.footprint import CONTEXT, FRAGMENTATION, loss_held
 from fivefold.plan.memory import Accounting
 from fivefold.plan.time import FILL, Case
 from fivefold.plan.work import SPLIT
@@ -94,7 +94,7 @@ class Block(NamedTuple):
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             kept=mine,
             whole=again + work.passing_bytes + work.exchange_bytes,
-            logits=(logits_held(case.spec, layout, case.stack) + 4 * case.spec.hidden) * work.tokens,
+            logits=loss_held(case.spec, layout, case.stack, work.tokens) + 4 * case.spec.hidden * work.tokens,
             message=float(work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)),
         )
 
@@ -231,7 +231,7 @@ class Closed:
     def _gathered(self) -> Array:
         """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
         stack, several = self.case.stack, self.of.dp * self.of.cp > 1
-        three = self.per_block * (3 * stack.weight_bytes + stack.gradient_bytes)
+        three = self.per_block * (2 * stack.weight_bytes + stack.gradient_bytes)
         one = self.per_block * stack.gradient_bytes
         two = np.maximum(one, 2 * one - self.block.kept)
         return np.where(several & (self.of.zero == 3), three, np.where(several & (self.of.zero == 2), two, 0.0))

@@ -18,6 +18,7 @@ from fivefold.plan.time import Case, message, repeating, schedule_of, stage_para
 from fivefold.plan.work import SPLIT
 from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
 from fivefold.schedule.catalogue import placement
+from fivefold.sharding import slices
 from fivefold.spec import ModelSpec
 from fivefold.stages import Stage
 
@@ -98,6 +99,8 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
     moments = dict(_moments(case, stages, block))
     moment, transient = max(moments.items(), key=lambda one: one[1])
+    last = next((number for number in mine if case.stages[number].last), None)
+    waiting = 0.0 if last is None else max(0, flying[last] - 1) * head_kept(spec, layout, stack, case.work.tokens)
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(flying.values()) if layout.pp > 1 else 0
     buffers = stack.bucket_bytes + (messages(layout) + outputs) * message(case)
@@ -105,7 +108,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     unbucketed = shards * layout.replicate == 1 or layout.zero == 3
     lazy = stack.lazy_gradients and layout.microbatches == 1 and layout.chunks == 1 and unbucketed
     after = moments["a block's backward"]
-    found = Footprint(rank, state, block.times(layers), moment, transient, buffers, 0.0, lazy, after)
+    found = Footprint(
+        rank, state, block.times(layers)._replace(head=waiting), moment, transient, buffers, 0.0, lazy, after
+    )
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 
@@ -124,13 +129,19 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
         plain = structs.replace(layout, recompute="none")
         again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
     passing = work.passing_bytes + work.exchange_bytes
-    yield "a block's backward", again + passing + _gathered(case, work.block_parameters, block.total)
-    if spec.vocab > 1 and any(stage.last for stage in stages):
-        ends = 2 * table * stack.weight_bytes if layout.zero == 3 and layout.dp * layout.cp > 1 else 0.0
-        around = 4.0 * spec.hidden * work.tokens
-        back = logits_held(spec, layout, stack) * work.tokens
-        ahead = min(1.0, stack.forward_logits) * back if layout.tp == 1 else back
-        yield "the loss", around + max(back + ends * stack.keeps_ends, ahead + ends)
+    here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
+    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.dp * layout.cp > 1 else 0.0
+    # The gathered ends, and the head's gradient, wait for the end of the backward pass.
+    kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
+    yield "a block's backward", again + passing + kept_ends + _gathered(case, work.block_parameters, block.total)
+    if spec.vocab > 1 and last:
+        block_left = work.block_parameters * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
+        around = 4.0 * spec.hidden * work.tokens + ends + block_left
+        yield "the loss", around + loss_held(spec, layout, stack, work.tokens)
+        if layout.zero == 2 and layout.dp * layout.cp > 1:
+            # Its sum is under way while the last block's backward makes the next.
+            flying = again + passing + work.block_parameters * wide
+            yield "the head's gradient", table * wide + max(table * stack.weight_bytes + around, flying)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
         rest = put_off(spec, layout, work.tokens, work.wide) if layout.schedule in SPLIT else 0.0
@@ -140,13 +151,13 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
 
 
 def _gathered(case: Case, parameters: float, block: float) -> float:
-    """Of blocks: ZeRO 3's weights of two and gradients of one; ZeRO 2's gradients of one, or of two once the first
+    """Of blocks: ZeRO 3's weights of two and sums of one; ZeRO 2's gradients of one, or of two once the first
     one's activations are gone."""
     stack = case.stack
     if case.layout.dp * case.layout.cp == 1:
         return 0.0
     if case.layout.zero == 3:
-        return parameters * (3 * stack.weight_bytes + stack.gradient_bytes)  # a gradient comes in the weights' bytes
+        return parameters * (2 * stack.weight_bytes + stack.gradient_bytes)
     one = parameters * stack.gradient_bytes
     return max(one, 2 * one - block) if case.layout.zero == 2 else 0.0
 
@@ -155,8 +166,27 @@ def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
     """Bytes per token at the loss's peak."""
     if stack.gathers_logits and layout.tp > 1:
         return (stack.peak_logit_bytes + GATHERED) * spec.vocab
-    each = stack.peak_logit_bytes_tp if layout.tp > 1 and stack.peak_logit_bytes_tp else stack.peak_logit_bytes
-    return each * -(-spec.vocab // layout.tp)
+    return stack.peak_logit_bytes * -(-spec.vocab // layout.tp)
+
+
+def loss_held(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:
+    """Bytes at the loss's peak. In one pass: a slice's logits, or what is left of them when its gradients are taken."""
+    if not stack.one_pass:
+        return logits_held(spec, layout, stack) * tokens
+    rows, narrow = -(-spec.vocab // layout.tp), stack.weight_bytes
+    parts = slices(tokens, rows)
+    logits, table = len(parts[0]) * rows, rows * spec.hidden
+    running = max(4, narrow) * table if len(parts) > 1 else 0
+    states = narrow * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
+    return states + max(stack.peak_logit_bytes * logits + running, narrow * (logits + table) + running)
+
+
+def head_kept(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:
+    """Bytes that a microbatch leaves at the head for its backward pass, besides activations."""
+    if not stack.one_pass:
+        return 0.0
+    states = tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    return stack.weight_bytes * (states + -(-spec.vocab // layout.tp) * spec.hidden)
 
 
 @lru_cache(maxsize=512)

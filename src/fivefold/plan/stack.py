@@ -49,8 +49,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
     peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
-    forward_logits: float = 1.0  # of that, what forward holds already (without tp)
-    peak_logit_bytes_tp: float | None = None  # with tp, where that differs
+    one_pass: bool = False  # loss and gradient of a slice of the tokens at a time: no more logits than its are held
     keeps_ends: bool = False  # ZeRO 3 leaves embedding and head gathered from forward to backward
     gathers_logits: bool = False  # every tp rank computes the loss over the whole vocabulary
     bucket_bytes: float = 0.5e9  # of collectives' buffers
@@ -71,7 +70,8 @@ class Stack(Struct, frozen=True, kw_only=True):
         wide = WIDE.get(precision)
         if wide is None:
             return self
-        return self.but(weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide)
+        logits = 2.0 * wide if self.one_pass else self.peak_logit_bytes  # nothing is widened
+        return self.but(weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide, peak_logit_bytes=logits)
 
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""
@@ -131,8 +131,8 @@ FIVEFOLD = Stack(
     # Per logit: widened 6 (at half pace), log-softmax read thrice and written 16, zeros for its slope 4, backward 16,
     # narrowed 6.
     logit_bytes=54.0,
-    forward_logits=10 / 12,
-    peak_logit_bytes_tp=14.0,  # the loss over parts of the vocabulary: the logits, and three in float32
+    one_pass=True,
+    peak_logit_bytes=8.0,  # the logits, their shares in float32, and the slope that is rounded from them
+    keeps_ends=True,  # FSDP2's root
     bucket_bytes=0.0,
-    peak_logit_bytes=12.0,  # in backward: the log-softmax, its slope and what comes out, each in float32
 )

@@ -25,6 +25,7 @@ class Engine(Network):
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None):
         super().__init__(job, mesh, watch)
         self.context = Context(mesh)
+        self.positions: dict[tuple[int, ...], Tensor] = {}
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
 
     def accumulate(self, batch: Batch) -> Tensor:
@@ -47,10 +48,14 @@ class Engine(Network):
     def _microbatch(self, batch: Batch, **extras: float) -> Microbatch:
         """`extras` belong to training's loss, and not to the plain one."""
         share = self.context.share(batch)
-        tokens, targets, mask, positions, samples = (
+        tokens, targets, mask, samples = (
             torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
-            for array in (share.tokens, share.targets, share.loss_mask, share.positions, batch.samples)
+            for array in (share.tokens, share.targets, share.loss_mask, batch.samples)
         )
+        # All microbatches stand at the same positions: one tensor of them, and so one rotation, serves the run.
+        if (positions := self.positions.get(share.tokens.shape)) is None:
+            positions = torch.from_numpy(share.positions).to(self.mesh.device)
+            self.positions[share.tokens.shape] = positions
         place = Place(positions, samples, batch.tokens.shape[1])
         if self.job.data.document_mask:
             place = share.with_documents(place)

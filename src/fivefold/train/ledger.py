@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -88,10 +89,14 @@ class Ledger(TorchDispatchMode):
     def _take_all(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             memory = tensor.untyped_storage()
-            key, size = memory._cdata, memory.nbytes()
-            # A DTensor's own memory is a promise; its local part passes here by itself.
-            if key in self._sizes or tensor.device.type == "meta" or isinstance(tensor, DTensor):
+            key = memory._cdata
+            # A DTensor's own memory is a promise; its local part passes here by itself. To ask a fake tensor for its
+            # device is an operator, and takes its time.
+            if key in self._sizes or isinstance(tensor, DTensor):
                 continue
+            if not isinstance(tensor, FakeTensor) and tensor.is_meta:
+                continue
+            size = memory.nbytes()
             self._sizes[key] = 0
             self._entries += 1
             self._entered[key] = self._entries

@@ -32,6 +32,8 @@ class Optimizer:
             moments = {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
             self.adam.state[master] = {"step": torch.zeros((), device=master.device)} | moments
         self.updates = 0
+        # One kernel for all that a step does to a weight, on a GPU.
+        self.fused = mesh.device.type == "cuda" and all(m.dtype == torch.float32 for m in weights.masters.values())
 
     def gradient_norm(self, wish: Tensor | None = None) -> Tensor:
         """The norm over all parameters of the model, before clipping: in float64, and the same on every rank.
@@ -59,16 +61,36 @@ class Optimizer:
 
         The gradients are gone afterwards, and the new weights are on their way to the model.
         """
+        mirrors: dict[str, Tensor] = {}
         if rate is not None:
-            gradients = [p.grad for p in self.weights.masters.values() if p.grad is not None and p.numel()]
-            if self.clip and gradients:
-                scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             for group in self.adam.param_groups:
                 group["lr"] = rate
-            self.adam.step()
+            scale = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
+            if self.fused:
+                mirrors = self.weights.mirrors()
+                self._step_fused(scale.float(), mirrors)
+            else:
+                self._step_plain(scale)
             self.updates += 1
-        self.weights.publish()
+        self.weights.publish(rounded=frozenset(mirrors))
+
+    def _step_plain(self, scale: Tensor) -> None:
+        gradients = [p.grad for p in self.weights.masters.values() if p.grad is not None and p.numel()]
+        if self.clip and gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        self.adam.step()
+
+    def _step_fused(self, scale: Tensor, mirrors: dict[str, Tensor]) -> None:
+        from fivefold.train.fused import adamw
+
+        names = {master: name for name, master in self.weights.masters.items()}
+        for group in self.adam.param_groups:
+            stepped = [master for master in group["params"] if master.grad is not None]
+            for master in stepped:
+                state = self.adam.state[master]
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                adamw(master, moments, scale, mirrors.get(names[master]), group, self.updates + 1)
+            torch._foreach_add_([self.adam.state[master]["step"] for master in stepped], 1)
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """AdamW's two of this rank's shard of a parameter."""

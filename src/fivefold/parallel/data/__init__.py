@@ -46,8 +46,14 @@ class Weights(Protocol):
     def finish(self) -> None:
         """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
 
-    def publish(self) -> None:
-        """After the masters have changed: the model's weights follow, at the latest when its forward needs them."""
+    def mirrors(self) -> dict[str, Tensor]:
+        """The model's weights that are rounded copies of this rank's masters, and that nobody else has a part in."""
+
+    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
+        """After the masters have changed: the model's weights follow, at the latest when its forward needs them.
+
+        Those that are `rounded` have followed already.
+        """
 
     def ready(self) -> None:
         """Wait until the model's own weights are the published ones, for whoever reads them without a forward."""

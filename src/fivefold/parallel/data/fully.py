@@ -104,7 +104,10 @@ class FullySharded:
             if name in self.shared:
                 dist.all_reduce(master.grad, group=self.mesh.ends.group)
 
-    def publish(self) -> None:
+    def mirrors(self) -> dict[str, Tensor]:
+        return {}
+
+    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
         for bucket in self.late.buckets:

@@ -13,8 +13,11 @@ class Loose:
     @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
         master = self.masters[name]
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
+        if master.grad is None and gradient.dtype == master.dtype:
+            master.grad = gradient
+        elif master.grad is None:
+            master.grad = torch.empty_like(master)
+            torch._foreach_copy_([master.grad], [gradient])  # on a GPU three times as fast as `to`
         else:
             master.grad.add_(gradient)
 
@@ -28,7 +31,11 @@ class Loose:
             master.grad = None
 
     @torch.no_grad()
-    def send_weights(self) -> None:
-        rounded = [name for name, weight in self.weights.items() if weight.dtype != self.masters[name].dtype]
-        if rounded:
-            torch._foreach_copy_([self.weights[name] for name in rounded], [self.masters[name] for name in rounded])
+    def send_weights(self, but: frozenset[str] = frozenset()) -> None:
+        stale = [name for name in self.mirrors() if name not in but]
+        if stale:
+            torch._foreach_copy_([self.weights[name] for name in stale], [self.masters[name] for name in stale])
+
+    def mirrors(self) -> dict[str, Tensor]:
+        """The model's weights that are rounded copies of their masters."""
+        return {name: weight for name, weight in self.weights.items() if weight.dtype != self.masters[name].dtype}

@@ -157,11 +157,14 @@ class Replicated:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
+    def mirrors(self) -> dict[str, Tensor]:
+        return self.loose.mirrors()
+
+    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
         for bucket in self.buckets:
             bucket.forget()
         self.loose.forget()
-        self.loose.send_weights()
+        self.loose.send_weights(but=rounded)
         self.unsent = deque(self.forward_order)
         self._send(_AHEAD if self.stage == 2 else len(self.buckets))
 
