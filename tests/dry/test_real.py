@@ -19,8 +19,9 @@ def real(rank: int, world: int, layout: str) -> tuple[int, float, list[object]]:
     job = read_job(None, [*SMALL, f"layout={layout}"])
     mesh = Mesh.of(job.layout, torch.device("cpu"))
     engine = Engine(job, mesh)
-    ledger, counter = Ledger(engine), TrafficCounter(mesh)
-    with counter, ledger:
+    counter = TrafficCounter(mesh)
+    ledger = Ledger(engine, counter)
+    with ledger:
         engine.accumulate(blank(job))
         engine.step(1e-3, engine.gradient_norm())
         engine.weights.ready()

@@ -23,6 +23,7 @@ class QuickFakeMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.known: dict[Any, _Recipes | None] = {}
+        self.attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -49,7 +50,16 @@ class QuickFakeMode(FakeTensorMode):
         else:
             empty = torch.empty((0,), dtype=recipe.dtype, device="meta")
             empty.set_(args[recipe.base].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
-        return FakeTensor(self, empty, recipe.device)
+        return self._fake(empty, recipe.device)
+
+    def _fake(self, empty: Tensor, device: torch.device) -> Tensor:
+        """What FakeTensor's own constructor makes, its attributes copied at once."""
+        if device not in self.attributes:
+            self.attributes[device] = dict(FakeTensor(self, torch.empty((0,), device="meta"), device).__dict__)
+        made = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(self.attributes[device])
+        return made
 
 
 class _Recipe(NamedTuple):

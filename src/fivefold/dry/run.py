@@ -47,9 +47,10 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> Dry:
     with pretending(job.layout, rank, kernels) as mesh:
         ledger: Ledger | None = None
         engine = Engine(job, mesh, lambda action: ledger.moment(action))  # type: ignore[union-attr]
-        ledger, counter = Ledger(engine), TrafficCounter(mesh)
+        counter = TrafficCounter(mesh)
+        ledger = Ledger(engine, counter)
         between = engine.weights.resident()
-        with counter, ledger:
+        with ledger:
             engine.accumulate(blank(job))
             with ledger.moment("the sum of gradients"):
                 norm = engine.gradient_norm()

@@ -68,13 +68,17 @@ class TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.saw(func, args, kwargs, result)
+        return result
+
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator has run."""
         if func.namespace in SPACES and (kind := _kind(func)) is not None:
             given = given_to(func, args, kwargs)
             ranks = ranks_of(given)
             if len(ranks) > 1:
                 payload = max(_bytes(side) for side in (*given.values(), result))
                 self.events.append(Event(self.axis(ranks), kind, payload, len(ranks)))
-        return result
 
     def axis(self, ranks: tuple[int, ...]) -> str:
         """Ranks that are no axis of the mesh keep their numbers for a name, and so are seen."""

@@ -4,7 +4,6 @@ Every rank compares for itself what its stages hold: ranks that hold the same th
 then wrong.
 """
 
-from contextlib import nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -34,12 +33,11 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     mesh = Mesh.of(job.layout, device)
     engine, wanted = Engine(job, mesh), Reference.load(reference)
     bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
-    ledger = Ledger(engine)
+    ledger = Ledger(engine, counter)
     mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
     for step, target in enumerate(wanted.steps, start=1):
         batch = make_batch(job, step - 1)
-        first = ledger if step == 1 else nullcontext()
-        with counter, first:
+        with ledger if step == 1 else counter:
             loss, norm = engine.accumulate(batch), engine.gradient_norm()
         if step == 1:
             measured.held.update(_held(engine, ledger))

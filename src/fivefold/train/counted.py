@@ -28,8 +28,9 @@ class Counted:
         if number != self.which:
             yield
             return
-        self.ledger, self.counter = Ledger(self.engine), TrafficCounter(self.mesh)
-        with self.counter, self.ledger:
+        self.counter = TrafficCounter(self.mesh)
+        self.ledger = Ledger(self.engine, self.counter)
+        with self.ledger:
             yield
 
     def to_dict(self) -> dict[str, Any]:

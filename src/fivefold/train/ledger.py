@@ -1,6 +1,6 @@
 """Ledger: what memory holds, moment by moment, and how much is computed. It reads shapes, never data.
 
-    ledger = Ledger(engine)
+    ledger = Ledger(engine, counter)
     with ledger:
         engine.accumulate(batch)
     ledger.peak, ledger.moments, ledger.flops
@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fivefold.parallel.traffic import TrafficCounter
 from fivefold.train.engine import Engine
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _aten._scaled_dot_product_flash_attention,
@@ -61,9 +63,10 @@ class Moment(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Counts while it is entered. `engine` is told of first, since its tensors are there already."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, counter: TrafficCounter | None = None):
+        """`counter` is told of every operator, too: two dispatchers, one in the other, would take twice the time."""
         super().__init__()
-        self.engine = engine
+        self.engine, self.counter = engine, counter
         self.held = self.peak = self.peak_here = 0
         self.flops = 0.0
         self.moments: list[Moment] = []
@@ -82,8 +85,12 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._take_all(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        self.flops += flops_of(func, args, kwargs or {}, result)
+        if func is not _DEVICE:  # where a fake tensor is: half of all that is asked
+            results = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+            self._take_all(leaf for leaf in results if isinstance(leaf, Tensor))
+            self.flops += flops_of(func, args, kwargs or {}, result)
+            if self.counter is not None:
+                self.counter.saw(func, args, kwargs, result)
         return result
 
     def _take_all(self, tensors: Iterable[Tensor]) -> None:
