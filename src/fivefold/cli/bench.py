@@ -208,8 +208,8 @@ def steps(
 
     The trainer's own steps, with made-up tokens, float32 masters and kernels in
     any order of addition (train.deterministic=false). A case is a model with
-    KEY=VALUE changes: layers, seq, samples (of a microbatch), microbatches and
-    recompute. One that does not fit into memory is said to be so.
+    KEY=VALUE changes: layers, seq, samples (of a microbatch), microbatches,
+    recompute and compile. One that does not fit into memory is said to be so.
 
     [dim]Examples:[/]
 

@@ -26,7 +26,7 @@ from fivefold.prove import ranks
 from fivefold.spec import ModelSpec
 from fivefold.words import bytes_text, did_you_mean
 
-RECOMPUTE = ("none", "selective", "full")
+WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Case:
     samples: int = 1  # of a microbatch
     microbatches: int = 1
     recompute: str = "none"
+    compile: str = "auto"
 
     @property
     def spec(self) -> ModelSpec:
@@ -86,12 +87,12 @@ def cases(word: str) -> list[Case]:
         key, _, text = change.partition("=")
         if key not in known:
             problems.append(f"{word}: unknown key {key!r}; {did_you_mean(key, known)}")
-        elif key == "recompute":
+        elif key in WORDS:
             choices[key] = text.split("/")
             problems += [
-                f"{word}: recompute={value!r} is not a choice; {did_you_mean(value, RECOMPUTE)}"
+                f"{word}: {key}={value!r} is not a choice; {did_you_mean(value, WORDS[key])}"
                 for value in choices[key]
-                if value not in RECOMPUTE
+                if value not in WORDS[key]
             ]
         else:
             wrong = [value for value in text.split("/") if not (value.isdecimal() and 0 < int(value) < 1 << 31)]
@@ -141,14 +142,25 @@ def read(path: Path) -> list[Timed]:
 def table(timed: Iterable[Timed], accelerator: Accelerator | None) -> Table:
     """Beside each step what the planner says of it, where it knows the device."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    names = ["model", "batch", "recompute", "step", "tokens/s", "memory", *(["planned", "off"] if accelerator else [])]
+    names = [
+        "model",
+        "batch",
+        "recompute",
+        "compile",
+        "step",
+        "tokens/s",
+        "memory",
+        *(["planned", "off"] if accelerator else []),
+    ]
     for name in names:
-        made.add_column(name, justify="left" if name in ("model", "batch", "recompute") else "right", no_wrap=True)
+        made.add_column(
+            name, justify="left" if name in ("model", "batch", "recompute", "compile") else "right", no_wrap=True
+        )
     for one in timed:
         case = one.case
         whole = preset(case.model).layers == case.layers
         batch = f"{case.microbatches} x {case.samples} x {case.seq}"
-        words = [case.model if whole else f"{case.model}, {case.layers} layers", batch, case.recompute]
+        words = [case.model if whole else f"{case.model}, {case.layers} layers", batch, case.recompute, case.compile]
         if one.seconds is None:
             made.add_row(*words, "too large")
             continue

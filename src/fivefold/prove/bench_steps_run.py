@@ -12,7 +12,7 @@ from fivefold.data.batch import Batch
 from fivefold.parallel.mesh import Mesh
 from fivefold.prove.bench_steps import Case, Timed
 from fivefold.prove.ranks import Rank
-from fivefold.train.config import CheckpointConfig, DataConfig, Dtype, Job, TrainConfig
+from fivefold.train.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
 from fivefold.train.device import choose_device, peak_memory
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import Sources
@@ -25,7 +25,9 @@ def job_of(case: Case, dtype: Dtype, steps: int) -> Job:
         model=case.spec,
         layout=case.layout,
         data=DataConfig(seq=case.seq),
-        train=TrainConfig(steps=WARM + steps, batch=case.batch, dtype=dtype, deterministic=False),
+        train=TrainConfig(
+            steps=WARM + steps, batch=case.batch, dtype=dtype, compile=cast(Compile, case.compile), deterministic=False
+        ),
         checkpoint=CheckpointConfig(save=False),
     )
 

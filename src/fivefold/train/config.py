@@ -20,6 +20,7 @@ from fivefold.reading import read, unknown_key
 from fivefold.spec import ModelSpec
 from fivefold.words import did_you_mean
 
+Compile = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Table = dict[str, Any]
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
     z_loss: float = 0.0  # times the squared log-partition, added to the loss
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
+    compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA at some cost in speed
     eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
     eval_samples: int = 64  # held-out sequences per look
