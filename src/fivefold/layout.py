@@ -36,6 +36,7 @@ SCHEDULES = {
 }
 CHUNKED = ("interleaved", "bfs")
 VEE = ("zb-v", "v-half", "v-min", "dualpipe-v")  # down the ranks and up again: the first has the last stage, too
+SPLIT = ("zb-h1", "zb-h2", *VEE, "auto")  # with weight gradients (W) apart from those of inputs (I)
 LEAST = {"interleaved": 1, "dualpipe-v": 2}  # microbatches that a schedule cannot do without, times pp
 
 

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-f
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ AS_THEY_ARE = recomputed("none")
 def norm(spec: ModelSpec, width: int) -> nn.Module:
     kind = nn.RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
     return kind(width, eps=spec.norm_eps)
+
+
+def _compiled_run(recompute: Recompute, verbs: Local) -> Callable[..., Tensor]:
+    """A graph that recomputes by itself knows what it needs; torch 2.13 cannot make one around sharded weights."""
+    if recompute == "full" and verbs.sharded:
+        return partial(recomputed("full"), compiled(recomputed("none")))
+    return compiled(recomputed(recompute, compile=True))
 
 
 class Attention(nn.Module):
@@ -131,7 +139,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(spec.vocab, spec.hidden) if embeds else None
         self.positions = nn.Embedding(spec.context, spec.hidden) if learned else None
         self.dropout = Dropout(spec.dropout, seed, "embedding")
-        run = compiled(recomputed(recompute, compile)) if compile else recomputed(recompute)
+        run = _compiled_run(recompute, self.verbs) if compile else recomputed(recompute)
         self.layers = nn.ModuleDict({str(n): Block(spec, self.verbs, n, seed, run) for n in stage.layers})
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = nn.Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None

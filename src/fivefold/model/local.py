@@ -7,12 +7,15 @@ from torch.nn import functional as F
 
 from fivefold.model import attention
 from fivefold.model.attention import Sight
+from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Aim, Vocabulary, head_loss
 from fivefold.model.place import Place
 
 
 class Local:
     compiled = False  # whether blocks are: then the loss is, too
+    fp8 = False  # whether the products of blocks are
+    sharded = False  # whether weights are DTensors
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""
@@ -34,11 +37,14 @@ class Local:
 
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears that read the same input."""
-        return tuple(linear(x) for linear in linears)
+        return tuple(self.product(x, linear) for linear in linears)
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """A linear that writes into the residual stream."""
-        return linear(x)
+        return self.product(x, linear)
+
+    def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 
     def sight(self, place: Place) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers."""

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
+from fivefold.model.compiled import outside
 from fivefold.model.head import Aim, Vocabulary, head_loss
 from fivefold.model.local import Local
 from fivefold.model.place import Place
@@ -43,8 +44,11 @@ from fivefold.spec import ModelSpec
 class TensorParallel(Local):
     """Weights are DTensors on the tp axis; the verbs compute with this rank's part and say what its gradient is."""
 
+    sharded = True
+
     def __init__(self, spec: ModelSpec, mesh: Mesh, later: Later | None = None):
         """With `later`, linears can put off the gradients of their weights."""
+        self._columns, self._rows = Columns.apply, Rows.apply
         self.spec, self.axis, self.sp, self.later = spec, mesh.tp, mesh.layout.sp, later
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
@@ -55,6 +59,8 @@ class TensorParallel(Local):
 
     def adopt(self, model: nn.Module) -> None:
         """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
+        if self.compiled and self.later is not None:
+            self._columns, self._rows = outside(Columns.apply), outside(Rows.apply)
         assert self.axis.mesh is not None
         for name, whole in list(model.named_parameters()):
             shard = self.table[name]
@@ -100,7 +106,7 @@ class TensorParallel(Local):
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [self._of_these_heads(linear, "weight") for linear in linears]
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
-        return Columns.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
+        return self._columns(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
     def _of_these_heads(self, linear: nn.Linear, kind: str) -> Tensor:
         """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
@@ -117,7 +123,7 @@ class TensorParallel(Local):
         return Deferral(self.later, tuple(targets))
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        y = Rows.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
+        y = self._rows(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
         return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
 
     # ---- the vocabulary ----------------------------------------------------------------------------------------------
@@ -149,10 +155,12 @@ class Split(Local):
     """On one tp rank: the linears of `Local`, to the bit, whose weights' gradients can be put off."""
 
     def __init__(self, later: Later):
-        self.later, self.axis = later, Axis("tp")
+        self.later, self.axis, self._columns = later, Axis("tp"), Columns.apply
         self.names: dict[nn.Module, str] = {}
 
     def adopt(self, model: nn.Module) -> None:
+        if self.compiled:
+            self._columns = outside(Columns.apply)
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
     def _deferral(self, *linears: nn.Linear) -> Deferral:
@@ -160,7 +168,7 @@ class Split(Local):
 
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return Columns.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
+        return self._columns(self.axis, False, self._deferral(*linears), x, *weights, *biases)
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return self.columns(x, linear)[0]

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from fivefold.layout import ContextKind, Layout, Recompute
+from fivefold.layout import SPLIT, ContextKind, Layout, Recompute
 from fivefold.plan.activations import kept
 from fivefold.plan.footprint import CONTEXT, FRAGMENTATION, loss_held
 from fivefold.plan.memory import Accounting
 from fivefold.plan.time import FILL, Case
-from fivefold.plan.work import SPLIT
 from fivefold.spec import ModelSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -1,7 +1,6 @@
 """FLOPs that a rank executes in a step: products and attention, recomputed ones too, a causal mask's half left out."""
 
-from fivefold.layout import Layout
-from fivefold.plan.work import SPLIT
+from fivefold.layout import SPLIT, Layout
 from fivefold.schedule.catalogue import placement
 from fivefold.sharding import kv_head
 from fivefold.spec import ModelSpec

@@ -10,12 +10,11 @@ from functools import lru_cache
 
 from msgspec import structs
 
-from fivefold.layout import Layout
+from fivefold.layout import SPLIT, Layout
 from fivefold.plan.activations import Kept, kept, put_off
 from fivefold.plan.memory import Accounting, State
 from fivefold.plan.stack import Stack
 from fivefold.plan.time import Case, message, repeating, schedule_of, stage_parameters
-from fivefold.plan.work import SPLIT
 from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
 from fivefold.schedule.catalogue import placement
 from fivefold.sharding import slices

@@ -110,13 +110,13 @@ FIVEFOLD = Stack(
     attention="flash3",  # what scaled_dot_product_attention takes on Hopper: cuDNN's
     cp_attention="flash2",  # called by name: torch's cuDNN operator does not promise its log-sum-exp
     merges=True,
-    pointwise="fivefold",
-    norm="fivefold",
+    pointwise="compiled",
+    norm="compiled",
     columns_apart=True,
     copies_attention=True,
     stops_early=True,
     lazy_gradients=True,
-    step_bytes=26,  # norm 4, clip 8, the weight published 6; and kernels over many tensors at less than stream's pace
+    step_bytes=8,  # norm 4, at less than a stream's pace, and the model's copy of the weight 2
     overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1),
     schedules=(
         "1f1b",
@@ -127,10 +127,9 @@ FIVEFOLD = Stack(
         "dualpipe-v",
     ),  # of those it has, the ones worth trying
     host=0.9,  # 0.86 to 1.27 ms on the hosts of five H200s
-    accumulate_bytes=12.0,  # a bf16 gradient widened by itself: 6 bytes, by a kernel at half the memory's pace
-    # Per logit: widened 6 (at half pace), log-softmax read thrice and written 16, zeros for its slope 4, backward 16,
-    # narrowed 6.
-    logit_bytes=54.0,
+    accumulate_bytes=6.0,  # a bf16 gradient widened by itself
+    # Per logit, compiled: read for its exponential, read again for the slope, which is written; both a little slow.
+    logit_bytes=10.0,
     one_pass=True,
     peak_logit_bytes=8.0,  # the logits, their shares in float32, and the slope that is rounded from them
     keeps_ends=True,  # FSDP2's root

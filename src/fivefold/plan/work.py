@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from fivefold.layout import ContextKind, Layout
+from fivefold.layout import SPLIT, ContextKind, Layout
 from fivefold.plan import context
 from fivefold.plan.kernels import Device
 from fivefold.plan.links import Wires
@@ -16,7 +16,6 @@ from fivefold.plan.stack import MOVED, WIDE, Stack
 from fivefold.spec import ModelSpec
 
 FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "auto")  # schedules with W apart from I
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)
 
 

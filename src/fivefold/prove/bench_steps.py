@@ -142,20 +142,9 @@ def read(path: Path) -> list[Timed]:
 def table(timed: Iterable[Timed], accelerator: Accelerator | None) -> Table:
     """Beside each step what the planner says of it, where it knows the device."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    names = [
-        "model",
-        "batch",
-        "recompute",
-        "compile",
-        "step",
-        "tokens/s",
-        "memory",
-        *(["planned", "off"] if accelerator else []),
-    ]
-    for name in names:
-        made.add_column(
-            name, justify="left" if name in ("model", "batch", "recompute", "compile") else "right", no_wrap=True
-        )
+    of_case, of_run = ["model", "batch", "recompute", "compile"], ["step", "tokens/s", "memory"]
+    for name in [*of_case, *of_run, *(["planned", "off"] if accelerator else [])]:
+        made.add_column(name, justify="left" if name in of_case else "right", no_wrap=True)
     for one in timed:
         case = one.case
         whole = preset(case.model).layers == case.layers

@@ -4,10 +4,13 @@ Every rank compares for itself what its stages hold: ranks that hold the same th
 then wrong.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from fivefold.model.compiled import compilation
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.parallel.whole import digest, whole
@@ -34,10 +37,14 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     engine, wanted = Engine(job, mesh), Reference.load(reference)
     bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
+    # Under a counter nothing runs compiled: then it is the numbers that are proven, and those that count stay outside.
+    first: Any
+    others: Any
+    first, others = (ledger, counter) if not engine.compiled else (nullcontext(), nullcontext())
     mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
     for step, target in enumerate(wanted.steps, start=1):
         batch = make_batch(job, step - 1)
-        with ledger if step == 1 else counter:
+        with first if step == 1 else others:
             loss, norm = engine.accumulate(batch), engine.gradient_norm()
         if step == 1:
             measured.held.update(_held(engine, ledger))
@@ -48,11 +55,13 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
         measured.errors.extend(compare.gradients(_whole(engine.gradients()), gradients, wanted.zeros, step, bound))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
-        with counter:
+        with others:
             engine.step(rate if batch.loss_tokens else None, norm)
-    with counter:
+    with others:
         engine.weights.ready()  # weights that would have been gathered under the next forward
     measured.traffic.extend(counter.rows())
+    if engine.compiled:
+        measured.graphs.append(compilation())
     found = _whole(engine.parameters())
     parameters = {name: wanted.parameters[name] for name in wanted.parameters if name in mine}
     measured.errors.extend(compare.parameters(found, parameters, job, bound))

@@ -32,7 +32,15 @@ def numbers(verdict: Verdict) -> RenderableType:
         parts += ["", _traffic(verdict)]
     if verdict.held:
         parts += ["", _held(verdict)]
+    if verdict.graphs is not None:
+        parts += ["", compiled_text(*verdict.graphs)]
     return Group(*parts)
+
+
+def compiled_text(graphs: int, breaks: dict[str, int]) -> str:
+    total = sum(breaks.values())
+    why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
+    return f"compiled: {graphs} graphs, {total or 'no'} breaks between them{why}"
 
 
 def _compared(verdict: Verdict) -> Table:
@@ -146,6 +154,8 @@ def row(verdict: Verdict, variant: str = "") -> dict[str, Any]:
         ],
         "peak_bytes": verdict.peak,
         "flops": verdict.flops,
+        "graphs": None if verdict.graphs is None else verdict.graphs[0],
+        "graph_breaks": None if verdict.graphs is None else verdict.graphs[1],
         "seconds": round(verdict.seconds, 3),
     }
 

@@ -20,6 +20,7 @@ class Measured:
     errors: list[Error] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)  # of all steps
     digests: dict[str, str] = field(default_factory=dict)  # of the parameters after the last step
+    graphs: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # compiled ones, and the breaks between them
     held: dict[str, float] = field(default_factory=dict)  # bytes by component, microbatches in flight, FLOPs
 
 
@@ -75,6 +76,7 @@ class Verdict:
     held: list[Held] = field(default_factory=list)
     peak: float = 0.0  # bytes, of the rank that holds most in the first step
     flops: float = 0.0  # of all ranks, in the first step
+    graphs: tuple[int, dict[str, int]] | None = None  # of the first rank, where blocks are compiled
     broken: str = ""  # why there is nothing to compare: a rank died, hung or raised
     details: str = ""  # its stack
 
@@ -99,6 +101,7 @@ class Verdict:
             held=_held(measured, holding),
             peak=max(one.held["peak"] for one in measured),
             flops=sum(one.held["flops"] for one in measured),
+            graphs=measured[0].graphs[0] if measured[0].graphs else None,
         )
 
     def worst(self, what: str) -> Error | None:

@@ -51,7 +51,8 @@ class Judge:
             found = ranks.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
         except ranks.RankError as error:
             return Verdict(job, time.perf_counter() - start, broken=str(error), details=error.details)
-        return Verdict.of(job, found, closed_forms(job), holdings(job), time.perf_counter() - start)
+        forms = closed_forms(job) if not found[0].graphs else [[] for _ in found]  # what is compiled is not counted
+        return Verdict.of(job, found, forms, holdings(job), time.perf_counter() - start)
 
     def _reference(self, job: Job) -> Path:
         """One for all layouts of a model with the same dp, on which the data's masks depend."""

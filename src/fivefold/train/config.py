@@ -14,7 +14,7 @@ import msgspec
 
 from fivefold.errors import UserError
 from fivefold.hf_config import read_hf_config
-from fivefold.layout import Layout
+from fivefold.layout import SPLIT, Layout
 from fivefold.presets import PRESETS, preset
 from fivefold.reading import read, unknown_key
 from fivefold.spec import ModelSpec
@@ -54,6 +54,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     z_loss: float = 0.0  # times the squared log-partition, added to the loss
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
+    fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA at some cost in speed
     eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
     eval_samples: int = 64  # held-out sequences per look
@@ -98,6 +99,24 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch)
         return [*model, *self._settings(), *layout]
 
+    def _fp8(self) -> list[tuple[bool, str]]:
+        """What 8-bit products ask for."""
+        t, layout, model = self.train, self.layout, self.model
+        widths = {"hidden": model.hidden, "ffn": model.ffn, "heads x head_dim": model.heads * model.head_dim}
+        widths["kv_heads x head_dim"] = model.kv_heads * model.head_dim
+        odd = [f"{name}={width}" for name, width in widths.items() if width % 16]
+        splits = layout.pp > 1 and layout.schedule in SPLIT
+        return [
+            (not t.fp8 or t.dtype == "bfloat16", f"train.fp8=true rounds from train.dtype=bfloat16, not {t.dtype}"),
+            (not t.fp8 or layout.tp == 1, f"train.fp8=true is for layouts with tp=1, not tp={layout.tp}"),
+            (
+                not (t.fp8 and splits),
+                f"train.fp8=true is for schedules without passes for weight gradients alone, not {layout.schedule}; "
+                "nearest: schedule=1f1b",
+            ),
+            (not (t.fp8 and odd), f"train.fp8=true takes widths that are multiples of 16, not {', '.join(odd)}"),
+        ]
+
     def _settings(self) -> list[str]:
         o, t, d, name = self.optimizer, self.train, self.data, self.run.name
         c = self.checkpoint
@@ -119,6 +138,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (t.eval_every >= 0, f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end"),
             (t.eval_samples >= 0, f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all"),
             (t.log_every >= 1, f"train.log_every={t.log_every} must be at least 1"),
+            *self._fp8(),
             (0 < t.timeout < math.inf, f"train.timeout={t.timeout} must be a positive number of seconds"),
             (d.seq >= 1, f"data.seq={d.seq} must be at least 1"),
             (

@@ -1,0 +1,61 @@
+"""Linears whose products take 8-bit floats: values by e4m3, gradients by e5m2, one scale per tensor, found as it comes.
+
+    y = x W^T      x and W rounded to e4m3, times what makes their largest value the format's largest
+    dx = dy W      dy rounded to e5m2, which has the range of gradients
+    dW = dy^T x
+
+Sums are float32 inside the products, and come out in bfloat16. Masters, norms, attention, the residual stream, the head
+and the loss stay as they are. What is kept for the backward pass is the rounded input: half the bytes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+VALUES, SLOPES = torch.float8_e4m3fn, torch.float8_e5m2
+STEP = 16  # widths are multiples of it: the products take rows of so many bytes
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = Fp8Product.apply(x, weight)
+    return y if bias is None else y + bias
+
+
+class Fp8Product(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        flat, by = rounded(x.flatten(0, -2), VALUES)
+        narrow, weight_by = rounded(weight, VALUES)
+        ctx.save_for_backward(flat, by, narrow, weight_by)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return _product(flat, by, narrow.t(), weight_by, x.dtype).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
+        flat, by, narrow, weight_by = ctx.saved_tensors
+        steep, slope_by = rounded(slope.flatten(0, -2), SLOPES)
+        dx = _product(steep, slope_by, _columns(narrow), weight_by, ctx.dtype)
+        dw = _product(steep.t().contiguous(), slope_by, _columns(flat), by, ctx.dtype)
+        return dx.view(ctx.shape), dw
+
+
+def rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x as 8-bit floats, and the number that they are to be multiplied with again."""
+    most = torch.finfo(kind).max
+    by = most / x.abs().amax().float().clamp(min=1e-12)
+    return (x.float() * by).clamp(-most, most).to(kind), by.reciprocal()
+
+
+def _columns(x: Tensor) -> Tensor:
+    """The same matrix, a column after the other: how the products want their second factor."""
+    return x.t().contiguous().t()
+
+
+def _product(a: Tensor, a_by: Tensor, b: Tensor, b_by: Tensor, dtype: torch.dtype) -> Tensor:
+    if a.is_cuda:
+        return torch._scaled_mm(a, b, scale_a=a_by, scale_b=b_by, out_dtype=dtype, use_fast_accum=True)
+    return ((a.float() @ b.float()) * (a_by * b_by)).to(dtype)
