@@ -27,6 +27,7 @@ from fivefold.cli import (
     models,
     plan,
     schedules,
+    speed,
     trace,
     train,
     truth,
@@ -63,6 +64,8 @@ app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
 app.add_typer(hf.importing, name="import", short_help=hf.IMPORT)
 app.add_typer(hf.exporting, name="export", short_help=hf.EXPORT)
+for command, short in speed.COMMANDS:
+    bench.app.command(short_help=short)(command)
 app.add_typer(bench.app, name="bench", short_help=bench.SHORT)
 
 

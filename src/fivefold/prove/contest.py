@@ -1,0 +1,127 @@
+"""Contests of speed: the same training step by several systems, in turns, in one run.
+
+    contest = Contest(job, ("bare loop", "fivefold tp=2", "DTensor tp=2"), rounds=7)
+    measure(contest).rows()
+
+A step is all of it: forward and backward passes of every microbatch, the gradient norm, clipping, AdamW. Every system
+starts from the same weights and takes the same batch, and its first loss has to be that of the others: a system that
+computes something else is not faster. Between steps all ranks meet; a system of one process has the machine for itself.
+"""
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.prove import ranks
+from fivefold.train.config import Job, read_job
+
+# By the number that the ranks of a system share something of: what PyTorch itself has for it.
+PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
+ALONE = ("bare loop", "Hugging Face")
+OURS = "fivefold"
+AGREE = 1e-3  # relative, of first losses
+# The model of the contests on CPUs: 31.6M parameters.
+MODEL = (
+    "model=tiny", "model.hidden=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.head_dim=64",
+    "model.ffn=1376", "model.vocab=8192", "model.context=512", "model.tied=false", "data.seq=512", "train.batch=4",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contest:
+    job: Job  # of one process: its model, sequence, batch and microbatches are everyone's
+    systems: tuple[str, ...]  # "bare loop", "fivefold", "fivefold dp=2", "DTensor tp=2"
+    rounds: int = 5
+    threads: int = 1
+
+    @property
+    def world(self) -> int:
+        return max(layout_of(self.job, system).world for system in self.systems)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of every round by system, in the order they were taken."""
+
+    seconds: dict[str, list[float]]
+    losses: dict[str, float]  # of the first step
+    cores: int
+    version: str  # of torch
+    machine: str
+    notes: dict[str, str] = field(default_factory=dict)  # why a system did not take part
+
+    def median(self, system: str) -> float:
+        return median(self.seconds[system])
+
+    def ratio(self, system: str, base: str) -> float:
+        """The median of each round's own: both sides have met the same noise."""
+        pairs = zip(self.seconds[system], self.seconds[base], strict=True)
+        return median(mine / theirs for mine, theirs in pairs)
+
+    def spread(self, system: str) -> float:
+        """The slowest round, by the fastest."""
+        return max(self.seconds[system]) / min(self.seconds[system])
+
+    @property
+    def agree(self) -> bool:
+        wanted = next(iter(self.losses.values()))
+        return all(abs(loss - wanted) <= AGREE * abs(wanted) for loss in self.losses.values())
+
+
+def layout_of(job: Job, system: str) -> Layout:
+    """The layout that a system's ranks stand in; the global batch is cut into the same microbatches."""
+    _, _, text = system.rpartition(" ")
+    if "=" not in text:
+        return Layout(microbatches=job.layout.microbatches)
+    layout = Layout.parse(text)
+    if "microbatches" in text:
+        return layout
+    return Layout.parse(f"{text},microbatches={max(1, job.layout.microbatches // layout.dp)}")
+
+
+def base_job(changes: list[str], defaults: tuple[str, ...] = MODEL, microbatches: int = 4) -> Job:
+    job = read_job(None, [*defaults, f"layout=microbatches={microbatches}", "train.compile=off", *changes])
+    if problems := job.problems(world=1):
+        raise UserError(problems)
+    return job
+
+
+def check(contest: Contest) -> None:
+    """Every problem at once, before any process starts."""
+    problems = [f"--rounds {contest.rounds} must be at least 1"] if contest.rounds < 1 else []
+    for system in contest.systems:
+        layout, job = layout_of(contest.job, system), contest.job
+        found = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)
+        problems += [f"{system}: {problem}" for problem in found]
+    if problems:
+        raise UserError(problems)
+
+
+def measure(contest: Contest, timeout: float = 3600.0) -> Result:
+    check(contest)
+    return ranks.run(contest.world, "fivefold.prove.contest_rank:run", contest, timeout=timeout)[0]
+
+
+def own_single(system: str) -> str:
+    """What a system is compared with: its own step in one process."""
+    return OURS if system.startswith(OURS) else "bare loop"
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    found = []
+    for system in result.seconds:
+        base = own_single(system)
+        found.append(
+            {
+                "system": system,
+                "seconds": result.median(system),
+                "fastest": min(result.seconds[system]),
+                "slowest": max(result.seconds[system]),
+                "of_its_single": result.ratio(system, base) if base in result.seconds else None,
+                "of_bare": result.ratio(system, "bare loop") if "bare loop" in result.seconds else None,
+                "first_loss": result.losses[system],
+            }
+        )
+    return found
