@@ -86,6 +86,7 @@ def scaling(
     ranks: Annotated[int, typer.Option(help="The most; halves of it are measured, too.")] = 2,
     rounds: Rounds = 3,
     batch: Annotated[int, typer.Option(help="Sequences of a step, whatever the number of ranks.")] = 16,
+    only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
     accelerator: Annotated[
         str | None, typer.Option(help="Predict for this one: a file of `fivefold calibrate --device cpu`.")
     ] = None,
@@ -108,11 +109,11 @@ def scaling(
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     job = base_job([f"train.batch={batch}", *(changes or [])], microbatches=batch)
-    chosen = layouts(job, ranks)
-    contest = Contest(job, (OURS, *(f"{OURS} {layout}" for layout in chosen)), rounds)
-    result = _measured(contest)
+    chosen = layouts(job, ranks, [one.strip() for one in only.split(",") if one.strip()])
     words = predicted(job, chosen, accelerator) if accelerator else {}
-    _tell_scaling(contest, result, words, output, as_json)
+    # Each beside one process, in a run of its own: the groups of a world are made by all of its ranks.
+    found = [(contest := Contest(job, (OURS, f"{OURS} {one}"), rounds), _measured(contest)) for one in chosen]
+    _tell_scaling(found, words, output, as_json)
 
 
 def train(
@@ -193,43 +194,54 @@ def _tell(contest: "Contest", result: "Result", output: Path | None, as_json: bo
 
 
 def _tell_scaling(
-    contest: "Contest", result: "Result", words: dict[str, float], output: Path | None, as_json: bool
+    found: "list[tuple[Contest, Result]]", words: dict[str, float], output: Path | None, as_json: bool
 ) -> None:
-    from fivefold.prove.contest import OURS, layout_of
+    from fivefold.prove.contest import OURS
 
+    contest, first = found[0]
     lines: list[dict[str, Any]] = []
-    for system in contest.systems:
-        ranks, ratio = layout_of(contest.job, system).world, result.ratio(system, OURS)
-        text = system.removeprefix(OURS).strip()
-        line = {
-            "layout": text or "one process",
-            "ranks": ranks,
-            "seconds": result.median(system),
-            "speed_up": 1 / ratio,
-        }
-        line |= {
-            "efficiency": 1 / ratio / ranks,
-            "predicted_speed_up": words.get(text),
-            "spread": result.spread(system),
-        }
-        lines.append(line)
-    shown = _head(contest, result) | {"bench": "scaling", "agree": result.agree, "layouts": lines}
+    for one, result in found:
+        text, ratio = one.systems[1].removeprefix(OURS).strip(), result.ratio(one.systems[1], OURS)
+        lines.append(
+            {
+                "layout": text,
+                "ranks": one.world,
+                "one_process_seconds": result.median(OURS),
+                "seconds": result.median(one.systems[1]),
+                "speed_up": 1 / ratio,
+                "efficiency": 1 / ratio / one.world,
+                "predicted_speed_up": words.get(text),
+                "agree": result.agree,
+            }
+        )
+    shown = _head(contest, first) | {"bench": "scaling", "layouts": lines}
     _keep(output, shown)
     if as_json:
         typer.echo(json.dumps(shown))
         return
     console = Console(highlight=False)
-    console.print(_words(contest, result))
+    console.print(_words(contest, first))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("layout", "ranks", "step", "speed-up", "efficiency", *(["simulated"] if words else [])):
+    for heading in (
+        "layout",
+        "ranks",
+        "one process",
+        "step",
+        "speed-up",
+        "efficiency",
+        *(["simulated"] if words else []),
+    ):
         table.add_column(heading, justify="left" if heading == "layout" else "right")
     for line in lines:
         said = line["predicted_speed_up"]
-        cells = [f"{line['seconds']:.3f} s", f"{line['speed_up']:.2f}", f"{line['efficiency']:.0%}"]
+        cells = [f"{line[key]:.3f} s" for key in ("one_process_seconds", "seconds")]
+        cells += [f"{line['speed_up']:.2f}", f"{line['efficiency']:.0%}"]
         cells += [] if not words else ["" if said is None else f"{said:.2f}"]
         table.add_row(str(line["layout"]), str(line["ranks"]), *cells)
     console.print(table)
-    _end(console, contest, result)
+    for one, result in found:
+        if not result.agree or one.world > result.cores:
+            _end(console, one, result)
 
 
 def _head(contest: "Contest", result: "Result") -> dict[str, Any]:

@@ -91,6 +91,8 @@ def base_job(changes: list[str], defaults: tuple[str, ...] = MODEL, microbatches
 def check(contest: Contest) -> None:
     """Every problem at once, before any process starts."""
     problems = [f"--rounds {contest.rounds} must be at least 1"] if contest.rounds < 1 else []
+    if odd := [one for one in contest.systems if layout_of(contest.job, one).world not in (1, contest.world)]:
+        problems.append(f"{odd[0]} has neither one rank nor {contest.world}, as the others; measure it by itself")
     for system in contest.systems:
         layout, job = layout_of(contest.job, system), contest.job
         found = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)

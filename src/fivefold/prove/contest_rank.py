@@ -89,7 +89,7 @@ class Loop:
         split = [[p for p in every if isinstance(p, DTensor) == kind] for kind in (False, True)]
         self.groups = [group for group in split if group]
         groups = [{"params": group} for group in self.groups]
-        self.optimizer = torch.optim.AdamW(groups, lr=_RATE, fused=True, **settings)
+        self.optimizer = torch.optim.AdamW(groups, lr=_RATE, fused=True, **settings)  # type: ignore[arg-type]
 
     def step(self) -> float:
         total = 0.0

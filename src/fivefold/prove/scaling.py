@@ -1,19 +1,29 @@
 """Which layouts `fivefold bench scaling` takes from one rank to many, and what the simulator says of them."""
 
 from fivefold.cluster import Cluster, Group
+from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.plan.stack import FIVEFOLD
 from fivefold.plan.time import Case, estimate
 from fivefold.train.config import Job
+from fivefold.words import did_you_mean
+
+AXES = ("dp", "tp", "pp", "cp", "3d")
 
 
-def layouts(job: Job, most: int) -> list[str]:
+def layouts(job: Job, most: int, wanted: list[str]) -> list[str]:
     """Powers of two of each axis alone, then of three at once, as far as the model and the batch allow."""
+    if unknown := [one for one in wanted if one not in AXES]:
+        raise UserError(f"--only {unknown[0]} is not a choice; {did_you_mean(unknown[0], list(AXES))}")
     sizes = [size for exponent in range(1, most.bit_length()) if (size := 2**exponent) <= most]
-    found = [f"{axis}={size}" for axis in ("dp", "tp", "pp", "cp") for size in sizes]
-    found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
-    found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
-    return [text for text in found if not _problems(job, text)]
+    found = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
+    if "3d" in wanted:
+        found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
+        found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
+    fitting = [text for text in found if not _problems(job, text)]
+    if not fitting:
+        raise UserError(f"no layout of {', '.join(wanted)} with up to {most} ranks fits this model and batch")
+    return fitting
 
 
 def _problems(job: Job, text: str) -> list[str]:
