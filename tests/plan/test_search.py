@@ -72,14 +72,14 @@ def test_what_is_fixed_stays() -> None:
 
 
 def test_8b_on_8_gpus_is_one_node_s_work_and_fsdp_alone_is_near() -> None:
-    """The textbook's answer; this code's unfused kernels make recomputing them dear, and tp=2 spares it."""
+    """The textbook's answer is ZeRO 3; ZeRO 2 fits as well, and gathers no weights in every microbatch."""
     case = wish("llama3-8b", "8xH100", 128)
     chosen = simplest(search(case, top=24).options)
-    assert chosen.layout.pp == 1
+    assert (chosen.layout.pp, chosen.layout.tp) == (1, 1)
     alone = weigh(replace(case, layout=Layout.parse("dp=8,zero=3,microbatches=16,recompute=selective")))
     assert alone.fits
     assert 0 < alone.seconds / chosen.seconds - 1 < 0.08
-    assert "recomputation" in difference(alone, chosen)
+    assert "weights gathered" in difference(alone, chosen)
 
 
 def test_the_simplest_of_equals_is_chosen(seventy: Plan) -> None:
