@@ -36,3 +36,10 @@ def bytes_text(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {suffix}"
     return f"{count:.0f} B"
+
+
+def graphs_text(graphs: int, breaks: dict[str, int]) -> str:
+    """What was compiled, and what stands between the graphs."""
+    total = sum(breaks.values())
+    why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
+    return f"compiled: {graphs} graphs, {total or 'no'} breaks between them{why}"

@@ -13,7 +13,7 @@ from fivefold.prove.compare import Error, bound_of
 from fivefold.prove.layouts import Case
 from fivefold.prove.verdict import Count, Verdict
 from fivefold.wire import AXES
-from fivefold.words import bytes_text
+from fivefold.words import bytes_text, graphs_text
 
 
 def _mark(holds: bool) -> Text:
@@ -33,14 +33,8 @@ def numbers(verdict: Verdict) -> RenderableType:
     if verdict.held:
         parts += ["", _held(verdict)]
     if verdict.graphs is not None:
-        parts += ["", compiled_text(*verdict.graphs)]
+        parts += ["", graphs_text(*verdict.graphs)]
     return Group(*parts)
-
-
-def compiled_text(graphs: int, breaks: dict[str, int]) -> str:
-    total = sum(breaks.values())
-    why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
-    return f"compiled: {graphs} graphs, {total or 'no'} breaks between them{why}"
 
 
 def _compared(verdict: Verdict) -> Table:

@@ -21,6 +21,7 @@ import fivefold
 from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
 from fivefold.errors import PeerLost, UserError
+from fivefold.model.compiled import compilation
 from fivefold.parallel.lost import reason
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.trace.report import TraceFile
@@ -35,7 +36,7 @@ from fivefold.train.loop import Trainer
 from fivefold.train.preflight import Sources
 from fivefold.train.records import Evaluation
 from fivefold.train.world import RESTARTS, RUN
-from fivefold.words import si
+from fivefold.words import graphs_text, si
 
 _CLAIMS: list[IO[str]] = []  # open as long as this process lives
 _FRESH = "fresh"  # the file that says which run --fresh made a directory for
@@ -111,6 +112,8 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
                 listener.close()
         show_end(console, display, evaluation, time.monotonic() - start, directory)
         traced.show(console)
+        if trainer.engine.compiled:
+            console.print(graphs_text(*compilation()), soft_wrap=True)
         if job.train.count:
             trainer.counted.show(console.print)
             (directory / "counts.json").write_text(json.dumps(trainer.counted.to_dict(), indent=2) + "\n")
