@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -14,9 +14,11 @@ from fivefold.words import bytes_text
 
 if TYPE_CHECKING:
     from fivefold.cluster import Cluster
+    from fivefold.dry.world import Kernels
     from fivefold.prove.against import Against
     from fivefold.train.config import Job
 
+_TRIED = 3  # changes that are run before none is said to do
 SHORT = "Run any rank of any world, dry.  [dim]fivefold dryrun llama3-70b --layout dp=8,tp=8,zero=3,sp --batch 8[/]"
 
 
@@ -34,6 +36,9 @@ def dryrun(
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="The machines; their memory is what it must fit. Default: H100s.")
     ] = "",
+    kernels: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
+    ] = "cuda",
     weights: Annotated[Path | None, typer.Option(help="A Hugging Face directory: are all weights there?")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help=".svg: memory through the step.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
@@ -62,7 +67,7 @@ def dryrun(
     chosen = _ranks(job, rank, ranks, "all" if all_stages else stages)
     if weights is not None:
         _check_weights(job, weights)
-    found = _run_all(job, chosen, machines, quiet=as_json)
+    found = _run_all(job, chosen, machines, quiet=as_json, kernels=kernels)
     if output is not None:
         from fivefold.dry.picture import curve
 
@@ -88,8 +93,10 @@ def _job(words: list[str], layout: str | None, batch: int | None, seq: int | Non
 
     job, named = read_model(words)
     chosen = Layout.parse(layout) if layout is not None else job.layout
-    length = seq or (job.data.seq if "data.seq" in named else min(job.model.context, 8192))
-    size = batch or (job.train.batch if "train.batch" in named else chosen.dp * chosen.microbatches)
+    length = seq if seq is not None else (job.data.seq if "data.seq" in named else min(job.model.context, 8192))
+    size = (
+        batch if batch is not None else (job.train.batch if "train.batch" in named else chosen.dp * chosen.microbatches)
+    )
     dtype = job.train.dtype if "train.dtype" in named or words[0].endswith(".toml") else "bfloat16"
     job = structs.replace(
         job,
@@ -125,7 +132,7 @@ def _ranks(job: "Job", rank: int | None, ranks: str, stages: str) -> list[int]:
         if outside:
             raise UserError(f"--stages {outside[0]}: the pipeline ranks of {layout} are 0 to {layout.pp - 1}")
         return [stage * layout.cp * layout.tp for stage in wanted]
-    chosen = _numbers("--ranks", ranks, "0,127,9001") if ranks else [rank or 0]
+    chosen = list(dict.fromkeys(_numbers("--ranks", ranks, "0,127,9001"))) if ranks else [rank or 0]
     outside = [one for one in chosen if not 0 <= one < layout.world]
     if outside:
         raise UserError(f"rank {outside[0]} is outside of {layout}; its ranks are 0 to {layout.world - 1}")
@@ -141,20 +148,22 @@ def _numbers(option: str, text: str, example: str) -> list[int]:
 
 def _check_weights(job: "Job", directory: Path) -> None:
     """Every parameter of the model is in the directory, in its shape; else one sentence for all that are not."""
+    import msgspec
+
     from fivefold.checkpoint.hf import HuggingFace
 
     found = HuggingFace(directory)  # names what is missing or misshapen
-    if found.spec.parameter_count != job.model.parameter_count:
-        raise UserError(
-            f"{directory} holds a model of {found.spec.parameter_count:,} parameters, and {job.model.name} has "
-            f"{job.model.parameter_count:,}"
-        )
+    theirs, mine = (msgspec.to_builtins(spec) for spec in (found.spec, job.model))
+    shape = [key for key in mine if key not in ("name", "context", "init_std", "dropout")]
+    others = [f"{key} {theirs[key]} instead of {mine[key]}" for key in shape if theirs[key] != mine[key]]
+    if others:
+        raise UserError(f"{directory} holds another model than {job.model.name}: {', '.join(others)}")
 
 
 # ---- running -----------------------------------------------------------------------------------------------------
 
 
-def _run_all(job: "Job", chosen: list[int], machines: "Cluster", quiet: bool) -> "list[Against]":
+def _run_all(job: "Job", chosen: list[int], machines: "Cluster", quiet: bool, kernels: "Kernels") -> "list[Against]":
     from fivefold.dry.run import dry_run
     from fivefold.prove.against import against
 
@@ -164,7 +173,7 @@ def _run_all(job: "Job", chosen: list[int], machines: "Cluster", quiet: bool) ->
         task = progress.add_task("dry run", total=len(chosen))
         for rank in chosen:
             progress.update(task, description=f"rank {rank} of {job.layout.world}")
-            found.append(against(job, dry_run(job, rank), machines))
+            found.append(against(job, dry_run(job, rank, kernels), machines))
             progress.advance(task)
     return found
 
@@ -175,9 +184,12 @@ def _advice(job: "Job", found: "list[Against]", machines: "Cluster") -> str:
     worst = max(found, key=lambda one: one.device_bytes)
     if worst.device_bytes <= memory:
         return ""
+    from msgspec import structs
+
+    from fivefold.dry.run import dry_run
     from fivefold.plan.explain import neighbours
     from fivefold.plan.search import weigh
-    from fivefold.plan.time import Case
+    from fivefold.prove.against import against, case_of
 
     largest = max(worst.room.parts.items(), key=lambda part: part[1])
     stage = worst.dry.place["pp"]
@@ -186,12 +198,16 @@ def _advice(job: "Job", found: "list[Against]", machines: "Cluster") -> str:
         f"{worst.dry.peak_moment}, {(worst.device_bytes - memory) / 1e9:.1f} GB more than a device has; most of it, "
         f"{largest[1] / 1e9:.1f} GB, is {largest[0]}"
     )
-    option = weigh(Case(job.model, job.layout, machines, job.data.seq, job.train.batch))
-    fitting = [one for one in neighbours(option) if one.slower is not None]
-    if not fitting:
-        return f"{sentence}; no single change makes it fit: try `fivefold plan`"
-    best = min(fitting, key=lambda one: one.slower or 0.0)
-    return f"{sentence}; the cheapest single change that fits: {best.change} ({best.slower:+.1%} time)"
+    fitting = [one for one in neighbours(weigh(case_of(job, machines))) if one.slower is not None]
+    # What the planner says would fit is run, too, before it is advised.
+    for one in sorted(fitting, key=lambda one: one.slower or 0.0)[:_TRIED]:
+        other = structs.replace(job, layout=one.layout)
+        if other.problems(world=other.layout.world):
+            continue
+        rank = min(stage, other.layout.pp - 1) * other.layout.cp * other.layout.tp
+        if against(other, dry_run(other, rank), machines).device_bytes <= memory:
+            return f"{sentence}; the cheapest single change that fits: {one.change} ({one.slower:+.1%} time)"
+    return f"{sentence}; no single change makes it fit: try `fivefold plan`"
 
 
 # ---- showing -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,18 @@ Changes = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(help="Steps of each; medians are shown.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Keep the figures here, as JSON.")]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Said before anything is measured."""
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"--output {path}: there is no directory {path.parent}")
+    return path
+
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Keep the figures here, as JSON.", callback=_writable)
+]
 
 
 def overhead(changes: Changes = None, rounds: Rounds = 7, output: Output = None, as_json: AsJson = False) -> None:
@@ -139,13 +150,16 @@ def train(
       fivefold bench train job.toml --json
     """
     from fivefold.prove import bench_train
+    from fivefold.prove.contest import llama
 
     if against not in ("none", "hf"):
         raise UserError(f"--against {against} is not a choice; known: none, hf")
     if steps < 1:
         raise UserError(f"--steps {steps} must be at least 1")
     job = bench_train.job_of(words)
-    systems = ["fivefold", *(["Hugging Face, compiled"] if against == "hf" else [])]
+    if against == "hf" and not llama(job):
+        raise UserError(f"--against hf: Hugging Face's Llama is another model than {job.model.name}")
+    systems = ["fivefold", *(["Hugging Face"] if against == "hf" else [])]
     with Console(stderr=True, highlight=False).status("") as status:
         timed = []
         for system in systems:
@@ -163,8 +177,9 @@ def train(
 
 
 def _measured(contest: "Contest") -> "Result":
-    from fivefold.prove.contest import measure
+    from fivefold.prove.contest import check, measure
 
+    check(contest)
     with Console(stderr=True, highlight=False).status(
         f"{len(contest.systems)} systems, {contest.rounds} rounds in turns, up to {contest.world} ranks"
     ):
@@ -183,12 +198,12 @@ def _tell(contest: "Contest", result: "Result", output: Path | None, as_json: bo
     console = Console(highlight=False)
     console.print(_words(contest, result))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("system", "step", "fastest", "slowest", "of its single process", "of the bare loop", "first loss"):
+    for heading in ("system", "step", "fastest", "slowest", "of its single", "of the bare loop", "first loss"):
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for line in lines:
         times = (f"{line[key]:.3f} s" for key in ("seconds", "fastest", "slowest"))
         ratios = ("" if line[key] is None else f"{line[key]:.3f}" for key in ("of_its_single", "of_bare"))
-        table.add_row(line["system"], *times, *ratios, f"{line['first_loss']:.4f}")
+        table.add_row(line["system"], *times, *ratios, f"{line['losses'][0]:.4f}")
     console.print(table)
     _end(console, contest, result)
 
@@ -212,6 +227,7 @@ def _tell_scaling(
                 "efficiency": 1 / ratio / one.world,
                 "predicted_speed_up": words.get(text),
                 "agree": result.agree,
+                "rounds": result.seconds,
             }
         )
     shown = _head(contest, first) | {"bench": "scaling", "layouts": lines}
@@ -272,7 +288,8 @@ def _words(contest: "Contest", result: "Result") -> str:
 def _end(console: Console, contest: "Contest", result: "Result") -> None:
     how = "[green]agree[/]" if result.agree else "[bold red]differ[/]"
     spread = max(result.spread(system) for system in contest.systems)
-    console.print(f"first losses {how}; the slowest round of a system takes up to {spread:.2f} times its fastest")
+    noise = f"the slowest round of a system takes up to {spread:.2f} times its fastest"
+    console.print(f"the losses of the first two steps {how}; {noise}")
     if contest.world > result.cores:
         console.print(f"{contest.world} ranks share {result.cores} cores: no speed-up beyond that can be seen here")
 
@@ -282,8 +299,6 @@ def _keep(output: Path | None, shown: dict[str, Any]) -> None:
 
     if output is None:
         return
-    if not output.parent.is_dir():
-        raise UserError(f"--output {output}: there is no directory {output.parent}")
     command = " ".join(["fivefold", *sys.argv[1:]])
     output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
 

@@ -5,7 +5,7 @@
 
 Tensors are fake CPU ones. A fake GPU would need a CUDA build of torch, and its attention would fall to the kernel that
 stores all scores; on the CPU the flash kernel runs, and keeps what the GPU's keeps. Where CPU kernels keep something
-else than CUDA's for the backward pass, a stand-in keeps what CUDA's does; there is one such, the RMSNorm.
+else than CUDA's, a stand-in keeps what CUDA's does: the RMSNorm, and a product that is added to a float32 sum.
 """
 
 import functools

@@ -113,7 +113,8 @@ def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None
         raise UserError(f"--dtype {question.dtype} is none of float32, bfloat16, float64")
     if question.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {question.device} is none of auto, cpu, cuda")
-    train = msgspec.convert({"dtype": question.dtype, "device": question.device}, TrainConfig)
+    # Not compiled: every length of text is another shape.
+    train = msgspec.convert({"dtype": question.dtype, "device": question.device, "compile": "off"}, TrainConfig)
     job = Job(model=spec, layout=msgspec.structs.replace(layout, microbatches=1), train=train)
     return job, weights, words, directory
 

@@ -11,10 +11,17 @@ import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BACKEND = "inductor"
+_MOST = 512  # graphs of one function
 
 
 def compiled(function: Function) -> Function:
-    """Shapes are constants: a run has one shape of microbatch, and one more where it looks at held-out data."""
+    """Shapes are constants: a run has one shape of microbatch, and one more where it looks at held-out data.
+
+    Dropout has a key for each layer, and so a graph. Should a function ever need more graphs than that, it is an error:
+    PyTorch would run it uncompiled from then on, and say so in a log.
+    """
+    torch._dynamo.config.recompile_limit = _MOST
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=False, backend=BACKEND)  # type: ignore[return-value]
 
 

@@ -4,8 +4,9 @@
     dx = dy W      dy rounded to e5m2, which has the range of gradients
     dW = dy^T x
 
-Sums are float32 inside the products, and come out in bfloat16. Masters, norms, attention, the residual stream, the head
-and the loss stay as they are. What is kept for the backward pass is the rounded input: half the bytes.
+Sums are those of the tensor cores' fast mode, which has fewer bits than float32, and come out in bfloat16. Masters,
+norms, attention, the residual stream, the head and the loss stay as they are. What is kept for the backward pass is the
+rounded input: half the bytes.
 """
 
 from typing import Any

@@ -120,7 +120,8 @@ class HeadLoss(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         dx, dw = ctx.saved_tensors
-        dx, dw = dx * gradient.to(dx.dtype), dw.mul_(gradient.to(dw.dtype))
+        # One number in full precision: the products are rounded, and not it.
+        dx, dw = dx * gradient, dw.mul_(gradient)
         report = ctx.put_off() if ctx.put_off is not None else None
         if report is not None:
             report(dw)

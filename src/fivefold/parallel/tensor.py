@@ -37,7 +37,7 @@ from fivefold.parallel.collectives import (
 from fivefold.parallel.later import Deferral, Later, Target
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.vocabulary import SharedVocabulary
-from fivefold.sharding import TensorShard, chunk, kv_head, over_tp
+from fivefold.sharding import chunk, kv_head, over_tp
 from fivefold.spec import ModelSpec
 
 
@@ -48,19 +48,18 @@ class TensorParallel(Local):
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, later: Later | None = None):
         """With `later`, linears can put off the gradients of their weights."""
-        self._columns, self._rows = Columns.apply, Rows.apply
         self.spec, self.axis, self.sp, self.later = spec, mesh.tp, mesh.layout.sp, later
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
         self.table = over_tp(spec, mesh.layout)
-        self.shards: dict[tuple[nn.Module, str], TensorShard] = {}
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
 
     def adopt(self, model: nn.Module) -> None:
         """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
         if self.compiled and self.later is not None:
-            self._columns, self._rows = outside(Columns.apply), outside(Rows.apply)
+            # The names of what they put off, a layer's own, stay outside with them.
+            self.columns, self.rows = outside(self.columns), outside(self.rows)  # type: ignore[method-assign]
         assert self.axis.mesh is not None
         for name, whole in list(model.named_parameters()):
             shard = self.table[name]
@@ -75,12 +74,16 @@ class TensorParallel(Local):
                 local, self.axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
             )
             setattr(module, kind, nn.Parameter(weight))
-            self.shards[module, kind], self.names[module] = shard, owner
+            # On the module: a table by module would be another graph for every block that is compiled.
+            known: dict[str, tuple[bool, bool]] = getattr(module, "over_tp", {})
+            vars(module)["over_tp"] = known | {kind: (shard.dim is not None, shard.partial)}
+            self.names[module] = owner
 
     def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
         """This rank's part of a parameter; a gradient that is a summand says so, and whoever gathers it adds up."""
         parameter = getattr(module, kind)
-        declared = [Partial()] if self.shards[module, kind].partial else parameter.placements
+        _, partial = module.over_tp[kind]  # type: ignore[index]
+        declared = [Partial()] if partial else parameter.placements
         return parameter.to_local(grad_placements=declared)
 
     # ---- the residual stream -----------------------------------------------------------------------------------------
@@ -106,24 +109,25 @@ class TensorParallel(Local):
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [self._of_these_heads(linear, "weight") for linear in linears]
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
-        return self._columns(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
+        return Columns.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
     def _of_these_heads(self, linear: nn.Linear, kind: str) -> Tensor:
         """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
-        local = self.local(linear, kind)
-        return local if self.shards[linear, kind].dim is not None else local[self.kv_rows]
+        local, (split, _) = self.local(linear, kind), linear.over_tp[kind]  # type: ignore[index]
+        return local if split else local[self.kv_rows]
 
     def _deferral(self, *linears: nn.Linear) -> Deferral | None:
         if self.later is None:
             return None
         targets = []
         for linear in linears:
-            rows = self.kv_rows if self.shards[linear, "weight"].dim is None else None
+            split, _ = linear.over_tp["weight"]  # type: ignore[index]
+            rows = None if split else self.kv_rows
             targets.append(Target(f"{self.names[linear]}.weight", rows, linear.weight.shape[0]))
         return Deferral(self.later, tuple(targets))
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        y = self._rows(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
+        y = Rows.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
         return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
 
     # ---- the vocabulary ----------------------------------------------------------------------------------------------
@@ -155,12 +159,12 @@ class Split(Local):
     """On one tp rank: the linears of `Local`, to the bit, whose weights' gradients can be put off."""
 
     def __init__(self, later: Later):
-        self.later, self.axis, self._columns = later, Axis("tp"), Columns.apply
+        self.later, self.axis = later, Axis("tp")
         self.names: dict[nn.Module, str] = {}
 
     def adopt(self, model: nn.Module) -> None:
         if self.compiled:
-            self._columns = outside(Columns.apply)
+            self.columns = outside(self.columns)  # type: ignore[method-assign]
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
     def _deferral(self, *linears: nn.Linear) -> Deferral:
@@ -168,7 +172,7 @@ class Split(Local):
 
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return self._columns(self.axis, False, self._deferral(*linears), x, *weights, *biases)
+        return Columns.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return self.columns(x, linear)[0]

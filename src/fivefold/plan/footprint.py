@@ -101,16 +101,24 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     last = next((number for number in mine if case.stages[number].last), None)
     waiting = 0.0 if last is None else max(0, flying[last] - 1) * head_kept(spec, layout, stack, case.work.tokens)
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
-    outputs = sum(flying.values()) if layout.pp > 1 else 0
+    outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
     buffers = stack.bucket_bytes + (messages(layout) + outputs) * message(case)
     # Buckets are there from the start; without them, gradients are made by the first backward pass.
     unbucketed = shards * layout.replicate == 1 or layout.zero == 3
-    lazy = stack.lazy_gradients and layout.microbatches == 1 and layout.chunks == 1 and unbucketed
-    after = moments["a block's backward"]
+    lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and _one_way(layout, few, rank)
+    waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
+    after = moments["a block's backward"] + buffers + block.times(waits * len(stages[0].layers)).total
     found = Footprint(
         rank, state, block.times(layers)._replace(head=waiting), moment, transient, buffers, 0.0, lazy, after
     )
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
+
+
+def _one_way(layout: Layout, microbatches: int, rank: int) -> bool:
+    """Whether no forward pass follows the rank's first backward: the most is held before there are gradients."""
+    kinds = [action.kind for action in _orders(layout.schedule, layout.pp, microbatches, layout.chunks)[rank]]
+    first = next((place for place, kind in enumerate(kinds) if kind is not FORWARD), len(kinds))
+    return FORWARD not in kinds[first:]
 
 
 def messages(layout: Layout) -> int:
@@ -135,7 +143,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
     yield "a block's backward", again + passing + kept_ends + _gathered(case, work.block_parameters, block.total)
     if spec.vocab > 1 and last:
         block_left = work.block_parameters * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
-        around = 4.0 * spec.hidden * work.tokens + ends + block_left
+        around = 4.0 * spec.hidden * work.tokens / (layout.tp if layout.sp else 1) + ends + block_left
         yield "the loss", around + loss_held(spec, layout, stack, work.tokens)
         if layout.zero == 2 and layout.dp * layout.cp > 1:
             # Its sum is under way while the last block's backward makes the next.

@@ -80,14 +80,17 @@ def state(spec: ModelSpec, layout: Layout, dtype: str) -> State:
     )
 
 
-def state_of(spec: ModelSpec, layout: Layout, dtype: str, *, pp: int = 0, tp: int = 0, zero: int = 0) -> State:
+def state_of(
+    spec: ModelSpec, layout: Layout, dtype: str, *, pp: int = 0, tp: int = 0, zero: int = 0, seq: int | None = None
+) -> State:
     """What the rank at those places of the pp, tp and zero axes holds, to the byte.
 
+    Layers are dealt out to stages for sequences of `seq` tokens; of the model's context where it is not said.
     Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest.
     """
     compute, full = BYTES[dtype], wide_bytes(dtype)
     ranks = layout.dp // layout.replicate * layout.cp
-    every, mine = held(spec, layout, tp), _names(spec, layout)[pp]
+    every, mine = held(spec, layout, tp), _names(spec, layout, seq or spec.context)[pp]
     parts = [every[name] for name in mine]
     whole = sum(one.size for one in parts)
     owned = sum(len(one.share(ranks, zero)) * one.width for one in parts)
@@ -100,8 +103,8 @@ def state_of(spec: ModelSpec, layout: Layout, dtype: str, *, pp: int = 0, tp: in
     return State(compute * whole, full * gradients, (2 * full + master) * masters)
 
 
-def _names(spec: ModelSpec, layout: Layout) -> list[set[str]]:
+def _names(spec: ModelSpec, layout: Layout, seq: int) -> list[set[str]]:
     """By pipeline rank, the parameters that it holds; an embedding that both ends share on one rank is there once."""
-    stages = stages_of(spec, layout, spec.context)
+    stages = stages_of(spec, layout, seq)
     owners = placement(layout.schedule, layout.pp, layout.chunks)
     return [{name for stage in mine for name in stages[stage].names(spec)} for mine in owners.of_rank]

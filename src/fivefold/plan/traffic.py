@@ -132,10 +132,11 @@ def expected(
 
 
 def _numbers() -> Iterator[_Sent]:
-    """The loss over the ranks that have other tokens and to those without any, and the square of the gradient norm."""
+    """The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and
+    beside it whether a rank wants to stop."""
     yield "data", "all-reduce", 1, _SCALAR
     yield "pp", "all-reduce", 1, _SCALAR
-    yield "world", "all-reduce", 1, _SCALAR
+    yield "world", "all-reduce", 1, 2 * _SCALAR
 
 
 # ---- per microbatch --------------------------------------------------------------------------------------------------

@@ -76,13 +76,19 @@ class Against:
 PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
+def case_of(job: Job, cluster: Cluster) -> Case:
+    """The job, as the planner asks."""
+    precision = PRECISION[job.train.dtype]
+    stack = FIVEFOLD.computing_in(precision)
+    return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
+
+
 def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
     """The planner's word on the rank that was run."""
     seat, layout, seq, batch = Seat.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
-    precision = PRECISION[job.train.dtype]
-    case = Case(job.model, layout, cluster, seq, batch, precision, FIVEFOLD.computing_in(precision))
+    case = case_of(job, cluster)
     room = footprint_of(case, seat.pp)
-    state = state_of(job.model, layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero)
+    state = state_of(job.model, layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero, seq=seq)
     flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp)
     late = room.lazy and room.gradients > 0  # the peak is where all gradients are, and little else
     working = room.after if late else room.working

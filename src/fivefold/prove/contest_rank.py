@@ -155,7 +155,7 @@ class DataParallel(Loop):
 
 
 class Sharded(Loop):
-    """FSDP2, a block at a time; gradients are reduced with every microbatch, as they have to be to stay sharded."""
+    """FSDP2, a block at a time; gradients are reduced with every microbatch, as ours are: so they stay sharded."""
 
     def __init__(self, job: Job, state: State, part: Part):
         model, mesh = plain(job, state), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -235,7 +235,8 @@ def run(rank: Rank, contest: Contest) -> Result:
         rank.join("gloo")
     batch, state = make_batch(contest.job), weights(contest.job)
     systems = {name: made for name in contest.systems if (made := build(contest, name, state, batch)) is not None}
-    losses = {name: _loss(systems.get(name)) for name in contest.systems}  # the first step is also the warm-up
+    # The first two steps are also the warm-up.
+    losses = {name: [_loss(systems.get(name)) for _ in range(2)] for name in contest.systems}
     seconds: dict[str, list[float]] = {name: [] for name in contest.systems}
     for number in range(contest.rounds):
         for name in contest.systems[:: -1 if number % 2 else 1]:  # what drifts meets first and last alike

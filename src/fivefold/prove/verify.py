@@ -85,7 +85,9 @@ def holdings(job: Job) -> list[dict[str, float]]:
     live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
     forms = {}
     for seat in set(seats):
-        state = state_of(job.model, job.layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero)
+        state = state_of(
+            job.model, job.layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero, seq=job.data.seq
+        )
         sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
         forms[seat] = sizes | {"microbatches in flight": live[seat.pp]}
     return [forms[seat] for seat in seats]

@@ -104,6 +104,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         t, layout, model = self.train, self.layout, self.model
         widths = {"hidden": model.hidden, "ffn": model.ffn, "heads x head_dim": model.heads * model.head_dim}
         widths["kv_heads x head_dim"] = model.kv_heads * model.head_dim
+        tokens = t.batch // max(1, layout.dp * layout.microbatches) * self.data.seq // max(1, layout.cp)
+        widths["tokens of a microbatch on a rank"] = tokens
         odd = [f"{name}={width}" for name, width in widths.items() if width % 16]
         splits = layout.pp > 1 and layout.schedule in SPLIT
         return [

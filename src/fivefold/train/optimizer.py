@@ -48,7 +48,7 @@ class Optimizer:
         else:
             square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.world.size > 1:
-            sums = square[None] if wish is None else torch.stack((square, wish))
+            sums = torch.stack((square, torch.zeros_like(square) if wish is None else wish))
             dist.all_reduce(sums, group=self.mesh.world.group)
             square = sums[0]
             if wish is not None:
