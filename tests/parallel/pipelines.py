@@ -108,7 +108,7 @@ def run(case: Job, mesh: Mesh, batch: Batch | None = None) -> Run:
     watched.engine = engine
     for model in engine.stages.values():
         for number, block in model.layers.items():
-            block.register_forward_pre_hook(counting(blocks, number))
+            block.attention_norm.register_forward_pre_hook(counting(blocks, number))
     batch = batch or make_batch(case, 0)
     loss = engine.accumulate(batch).item()
     gradients = {name: gradient.clone() for name, gradient in gradients_of(engine).items()}

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from fivefold.layout import Layout
 from fivefold.model.decoder import Decoder
+from fivefold.model.head import Aim
 from fivefold.model.init import initialise
-from fivefold.model.loss import loss_sum
 from fivefold.model.place import Place
 from fivefold.parallel.mesh import Mesh
 from fivefold.prove.batches import make_batch
@@ -32,7 +32,7 @@ def one_by_one(case: Job) -> dict[str, list[Tensor]]:
         )
         place = Place(Place.of(tokens).positions, samples, tokens.shape[1], documents)
         model.zero_grad()
-        (loss_sum(model(tokens, place), targets, mask) / batch.loss_tokens).backward()
+        (model(tokens, place, Aim(targets, mask)) / batch.loss_tokens).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             found[name].append(parameter.grad.clone())

@@ -33,13 +33,13 @@ def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.d
 
 
 def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
-    """`narrow`: bytes of a weight in the compute dtype. The norm is one number in float64."""
+    """`narrow`: bytes of a weight in the compute dtype. The norm is a float64, with one beside it."""
     parts, m = layout.dp, layout.microbatches
     groups = buckets(held(spec, layout).values(), MINIMUM)
     calls, padded = len(groups), sum(group.padded(parts) for group in groups)
     if layout.zero == 0:
-        return {("dp", "all-reduce"): (calls + 1, sum(group.size() for group in groups) * WIDE + 8)}
-    norm: Rows = {("dp", "all-reduce"): (1, 8)}
+        return {("dp", "all-reduce"): (calls + 1, sum(group.size() for group in groups) * WIDE + 16)}
+    norm: Rows = {("dp", "all-reduce"): (1, 16)}
     if layout.zero < 3:
         reductions = m if layout.zero == 2 else 1
         scatter = ("dp", "reduce-scatter"), (calls * reductions, padded * WIDE * reductions)
