@@ -53,7 +53,7 @@ class Asleep(nn.Module):
         self.verbs = SimpleNamespace(residual=lambda place: place)
         self.weight = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: Place, aim: Any = None) -> Tensor:
         if self.stage.first:
             x = torch.zeros(*x.shape, HIDDEN)
         return _Nap.apply(x, self.weight, self.naps, self.later)
