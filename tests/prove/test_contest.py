@@ -1,12 +1,14 @@
 """Contests of speed: that all systems compute the same, and that bad wishes get a sentence. Not how fast they are."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.errors import UserError
+from fivefold.prove import bench_train
 from fivefold.prove.contest import Contest, base_job, check, layout_of
 from fivefold.prove.scaling import layouts, predicted
 
@@ -43,7 +45,9 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word() -> None:
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "pp=2"]
-    assert all(line["agree"] and line["predicted_speed_up"] > 0 for line in lines)
+    assert all(line["predicted_speed_up"] > 0 for line in lines)
+    assert [run["ranks"] for run in found["runs"]] == [2]  # layouts of as many ranks share one process's steps
+    assert all(run["agree"] for run in found["runs"])
 
 
 def test_layouts_that_do_not_fit_are_left_out() -> None:
@@ -75,6 +79,9 @@ def test_a_contest_has_one_world() -> None:
         ("peers optimizer.clip=0", "all systems clip"),
         ("overhead -o /nowhere/at/all.json", "there is no directory /nowhere/at"),
         ("train tiny-qwen3 --against hf", "another model than tiny-qwen3"),
+        ("train tiny --rounds 0", "--rounds 0 must be at least 1"),
+        ("train tiny train.fp8=true --against fp8", "leave one of the two out"),
+        ("train tiny train.dtype=float32 --against fp8", "fivefold, 8-bit products: train.fp8=true rounds from"),
         ("train tiny --steps 0", "--steps 0 must be at least 1"),
         ("train tiny train.batch=0", "train.batch=0 must be at least 1"),
     ],
@@ -85,10 +92,32 @@ def test_bad_wishes_get_a_sentence(words: str, sentence: str) -> None:
     assert sentence in str(result.exception)
 
 
-def test_a_jobs_steps_are_timed() -> None:
-    line = "bench train tiny data.seq=32 train.batch=2 train.dtype=float32 --steps 2 --against hf --json"
-    result = CliRunner().invoke(app, line.split())
+def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: Path) -> None:
+    line = f"bench train tiny data.seq=32 train.batch=2 train.dtype=float32 run.dir={tmp_path} --steps 2 --against hf"
+    result = CliRunner().invoke(app, [*line.split(), "--rounds", "1", "--checkpoint", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert [one["system"] for one in found["systems"]] == ["fivefold", "Hugging Face"]
-    assert all(len(one["seconds"]) == 2 and one["memory"] > 0 for one in found["systems"])
+    turns = [one["turns"] for one in found["systems"]]
+    assert all(len(turn["seconds"]) == 2 and turn["memory"] > 0 for (turn,) in turns)
+    saved = turns[0][0]["saved"]
+    assert saved["bytes"] > 12 * found["parameters"]  # the master and two moments, in float32
+    assert saved["snapshot"] > 0
+    assert saved["writing"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.Timed:
+    return bench_train.Timed("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 0, {}, "", saved)
+
+
+def test_of_turns_every_rounds_own_ratio_counts() -> None:
+    saved = bench_train.Saved(bytes=12, snapshot=1.0, writing=9.0, lost=2.0)
+    job = bench_train.job_of(["tiny", "checkpoint.every=4"])
+    turns = {"fivefold": [turn(1.0, 1.0, 9.0, saved=saved), turn(2.0)], "Hugging Face": [turn(2.0), turn(6.0)]}
+    result = bench_train.Result(job, turns)
+    assert result.step("fivefold") == 1.5
+    assert result.faster("Hugging Face") == pytest.approx((1 / 2 + 2 / 6) / 2)
+    assert result.with_checkpoints(saved) == 2.0
+    flops = job.train.batch * job.data.seq * job.model.flops_per_token(job.data.seq)
+    assert result.mfu(1.5) == pytest.approx(flops / 1.5 / 989e12, rel=1e-2)

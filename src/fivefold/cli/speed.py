@@ -1,12 +1,12 @@
 """`fivefold bench overhead | peers | scaling | train`: this code's speed, beside others' and beside its limits."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fivefold.errors import UserError
 
@@ -47,7 +47,7 @@ def overhead(changes: Changes = None, rounds: Rounds = 7, output: Output = None,
     from fivefold.prove.contest import ALONE, OURS, Contest, base_job
 
     contest = Contest(base_job(changes or []), (ALONE[0], OURS, ALONE[1]), rounds)
-    _tell(contest, _measured(contest), output, as_json, "overhead")
+    _compare(contest, output, as_json, "overhead")
 
 
 def peers(
@@ -89,7 +89,7 @@ def peers(
         if one in PEERS:
             systems.append(f"{PEERS[one]} {ours[one][0]}")
     contest = Contest(base_job(changes or []), tuple(systems), rounds)
-    _tell(contest, _measured(contest), output, as_json, "peers")
+    _compare(contest, output, as_json, "peers")
 
 
 def scaling(
@@ -114,193 +114,99 @@ def scaling(
 
       fivefold calibrate --device cpu -o cpu.toml && fivefold bench scaling --ranks 16 --accelerator cpu.toml
     """
-    from fivefold.prove.contest import OURS, Contest, base_job
-    from fivefold.prove.scaling import layouts, predicted
+    from fivefold.prove import contest_report
+    from fivefold.prove.contest import base_job
+    from fivefold.prove.scaling import contests, layouts, predicted, rows
 
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     job = base_job([f"train.batch={batch}", *(changes or [])], microbatches=batch)
     chosen = layouts(job, ranks, [one.strip() for one in only.split(",") if one.strip()])
-    words = predicted(job, chosen, accelerator) if accelerator else {}
-    # Each beside one process, in a run of its own: the groups of a world are made by all of its ranks.
-    found = [(contest := Contest(job, (OURS, f"{OURS} {one}"), rounds), _measured(contest)) for one in chosen]
-    _tell_scaling(found, words, output, as_json)
+    said = predicted(job, chosen, accelerator) if accelerator else {}
+    found = _measured(*contests(job, chosen, rounds))
+    lines = rows(found, chosen, said)
+    if _told({"bench": "scaling"} | contest_report.scaling_json(found, lines), output, as_json):
+        contest_report.report_scaling(Console(highlight=False), found, lines, bool(said))
 
 
 def train(
     words: Annotated[list[str], typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train.")],
     against: Annotated[
-        str, typer.Option(help="hf: Hugging Face transformers, compiled, in the same precision; none.")
+        str,
+        typer.Option(
+            help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit products), eager (not compiled), "
+            "with commas."
+        ),
     ] = "none",
-    steps: Annotated[int, typer.Option(help="Timed steps; medians are shown.")] = 10,
+    steps: Annotated[int, typer.Option(help="Timed steps of a turn; medians are shown.")] = 10,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each system; 2, or 1 if there is one only.")] = None,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Save one beside the steps, too, and show what they lose to it.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Time the trainer's own steps on this device: tokens/s, MFU (attention counted full), peak memory.
 
-    Tokens are made up; everything else is a training step, metrics and all.
+    Tokens are made up; the rest is `fivefold train`, data, metrics and all.
+    Systems take turns, each turn in a process of its own.
     train.deterministic=false unless it is asked for.
 
     [dim]Examples:[/]
 
-      fivefold bench train llama3-8b model.layers=12 train.batch=2 data.seq=8192 --against hf
+      fivefold bench train llama3-8b model.layers=12 train.batch=2 data.seq=8192 --against hf,fp8
 
-      fivefold bench train llama3.2-3b train.batch=4 data.seq=8192 train.fp8=true
+      fivefold bench train llama3.2-3b train.batch=4 data.seq=8192 --checkpoint
 
       fivefold bench train job.toml --json
     """
     from fivefold.prove import bench_train
-    from fivefold.prove.contest import llama
 
-    if against not in ("none", "hf"):
-        raise UserError(f"--against {against} is not a choice; known: none, hf")
-    if steps < 1:
-        raise UserError(f"--steps {steps} must be at least 1")
     job = bench_train.job_of(words)
-    if against == "hf" and not llama(job):
-        raise UserError(f"--against hf: Hugging Face's Llama is another model than {job.model.name}")
-    systems = ["fivefold", *(["Hugging Face"] if against == "hf" else [])]
+    contestants = bench_train.systems(job, against)
+    turns = (2 if len(contestants) > 1 else 1) if rounds is None else rounds
+    for name, number in (("steps", steps), ("rounds", turns)):
+        if number < 1:
+            raise UserError(f"--{name} {number} must be at least 1")
     with Console(stderr=True, highlight=False).status("") as status:
-        timed = []
-        for system in systems:
-            status.update(f"{system}: compiles, warms up, and takes {steps} steps")
-            timed.append(bench_train.measure(job, system, steps))
-    shown = bench_train.as_json(job, timed)
-    _keep(output, shown)
-    if as_json:
-        typer.echo(json.dumps(shown))
-        return
-    bench_train.report(Console(highlight=False), job, timed)
+        result = bench_train.measure(contestants, steps, turns, checkpoint, status.update)
+    if _told(bench_train.as_json(result), output, as_json):
+        bench_train.report(Console(highlight=False), result)
 
 
-# ---- showing -----------------------------------------------------------------------------------------------------
+# ---- measuring and showing -------------------------------------------------------------------------------------------
 
 
-def _measured(contest: "Contest") -> "Result":
+def _measured(*contests: "Contest") -> "list[tuple[Contest, Result]]":
     from fivefold.prove.contest import check, measure
 
-    check(contest)
-    with Console(stderr=True, highlight=False).status(
-        f"{len(contest.systems)} systems, {contest.rounds} rounds in turns, up to {contest.world} ranks"
-    ):
-        return measure(contest)
+    for contest in contests:  # all of them before the first process starts
+        check(contest)
+    found = []
+    with Console(stderr=True, highlight=False).status("") as status:
+        for contest in contests:
+            systems = f"{len(contest.systems)} systems, {contest.rounds} rounds in turns"
+            status.update(f"{systems}, up to {contest.world} ranks")
+            found.append((contest, measure(contest)))
+    return found
 
 
-def _tell(contest: "Contest", result: "Result", output: Path | None, as_json: bool, name: str) -> None:
-    from fivefold.prove.contest import rows
+def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) -> None:
+    from fivefold.prove import contest_report
 
-    lines = rows(result)
-    shown = _head(contest, result) | {"bench": name, "agree": result.agree, "systems": lines}
-    _keep(output, shown)
+    ((_, result),) = _measured(contest)
+    if _told({"bench": name} | contest_report.as_json(contest, result), output, as_json):
+        contest_report.report(Console(highlight=False), contest, result)
+
+
+def _told(shown: dict[str, Any], output: Path | None, as_json: bool) -> bool:
+    """Kept in a file, and said to scripts; whether people are still to be told."""
+    if output is not None:
+        command = " ".join(["fivefold", *sys.argv[1:]])
+        output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(shown))
-        return
-    console = Console(highlight=False)
-    console.print(_words(contest, result))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("system", "step", "fastest", "slowest", "of its single", "of the bare loop", "first loss"):
-        table.add_column(heading, justify="left" if heading == "system" else "right")
-    for line in lines:
-        times = (f"{line[key]:.3f} s" for key in ("seconds", "fastest", "slowest"))
-        ratios = ("" if line[key] is None else f"{line[key]:.3f}" for key in ("of_its_single", "of_bare"))
-        table.add_row(line["system"], *times, *ratios, f"{line['losses'][0]:.4f}")
-    console.print(table)
-    _end(console, contest, result)
-
-
-def _tell_scaling(
-    found: "list[tuple[Contest, Result]]", words: dict[str, float], output: Path | None, as_json: bool
-) -> None:
-    from fivefold.prove.contest import OURS
-
-    contest, first = found[0]
-    lines: list[dict[str, Any]] = []
-    for one, result in found:
-        text, ratio = one.systems[1].removeprefix(OURS).strip(), result.ratio(one.systems[1], OURS)
-        lines.append(
-            {
-                "layout": text,
-                "ranks": one.world,
-                "one_process_seconds": result.median(OURS),
-                "seconds": result.median(one.systems[1]),
-                "speed_up": 1 / ratio,
-                "efficiency": 1 / ratio / one.world,
-                "predicted_speed_up": words.get(text),
-                "agree": result.agree,
-                "rounds": result.seconds,
-            }
-        )
-    shown = _head(contest, first) | {"bench": "scaling", "layouts": lines}
-    _keep(output, shown)
-    if as_json:
-        typer.echo(json.dumps(shown))
-        return
-    console = Console(highlight=False)
-    console.print(_words(contest, first))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in (
-        "layout",
-        "ranks",
-        "one process",
-        "step",
-        "speed-up",
-        "efficiency",
-        *(["simulated"] if words else []),
-    ):
-        table.add_column(heading, justify="left" if heading == "layout" else "right")
-    for line in lines:
-        said = line["predicted_speed_up"]
-        cells = [f"{line[key]:.3f} s" for key in ("one_process_seconds", "seconds")]
-        cells += [f"{line['speed_up']:.2f}", f"{line['efficiency']:.0%}"]
-        cells += [] if not words else ["" if said is None else f"{said:.2f}"]
-        table.add_row(str(line["layout"]), str(line["ranks"]), *cells)
-    console.print(table)
-    for one, result in found:
-        if not result.agree or one.world > result.cores:
-            _end(console, one, result)
-
-
-def _head(contest: "Contest", result: "Result") -> dict[str, Any]:
-    job = contest.job
-    return {
-        "parameters": job.model.parameter_count,
-        "seq": job.data.seq,
-        "batch": job.train.batch,
-        "microbatches": job.layout.microbatches,
-        "dtype": job.train.dtype,
-        "rounds": contest.rounds,
-        "threads_per_rank": contest.threads,
-        "cores": result.cores,
-        "machine": result.machine,
-        "torch": result.version,
-        "seconds": result.seconds,
-    }
-
-
-def _words(contest: "Contest", result: "Result") -> str:
-    job = contest.job
-    size = f"{job.model.layers} layers of {job.model.hidden}, {job.model.parameter_count / 1e6:.1f}M parameters"
-    batch = f"{job.layout.microbatches} microbatches of {job.train.batch // job.layout.microbatches} x {job.data.seq}"
-    machine = f"torch {result.version}, {result.cores} cores of {result.machine}, {contest.threads} thread a rank"
-    return f"{size}; {batch} tokens, {job.train.dtype}, AdamW\n{machine}; {contest.rounds} rounds in turns, medians"
-
-
-def _end(console: Console, contest: "Contest", result: "Result") -> None:
-    how = "[green]agree[/]" if result.agree else "[bold red]differ[/]"
-    spread = max(result.spread(system) for system in contest.systems)
-    noise = f"the slowest round of a system takes up to {spread:.2f} times its fastest"
-    console.print(f"the losses of the first two steps {how}; {noise}")
-    if contest.world > result.cores:
-        console.print(f"{contest.world} ranks share {result.cores} cores: no speed-up beyond that can be seen here")
-
-
-def _keep(output: Path | None, shown: dict[str, Any]) -> None:
-    import sys
-
-    if output is None:
-        return
-    command = " ".join(["fivefold", *sys.argv[1:]])
-    output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
+    return not as_json
 
 
 COMMANDS = (

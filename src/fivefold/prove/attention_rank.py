@@ -1,6 +1,5 @@
 """One rank of the lab: the attention block alone and together, in turns, so that both meet the same noise."""
 
-import os
 import statistics
 import time
 
@@ -17,7 +16,7 @@ from fivefold.parallel.tensor import TensorParallel
 from fivefold.parallel.verbs import verbs_of
 from fivefold.parallel.whole import whole
 from fivefold.prove.attention import ASKED, Result, Shape
-from fivefold.prove.ranks import Rank
+from fivefold.prove.ranks import Rank, cores
 from fivefold.train.device import DTYPES
 
 
@@ -86,5 +85,5 @@ def run(rank: Rank, shape: Shape) -> Result | None:
         close=all(torch.allclose(got[name], one, rtol=ASKED, atol=ASKED) for name, one in want.items()),
         alone=statistics.median(times["alone"]),
         together=statistics.median(times["together"]),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
     )

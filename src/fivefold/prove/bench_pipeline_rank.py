@@ -1,6 +1,5 @@
 """One rank of the pipeline's benchmark: contenders take the same step in turns, so that all meet the same noise."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,10 +7,9 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from fivefold.data.batch import Batch
@@ -22,8 +20,10 @@ from fivefold.model.place import Place
 from fivefold.parallel.channels import Channels
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.whole import whole
+from fivefold.prove.batches import plain_batch
 from fivefold.prove.bench_pipeline import SCHEDULES, Result, Shape
-from fivefold.prove.ranks import Rank
+from fivefold.prove.placed import Placed
+from fivefold.prove.ranks import Rank, cores
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedule.catalogue import placement
 from fivefold.schedule.costs import Costs
@@ -106,7 +106,7 @@ class Torchs:
         stages, owner = stages_of(spec, layout, shape.seq), placement(schedule, shape.pp).owner
         place = Place.of(torch.zeros(shape.batch // shape.microbatches, shape.seq, dtype=torch.int64))
         self.modules = [
-            Part(Decoder(spec, stage=stage), place) for stage in stages if owner[stage.index] == mesh.pp.rank
+            Placed(Decoder(spec, stage=stage), place) for stage in stages if owner[stage.index] == mesh.pp.rank
         ]
         weights = like.state_dict()
         for module in self.modules:
@@ -141,21 +141,10 @@ class Torchs:
             module.zero_grad(set_to_none=True)
 
 
-class Part(nn.Module):
-    """A stage that knows where its tokens stand: torch's stages pass tensors only."""
-
-    def __init__(self, decoder: Decoder, place: Place):
-        super().__init__()
-        self.decoder, self.place = decoder, place
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(x, self.place)
-
-
 def run(rank: Rank, shape: Shape) -> Result:
     torch.set_num_threads(1)
     rank.join("gloo")
-    batch = make_batch(shape)
+    batch = plain_batch(shape.spec.vocab, shape.batch, shape.seq)
     alone = Ours(shape, batch)
     ours = {name: Ours(shape, batch, name) for name in SCHEDULES}
     mesh = ours["1f1b"].engine.mesh
@@ -177,15 +166,9 @@ def run(rank: Rank, shape: Shape) -> Result:
         torch={name: seconds[f"torch {name}"] for name in SCHEDULES},
         bubbles={name: simulate(one.engine.schedule, _costs(one)).bubble_makespan for name, one in ours.items()},
         errors=errors,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         version=torch.__version__,
     )
-
-
-def make_batch(shape: Shape) -> Batch:
-    tokens = np.random.default_rng(0).integers(0, shape.spec.vocab, (shape.batch, shape.seq + 1))
-    mask = np.ones((shape.batch, shape.seq), bool)
-    return Batch(np.arange(shape.batch), tokens[:, :-1], tokens[:, 1:], mask, np.zeros(mask.shape, np.int32))
 
 
 def _time(contender: Contender, together: bool) -> float:

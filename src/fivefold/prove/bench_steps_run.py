@@ -5,11 +5,10 @@ from dataclasses import replace
 from statistics import median
 from typing import cast
 
-import numpy as np
 import torch
 
-from fivefold.data.batch import Batch
 from fivefold.parallel.mesh import Mesh
+from fivefold.prove.batches import plain_batch
 from fivefold.prove.bench_steps import Case, Timed
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
@@ -32,13 +31,6 @@ def job_of(case: Case, dtype: Dtype, steps: int) -> Job:
     )
 
 
-def made_up(case: Case, seed: int) -> Batch:
-    """Tokens from all of the vocabulary: few different ones would crowd the embedding's gradient."""
-    random, shape = np.random.default_rng(seed), (case.batch, case.seq)
-    tokens, targets = (random.integers(0, case.spec.vocab, shape) for _ in range(2))
-    return Batch(np.arange(case.batch), tokens, targets, np.ones(shape, bool), np.zeros(shape, np.int32))
-
-
 def run(rank: Rank, case: Case, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
     """The median time from one step's end to the next one's, with all that a trainer does in between."""
     device = choose_device(wanted)
@@ -55,7 +47,7 @@ def run(rank: Rank, case: Case, wanted: str, dtype: str, steps: int, warm: float
 
 def _steps(job: Job, case: Case, device: torch.device, warm: float) -> list[float]:
     trainer = Trainer(job, cast(Sources, None), Mesh.of(job.layout, device))  # batches come from here: it reads none
-    batches = [made_up(case, seed) for seed in range(2)]
+    batches = [plain_batch(case.spec.vocab, case.batch, case.seq, seed) for seed in range(2)]
     ends: list[float] = []
     start, timed = time.perf_counter(), 0
     while timed < job.train.steps - WARM:

@@ -1,35 +1,96 @@
-"""`fivefold bench train`: the trainer's own steps, timed; beside them Hugging Face transformers', compiled."""
+"""`fivefold bench train`: the trainer's own steps, timed; beside them others', in turns.
 
+Two systems seldom fit into a GPU's memory at once, so a turn is a process of its own, and turns go there and back.
+"""
+
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from msgspec import structs
 from rich.console import Console
-from rich.table import Table
 
 from fivefold.accelerators import find_accelerator
 from fivefold.errors import UserError
 from fivefold.prove import ranks
-from fivefold.train.config import CheckpointConfig, Job, read_job
-from fivefold.words import bytes_text
+from fivefold.prove.contest import llama
+from fivefold.prove.contest_report import columns
+from fivefold.train.config import Job, read_job
+from fivefold.words import bytes_text, did_you_mean, si
+
+CPU = "CPU"
+OURS, HUGGING_FACE = "fivefold", "Hugging Face"
+AGAINST = {"fp8": "fivefold, 8-bit products", "eager": "fivefold, eager", "hf": HUGGING_FACE}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in the middle of the steps."""
+
+    bytes: int
+    snapshot: float  # seconds until steps went on
+    writing: float  # seconds from there to its manifest
+    lost: float  # seconds by which the steps meanwhile were longer than usual, and the snapshot
 
 
 @dataclass(frozen=True)
 class Timed:
-    system: str
+    """One turn."""
+
     device: str
     torch: str
-    seconds: list[float]  # of each step
+    seconds: list[float]  # from one step's end to the next one's
     memory: int  # bytes at the peak
     first: float  # seconds of the first step, compilation and all
     graphs: int
     breaks: dict[str, int]
     parameters: str  # the dtypes of what is trained
+    saved: Saved | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The turns of each system, in the order they were taken."""
+
+    job: Job
+    turns: dict[str, list[Timed]]
+
+    def step(self, system: str) -> float:
+        return median(second for turn in self.turns[system] for second in turn.seconds)
+
+    def faster(self, system: str) -> float:
+        """Than the first system: the median of each round's own ratio."""
+        pairs = zip(self.turns[next(iter(self.turns))], self.turns[system], strict=True)
+        return median(median(theirs.seconds) / median(mine.seconds) for theirs, mine in pairs)
 
     @property
-    def median(self) -> float:
-        return median(self.seconds)
+    def peak(self) -> float | None:
+        """FLOP/s of the device in bf16 (or float32); 8-bit steps, too, are held against the bf16 peak."""
+        kind = "bf16" if self.job.train.dtype == "bfloat16" else "fp32"
+        if self.any.device == CPU:  # its entry in the catalogue is nominal
+            return None
+        try:
+            return find_accelerator(self.any.device).rate(kind)
+        except UserError:
+            return None
+
+    @property
+    def any(self) -> Timed:
+        return next(iter(self.turns.values()))[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.job.train.batch * self.job.data.seq
+
+    def mfu(self, seconds: float) -> float | None:
+        """Attention counted full."""
+        done = self.tokens * self.job.model.flops_per_token(self.job.data.seq)
+        return None if self.peak is None else done / seconds / self.peak
+
+    def with_checkpoints(self, saved: Saved) -> float:
+        """Seconds of a step, if every so many of them share what a checkpoint takes."""
+        return self.step(OURS) + saved.lost / max(1, self.job.checkpoint.every)
 
 
 def job_of(words: list[str]) -> Job:
@@ -40,56 +101,98 @@ def job_of(words: list[str]) -> Job:
     job = read_job(path, [*named, *([] if path else ["train.dtype=bfloat16"]), *changes])
     if not any(change.startswith("train.deterministic=") for change in changes):
         job = structs.replace(job, train=structs.replace(job.train, deterministic=False))
-    job = structs.replace(job, checkpoint=CheckpointConfig(save=False))
     if problems := job.problems(world=1):
         raise UserError(problems)
     return job
 
 
-def measure(job: Job, system: str, steps: int) -> Timed:
-    """In a process of its own: no system finds memory that another has left."""
-    return ranks.run(1, "fivefold.prove.bench_train_run:run", job, system, steps, timeout=1800)[0]
+def systems(job: Job, against: str) -> dict[str, Job]:
+    """What takes part, by name, and with which settings."""
+    wanted = [] if against == "none" else [word.strip() for word in against.split(",") if word.strip()]
+    if unknown := [word for word in wanted if word not in AGAINST]:
+        hint = did_you_mean(unknown[0], [*AGAINST, "none"])
+        raise UserError(f"--against {unknown[0]} is not a choice; {hint}")
+    if "hf" in wanted and not llama(job):
+        raise UserError(f"--against hf: Hugging Face's Llama is another model than {job.model.name}")
+    if "fp8" in wanted and job.train.fp8:
+        raise UserError("--against fp8: the job has train.fp8=true itself; leave one of the two out")
+    changed = {
+        "fp8": structs.replace(job.train, fp8=True),
+        "eager": structs.replace(job.train, compile="off"),
+        "hf": job.train,
+    }
+    found = {OURS: job} | {AGAINST[word]: structs.replace(job, train=changed[word]) for word in wanted}
+    if problems := [f"{name}: {one}" for name, its in found.items() for one in its.problems(world=1)]:
+        raise UserError(problems)
+    return found
 
 
-def as_json(job: Job, timed: list[Timed]) -> dict[str, Any]:
-    rows = [asdict(one) | {"step_seconds": one.median, "mfu": mfu(job, one)} for one in timed]
+def measure(contestants: dict[str, Job], steps: int, rounds: int, saves: bool, told: Callable[[str], None]) -> Result:
+    turns: dict[str, list[Timed]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        for name in list(contestants)[:: -1 if number % 2 else 1]:  # what drifts meets first and last alike
+            told(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
+            with_save = saves and number == 0 and name == OURS
+            function, job = "fivefold.prove.bench_train_run:run", contestants[name]
+            turns[name] += ranks.run(1, function, job, name == HUGGING_FACE, steps, with_save, timeout=1800)
+    return Result(contestants[OURS], turns)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    job = result.job
+    rows = [
+        {
+            "system": name,
+            "step_seconds": result.step(name),
+            "mfu": result.mfu(result.step(name)),
+            "faster": result.faster(name),
+            "turns": [asdict(turn) for turn in turns],
+        }
+        for name, turns in result.turns.items()
+    ]
     model = {"model": job.model.name, "layers": job.model.layers, "parameters": job.model.parameter_count}
     settings = {"seq": job.data.seq, "batch": job.train.batch, "layout": str(job.layout), "fp8": job.train.fp8}
-    return {"bench": "train", **model, **settings, "dtype": job.train.dtype, "systems": rows}
+    return {"bench": "train", **model, **settings, "dtype": job.train.dtype, "peak": result.peak, "systems": rows}
 
 
-def mfu(job: Job, one: Timed) -> float | None:
-    """Of the device's bf16 (or float32) peak, with attention counted full; an fp8 step, too, by the bf16 peak."""
-    try:
-        peak = find_accelerator(one.device).rate("bf16" if job.train.dtype == "bfloat16" else "fp32")
-    except UserError:
-        return None
-    tokens = job.train.batch * job.data.seq
-    return tokens * job.model.flops_per_token(job.data.seq) / one.median / peak
-
-
-def report(console: Console, job: Job, timed: list[Timed]) -> None:
-    tokens, model = job.train.batch * job.data.seq, job.model
+def report(console: Console, result: Result) -> None:
+    job, model = result.job, result.job.model
+    peak = f", peak {result.peak / 1e12:.0f} TFLOP/s" if result.peak else ""
     console.print(
-        f"{model.name}, {model.layers} layers, {model.parameter_count / 1e9:.2f}B parameters; {job.train.batch} x "
-        f"{job.data.seq} tokens, {job.train.dtype}{' with 8-bit products' if job.train.fp8 else ''}; "
-        f"{timed[0].device}, torch {timed[0].torch}"
+        f"{model.name}, {model.layers} layers, {si(model.parameter_count)} parameters; {job.train.batch} x "
+        f"{job.data.seq} tokens, {job.train.dtype}{' with 8-bit products' if job.train.fp8 else ''}\n"
+        f"{result.any.device}{peak}, torch {result.any.torch}; medians, turns of each: {len(result.turns[OURS])}"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("system", "trains", "step", "fastest", "slowest", "tokens/s", "MFU", "memory", "first step", "graphs"):
-        table.add_column(name, justify="left" if name in ("system", "trains") else "right")
-    for one in timed:
-        share = mfu(job, one)
-        table.add_row(
-            one.system,
-            one.parameters,
-            f"{1e3 * one.median:.1f} ms",
-            f"{1e3 * min(one.seconds):.1f}",
-            f"{1e3 * max(one.seconds):.1f}",
-            f"{tokens / one.median:,.0f}",
-            "" if share is None else f"{share:.1%}",
-            bytes_text(one.memory),
-            f"{one.first:.1f} s",
-            f"{one.graphs}, {sum(one.breaks.values()) or 'no'} breaks" if one.graphs else "eager",
-        )
-    console.print(table)
+    headings = ("system", "ms/step", "from", "to", "tokens/s", "MFU", "faster", "memory")
+    console.print(columns(headings, [_line(result, name) for name in result.turns]))
+    for name, turns in result.turns.items():
+        graphs, breaks = turns[-1].graphs, sum(turns[-1].breaks.values())
+        how = f"{graphs} graphs, {breaks or 'no'} breaks" if graphs else "eager"
+        console.print(f"{name}: {turns[-1].parameters}; {how}; first step {turns[0].first:.1f} s")
+    for turn in result.turns[OURS]:
+        if turn.saved is not None:
+            console.print(_checkpoint(result, turn.saved))
+
+
+def _line(result: Result, name: str) -> list[str]:
+    turns, step = result.turns[name], result.step(name)
+    every, share = [second for turn in turns for second in turn.seconds], result.mfu(step)
+    return [
+        name,
+        *(f"{1e3 * seconds:.1f}" for seconds in (step, min(every), max(every))),
+        f"{result.tokens / step:,.0f}",
+        "" if share is None else f"{share:.1%}",
+        f"{result.faster(name):.2f}x" if len(result.turns) > 1 else "",
+        bytes_text(max(turn.memory for turn in turns)),
+    ]
+
+
+def _checkpoint(result: Result, saved: Saved) -> str:
+    step, every = result.with_checkpoints(saved), max(1, result.job.checkpoint.every)
+    share = result.mfu(step)
+    mean = f"{1e3 * step:.1f} ms a step" + ("" if share is None else f", {share:.1%} MFU")
+    return (
+        f"a checkpoint of {bytes_text(saved.bytes)}: steps wait {saved.snapshot:.2f} s for the snapshot, its writing "
+        f"takes {saved.writing:.1f} s beside them; {saved.lost:.2f} s are lost in all, with one every {every} steps "
+        f"{mean}"
+    )

@@ -1,80 +1,175 @@
-"""The steps of `fivefold bench train`, in a process of their own."""
+"""One turn of `fivefold bench train`, in a process of its own."""
 
+import tempfile
 import time
-from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from pathlib import Path
+from statistics import median
 
-import numpy as np
 import torch
+from msgspec import structs
 from torch.nn import functional as F
 
-from fivefold.data.batch import Batch
+from fivefold.checkpoint.store import Store
+from fivefold.data.batch import Batch, read_batch
+from fivefold.data.prefetch import prefetch
+from fivefold.data.tokens import TokenStore
 from fivefold.hf_config import to_hf_config
 from fivefold.model.compiled import compilation
 from fivefold.parallel.mesh import Mesh
-from fivefold.prove.bench_train import Timed
+from fivefold.prove.batches import write_tokens
+from fivefold.prove.bench_train import CPU, Saved, Timed
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
+from fivefold.train.control import Control
 from fivefold.train.device import DTYPES, choose_device, make_repeatable, peak_memory
-from fivefold.train.loop import Trainer
+from fivefold.train.keeper import Checkpoints
+from fivefold.train.listeners import MetricsFile
+from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.preflight import Sources
+from fivefold.train.records import Evaluation, Step
 
 _WARM = 5  # steps: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
+_BATCHES = 4  # of different tokens
 
 
-def run(rank: Rank, job: Job, system: str, steps: int) -> Timed:
+def run(rank: Rank, job: Job, hugging_face: bool, steps: int, saves: bool) -> Timed:
     device = choose_device(job.train.device)
     make_repeatable(job.train)
-    batches = [_made_up(job, seed) for seed in range(2)]
-    step, kinds = (_ours if system == "fivefold" else _hugging_face)(job, device)
-    ends = [time.perf_counter()]
-    for number in range(_WARM + steps):
-        step(number, batches[number % 2])
-        ends.append(time.perf_counter())
-    times = [after - before for before, after in pairwise(ends)]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    graphs, breaks = compilation()
-    memory = peak_memory(device)
-    return Timed(system, name, str(torch.__version__), times[_WARM:], memory, times[0], graphs, breaks, kinds)
+    # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
+    job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
+    with tempfile.TemporaryDirectory(prefix="bench-train-", dir=_parent(job)) as name:
+        path, watch, saved = Path(name), Watch(_WARM + steps), None
+        sources = made_up(path / "tokens", job)
+        if hugging_face:
+            _hugging_face(job, sources, device, watch)
+        else:
+            saved = _ours(job, sources, device, watch, path, saves)
+    times, (graphs, breaks) = watch.times, compilation()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+    return Timed(
+        device=name,
+        torch=str(torch.__version__),
+        seconds=times[_WARM : watch.wanted],
+        memory=peak_memory(device),
+        first=times[0],
+        graphs=graphs,
+        breaks=breaks,
+        parameters=_kinds(job.train.dtype, hugging_face),
+        saved=saved,
+    )
 
 
-def _ours(job: Job, device: torch.device) -> tuple[Callable[[int, Batch], Any], str]:
-    trainer = Trainer(job, cast(Sources, None), Mesh.of(job.layout, device))  # batches come from here: it reads none
-    kinds = "bf16, float32 masters" if job.train.dtype == "bfloat16" else job.train.dtype
-    last = job.train.steps
-    return lambda number, batch: trainer.step(min(number + 1, last), batch), kinds
+def made_up(path: Path, job: Job) -> Sources:
+    path.mkdir()
+    write_tokens(path, job.model.vocab, _BATCHES * job.train.batch * job.data.seq + 1)
+    return Sources(TokenStore.open(path).split("train"), None, path)
 
 
-def _hugging_face(job: Job, device: torch.device) -> tuple[Callable[[int, Batch], Any], str]:
+def _parent(job: Job) -> Path:
+    """Where the run's own directory would be made: a checkpoint is to meet the same disk."""
+    parent = Path(job.run.dir).expanduser()
+    parent.mkdir(parents=True, exist_ok=True)
+    return parent
+
+
+def _kinds(dtype: str, hugging_face: bool) -> str:
+    if dtype != "bfloat16":
+        return dtype
+    return "bf16, no masters" if hugging_face else "bf16, float32 masters"
+
+
+def _ours(job: Job, sources: Sources, device: torch.device, watch: "Watch", path: Path, saves: bool) -> Saved | None:
+    """The loop of `fivefold train`, with its metrics; and if wished with a checkpoint."""
+    trainer = Trainer(job, sources, Mesh.of(job.layout, device))
+    metrics, keeper = MetricsFile(path / "metrics.jsonl"), Once(path, trainer, watch) if saves else None
+    trainer.stopping = keeper.written if keeper else watch.done
+    with suppress(Stopped):
+        trainer.run([metrics, watch], keeper=keeper)
+    metrics.close()
+    if keeper is None:
+        return None
+    return keeper.cost(watch.times[watch.wanted :], median(watch.times[_WARM : watch.wanted]))
+
+
+class Watch:
+    """A listener with a stopwatch."""
+
+    def __init__(self, wanted: int):
+        self.wanted, self.ends = wanted, [time.perf_counter()]
+
+    def on_step(self, record: Step) -> None:
+        self.tick()
+
+    def tick(self) -> None:
+        self.ends.append(time.perf_counter())
+
+    def on_evaluation(self, record: Evaluation) -> None: ...
+
+    def close(self) -> None: ...
+
+    def done(self) -> bool:
+        """Asked in the middle of a step, which counts."""
+        return len(self.ends) >= self.wanted
+
+    @property
+    def times(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.ends)]
+
+
+class Once(Checkpoints):
+    """One checkpoint, when the usual steps are over; steps go on until it is written."""
+
+    def __init__(self, path: Path, trainer: Trainer, watch: Watch):
+        super().__init__(Store(path / "checkpoints"), Control(trainer.mesh), trainer, lambda _: None)
+        self.watch, self.snapshot, self.begun = watch, 0.0, 0.0
+
+    def after(self, step: int, must: bool) -> None:
+        if step != self.watch.wanted:
+            return
+        start = time.perf_counter()
+        self.save(step)
+        self.begun = time.perf_counter()
+        self.snapshot = self.begun - start
+
+    def written(self) -> bool:
+        return self.begun > 0 and not self.saver.thread.is_alive()
+
+    def cost(self, beside: list[float], usual: float) -> Saved:
+        """Of the steps from the save on; the first of them has waited for the snapshot."""
+        self.saver.finish()
+        writing = time.perf_counter() - self.begun
+        size = sum(file.bytes for file in self.store.complete()[0].manifest.files)
+        return Saved(size, self.snapshot, writing, sum(beside) - len(beside) * usual)
+
+
+def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch) -> None:
     """As its users would: sdpa, compiled, fused AdamW, parameters in the compute dtype."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    settings = to_hf_config(job.model, "bfloat16") | {"attn_implementation": "sdpa", "use_cache": False}
+    settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
     config, dtype = LlamaConfig(**settings), DTYPES[job.train.dtype]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     called = torch.compile(model) if device.type == "cuda" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=job.optimizer.betas, fused=True)
+    size, data = job.train.batch, job.data
 
-    def step(number: int, batch: Batch) -> float:
-        total = 0.0
-        for part in batch.split(job.layout.microbatches):
-            tokens, targets = (torch.from_numpy(one).to(device) for one in (part.tokens, part.targets))
-            logits = called(tokens).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / batch.loss_tokens
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
+    def read(number: int) -> Batch:
+        return read_batch(sources.train, data.seq, data.seed, range(number * size, (number + 1) * size))
 
-    return step, f"{job.train.dtype.replace('bfloat16', 'bf16')}, no masters"
-
-
-def _made_up(job: Job, seed: int) -> Batch:
-    """Tokens from all of the vocabulary: few different ones would crowd the embedding's gradient."""
-    random, shape = np.random.default_rng(seed), (job.train.batch, job.data.seq)
-    tokens, targets = (random.integers(0, job.model.vocab, shape) for _ in range(2))
-    return Batch(np.arange(shape[0]), tokens, targets, np.ones(shape, bool), np.zeros(shape, np.int32))
+    with closing(prefetch(partial(read, number) for number in range(watch.wanted))) as batches:
+        for batch in batches:
+            total = 0.0
+            for part in batch.split(job.layout.microbatches):
+                tokens, targets = (torch.from_numpy(one).to(device) for one in (part.tokens, part.targets))
+                logits = called(tokens).logits.flatten(0, 1).float()
+                loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / batch.loss_tokens
+                loss.backward()
+                total += loss.item()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.tick()

@@ -1,14 +1,14 @@
 """Contests of speed: the same training step by several systems, in turns, in one run.
 
     contest = Contest(job, ("bare loop", "fivefold tp=2", "DTensor tp=2"), rounds=7)
-    measure(contest).rows()
+    rows(measure(contest))
 
 A step is all of it: forward and backward passes of every microbatch, the gradient norm, clipping, AdamW. Every system
 starts from the same weights and takes the same batch, and its first loss has to be that of the others: a system that
 computes something else is not faster. Between steps all ranks meet; a system of one process has the machine for itself.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -50,7 +50,6 @@ class Result:
     cores: int
     version: str  # of torch
     machine: str
-    notes: dict[str, str] = field(default_factory=dict)  # why a system did not take part
 
     def median(self, system: str) -> float:
         return median(self.seconds[system])

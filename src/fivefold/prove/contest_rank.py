@@ -1,6 +1,5 @@
 """One rank of a contest: every system that it is part of, a step of each in turns."""
 
-import os
 import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec import structs
@@ -29,8 +27,10 @@ from fivefold.model.hf import to_hf
 from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.parallel.mesh import Mesh
+from fivefold.prove.batches import plain_batch
 from fivefold.prove.contest import ALONE, OURS, Contest, Result, layout_of
-from fivefold.prove.ranks import Rank
+from fivefold.prove.placed import Placed
+from fivefold.prove.ranks import Rank, cores
 from fivefold.stages import stages_of
 from fivefold.train.config import Job
 from fivefold.train.engine import Engine
@@ -184,17 +184,6 @@ class TensorParallels(Loop):
         super().__init__(model, part, job)
 
 
-class Stage(nn.Module):
-    """A stage that knows where its tokens stand: torch's stages pass tensors only."""
-
-    def __init__(self, decoder: Decoder, place: Place):
-        super().__init__()
-        self.decoder, self.place = decoder, place
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(x, self.place)
-
-
 class Pipelined(Loop):
     """torch.distributed.pipelining's 1F1B, over the stages that Fivefold cuts."""
 
@@ -203,7 +192,7 @@ class Pipelined(Loop):
         stage = stages_of(job.model, layout, job.data.seq)[rank]
         decoder = Decoder(job.model, verbs=Called(), stage=stage)
         decoder.load_state_dict({name: state[name] for name in decoder.state_dict()})
-        module = Stage(decoder, Place.of(part.samples[0][0]))
+        module = Placed(decoder, Place.of(part.samples[0][0]))
         made = PipelineStage(module, rank, layout.pp, _CPU)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -233,7 +222,8 @@ def run(rank: Rank, contest: Contest) -> Result:
     torch.set_num_threads(contest.threads)
     if rank.world > 1:
         rank.join("gloo")
-    batch, state = make_batch(contest.job), weights(contest.job)
+    job = contest.job
+    batch, state = plain_batch(job.model.vocab, job.train.batch, job.data.seq), weights(job)
     systems = {name: made for name in contest.systems if (made := build(contest, name, state, batch)) is not None}
     # The first two steps are also the warm-up.
     losses = {name: [_loss(systems.get(name)) for _ in range(2)] for name in contest.systems}
@@ -241,8 +231,7 @@ def run(rank: Rank, contest: Contest) -> Result:
     for number in range(contest.rounds):
         for name in contest.systems[:: -1 if number % 2 else 1]:  # what drifts meets first and last alike
             seconds[name].append(_time(systems.get(name)))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Result(seconds, losses, cores, str(torch.__version__), f"{platform.machine()} {platform.system()}")
+    return Result(seconds, losses, cores(), str(torch.__version__), f"{platform.machine()} {platform.system()}")
 
 
 def build(contest: Contest, name: str, state: State, batch: Batch) -> System | None:
@@ -267,13 +256,6 @@ def weights(job: Job) -> State:
     """Those that every layout of the job starts from."""
     alone = Engine(structs.replace(job, layout=Layout()), Mesh.of(Layout(), _CPU))
     return {name: parameter.detach().clone() for name, parameter in alone.model.named_parameters()}
-
-
-def make_batch(job: Job) -> Batch:
-    shape = (job.train.batch, job.data.seq)
-    tokens = np.random.default_rng(0).integers(0, job.model.vocab, (shape[0], shape[1] + 1))
-    everywhere, one = np.ones(shape, bool), np.zeros(shape, np.int32)
-    return Batch(np.arange(shape[0]), tokens[:, :-1], tokens[:, 1:], everywhere, one)
 
 
 def _loss(system: System | None) -> float:

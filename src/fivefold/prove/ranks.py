@@ -209,6 +209,11 @@ def _live(rank: Rank, pipe: Connection, function: str, args: tuple[Any, ...]) ->
     threading.Event().wait()  # our sockets outlive the peers that still read from them, until the caller ends us
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def named(name: str) -> Callable[..., Any]:
     """The function that "module:function" names."""
     module, _, function = name.partition(":")

@@ -1,10 +1,14 @@
 """Which layouts `fivefold bench scaling` takes from one rank to many, and what the simulator says of them."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from fivefold.cluster import Cluster, Group
 from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.plan.stack import FIVEFOLD
 from fivefold.plan.time import Case, estimate
+from fivefold.prove.contest import OURS, Contest, Result, layout_of
 from fivefold.train.config import Job
 from fivefold.words import did_you_mean
 
@@ -27,12 +31,18 @@ def layouts(job: Job, most: int, wanted: list[str]) -> list[str]:
 
 
 def _problems(job: Job, text: str) -> list[str]:
-    layout = Layout.parse(text)
-    full = Layout.parse(f"{text},microbatches={max(1, job.layout.microbatches // layout.dp)}")
-    return full.problems(job.model, seq=job.data.seq, batch=job.train.batch)
+    return layout_of(job, text).problems(job.model, seq=job.data.seq, batch=job.train.batch)
 
 
-def predicted(job: Job, chosen: list[str], accelerator: str) -> dict[str, float]:
+def contests(job: Job, chosen: Sequence[str], rounds: int) -> list[Contest]:
+    """One for each number of ranks: all layouts of it, in turns with one process."""
+    by_world: dict[int, list[str]] = {}
+    for text in chosen:
+        by_world.setdefault(layout_of(job, text).world, []).append(f"{OURS} {text}")
+    return [Contest(job, (OURS, *systems), rounds) for _, systems in sorted(by_world.items())]
+
+
+def predicted(job: Job, chosen: Sequence[str], accelerator: str) -> dict[str, float]:
     """Speed-ups over one process, on that many of the accelerator in one machine."""
     device = Cluster.parse(accelerator).groups[0].accelerator
     stack = FIVEFOLD.computing_in("fp32")
@@ -41,10 +51,29 @@ def predicted(job: Job, chosen: list[str], accelerator: str) -> dict[str, float]
         cluster = Cluster((Group(1, layout.world, device),))
         return estimate(Case(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
 
-    alone = seconds(Layout(microbatches=job.layout.microbatches))
-    found = {}
+    alone = seconds(layout_of(job, OURS))
+    return {text: alone / seconds(layout_of(job, text)) for text in chosen}
+
+
+def rows(
+    found: Sequence[tuple[Contest, Result]], chosen: Sequence[str], said: dict[str, float]
+) -> list[dict[str, Any]]:
+    """A line for each layout, in the order that they were chosen in."""
+    by_layout = {system: (contest, result) for contest, result in found for system in contest.systems[1:]}
+    lines = []
     for text in chosen:
-        layout = Layout.parse(text)
-        full = Layout.parse(f"{text},microbatches={max(1, job.layout.microbatches // layout.dp)}")
-        found[text] = alone / seconds(full)
-    return found
+        system = f"{OURS} {text}"
+        contest, result = by_layout[system]
+        ratio = result.ratio(system, OURS)
+        lines.append(
+            {
+                "layout": text,
+                "ranks": contest.world,
+                "one_process_seconds": result.median(OURS),
+                "seconds": result.median(system),
+                "speed_up": 1 / ratio,
+                "efficiency": 1 / ratio / contest.world,
+                "predicted_speed_up": said.get(text),
+            }
+        )
+    return lines

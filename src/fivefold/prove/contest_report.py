@@ -1,0 +1,101 @@
+"""Contests of speed, for people and for scripts."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fivefold.prove.contest import Contest, Result, rows
+
+
+def columns(headings: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> Table:
+    """A plain table; the first `left` columns are words, the others numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < left else "right")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def as_json(contest: Contest, result: Result) -> dict[str, Any]:
+    return _machine(contest, result) | {
+        "agree": result.agree,
+        "seconds": result.seconds,
+        "systems": rows(result),
+    }
+
+
+def report(console: Console, contest: Contest, result: Result) -> None:
+    console.print(_words(contest, result))
+    headings = ("system", "step", "fastest", "slowest", "of its single", "of the bare loop", "first loss")
+    lines = [
+        (
+            line["system"],
+            *(f"{line[key]:.3f} s" for key in ("seconds", "fastest", "slowest")),
+            *("" if line[key] is None else f"{line[key]:.3f}" for key in ("of_its_single", "of_bare")),
+            f"{line['losses'][0]:.4f}",
+        )
+        for line in rows(result)
+    ]
+    console.print(columns(headings, lines))
+    _end(console, contest, result)
+
+
+def scaling_json(found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    runs = [{"ranks": one.world, "agree": result.agree, "seconds": result.seconds} for one, result in found]
+    return _machine(*found[0]) | {"layouts": lines, "runs": runs}
+
+
+def report_scaling(
+    console: Console, found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]], simulates: bool
+) -> None:
+    console.print(_words(*found[0]))
+    headings = ("layout", "ranks", "one process", "step", "speed-up", "efficiency")
+    cells = [
+        (
+            line["layout"],
+            str(line["ranks"]),
+            *(f"{line[key]:.3f} s" for key in ("one_process_seconds", "seconds")),
+            f"{line['speed_up']:.2f}",
+            f"{line['efficiency']:.0%}",
+            *([f"{line['predicted_speed_up']:.2f}"] if simulates else []),
+        )
+        for line in lines
+    ]
+    console.print(columns((*headings, *(["simulated"] if simulates else [])), cells))
+    _end(console, *max(found, key=lambda one: (not one[1].agree, one[0].world)))
+
+
+def _machine(contest: Contest, result: Result) -> dict[str, Any]:
+    job = contest.job
+    return {
+        "parameters": job.model.parameter_count,
+        "seq": job.data.seq,
+        "batch": job.train.batch,
+        "microbatches": job.layout.microbatches,
+        "dtype": job.train.dtype,
+        "rounds": contest.rounds,
+        "threads_per_rank": contest.threads,
+        "cores": result.cores,
+        "machine": result.machine,
+        "torch": result.version,
+    }
+
+
+def _words(contest: Contest, result: Result) -> str:
+    job = contest.job
+    size = f"{job.model.layers} layers of {job.model.hidden}, {job.model.parameter_count / 1e6:.1f}M parameters"
+    batch = f"{job.layout.microbatches} microbatches of {job.train.batch // job.layout.microbatches} x {job.data.seq}"
+    machine = f"torch {result.version}, {result.cores} cores of {result.machine}, {contest.threads} thread a rank"
+    return f"{size}; {batch} tokens, {job.train.dtype}, AdamW\n{machine}; {contest.rounds} rounds in turns, medians"
+
+
+def _end(console: Console, contest: Contest, result: Result) -> None:
+    how = "[green]agree[/]" if result.agree else "[bold red]differ[/]"
+    spread = max(result.spread(system) for system in contest.systems)
+    noise = f"the slowest round of a system takes up to {spread:.2f} times its fastest"
+    console.print(f"the losses of the first two steps {how}; {noise}")
+    if contest.world > result.cores:
+        console.print(f"{contest.world} ranks share {result.cores} cores: no speed-up beyond that can be seen here")
