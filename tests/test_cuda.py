@@ -10,6 +10,8 @@ from fivefold.data.corpus import stdlib_corpus
 from fivefold.model import random
 from fivefold.model.decoder import Decoder
 from fivefold.model.dropout import Dropout
+from fivefold.model.fp8 import fp8_linear
+from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
 from fivefold.model.place import Place
 from fivefold.parallel.mesh import Mesh
@@ -87,3 +89,66 @@ def test_a_float64_run_on_cuda_is_the_run_on_the_cpu(tmp_path: Path) -> None:
             steps.append(trainer.step(step, read()).loss)
         losses.append(steps)
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-qwen3", "tiny-gpt"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_blocks_compute_what_eager_ones_do(tmp_path: Path, model: str, recompute: str) -> None:
+    changes = [f"model={model}", f"data.path={stdlib_corpus(tmp_path)}", "train.dtype=float64", "train.batch=4"]
+    losses = []
+    for compile in ("off", "on"):
+        job = read_job(None, [*changes, f"layout.recompute={recompute}", f"train.compile={compile}", "train.steps=5"])
+        trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device("cuda")))
+        losses.append([trainer.step(step, read()).loss for step, read in enumerate(trainer.reads(), start=1)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+
+
+@pytest.mark.parametrize("size", [7, 1000, 4096 * 33])
+def test_the_kernel_of_adamw_is_torchs_adamw(size: int) -> None:
+    """Clipping by a half, five steps; and the rounded copy is the master's."""
+    from fivefold.train.fused import adamw
+
+    random = torch.Generator("cuda").manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(size, device="cuda", generator=random))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    rounded = torch.empty(size, device="cuda", dtype=torch.bfloat16)
+    group = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
+    reference = torch.optim.AdamW([theirs], fused=True, **group)  # type: ignore[arg-type]
+    moments = torch.zeros_like(ours.detach()), torch.zeros_like(ours.detach())
+    half = torch.tensor(0.5, device="cuda")
+    for step in range(1, 6):
+        ours.grad = torch.randn(size, device="cuda", generator=random)
+        theirs.grad = ours.grad * 0.5
+        with torch.no_grad():
+            adamw(ours, moments, half, rounded, group, step)
+        reference.step()
+    # Both round each of a handful of operations: an update of 1e-2 has some units in the last place of 1.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5 * 4 * torch.finfo(torch.float32).eps * 8)
+    torch.testing.assert_close(moments[0], reference.state[theirs]["exp_avg"], rtol=0, atol=1e-6)
+    assert torch.equal(rounded, ours.bfloat16())
+
+
+def test_8_bit_products_on_the_gpu_are_those_of_their_definition() -> None:
+    """The roundings are the same; what differs is the order of sums, and that they are kept in fewer bits."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 64, 256, generator=random), torch.randn(128, 256, generator=random)
+    slope = torch.randn(4, 64, 128, generator=random)
+    results = []
+    for device in ("cpu", "cuda"):
+        given = [one.to(device, torch.bfloat16).requires_grad_() for one in (x, weight)]
+        y = fp8_linear(given[0], given[1], None)
+        y.backward(slope.to(device, torch.bfloat16))
+        results.append([one.float().cpu() for one in (y, *(one.grad for one in given if one.grad is not None))])
+    for found, wanted in zip(results[1], results[0], strict=True):
+        assert (found - wanted).norm() / wanted.norm() < 2**-8  # the results themselves are rounded to bfloat16
+
+
+def test_sums_of_bf16_products_are_kept_in_float32() -> None:
+    random = torch.Generator("cuda").manual_seed(0)
+    slope, x = (torch.randn(512, n, device="cuda", generator=random).bfloat16() for n in (96, 64))
+    once = add_product(None, slope, x)
+    twice = add_product(once.clone(), slope, x)
+    exact = slope.double().T @ x.double()
+    assert once.dtype == torch.float32
+    assert (once - exact).norm() / exact.norm() < 1e-5
+    assert (twice - 2 * exact).norm() / exact.norm() < 2e-5

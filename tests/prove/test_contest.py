@@ -94,7 +94,7 @@ def test_bad_wishes_get_a_sentence(words: str, sentence: str) -> None:
 
 def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: Path) -> None:
     line = f"bench train tiny data.seq=32 train.batch=2 train.dtype=float32 run.dir={tmp_path} --steps 2 --against hf"
-    result = CliRunner().invoke(app, [*line.split(), "--rounds", "1", "--checkpoint", "--json"])
+    result = CliRunner().invoke(app, [*line.split(), "--rounds", "1", "--checkpoint", "--profile", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert [one["system"] for one in found["systems"]] == ["fivefold", "Hugging Face"]
@@ -104,6 +104,8 @@ def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: 
     assert saved["bytes"] > 12 * found["parameters"]  # the master and two moments, in float32
     assert saved["snapshot"] > 0
     assert saved["writing"] > 0
+    kinds = {one["kind"] for one in turns[0][0]["kernels"]}
+    assert {"products", "attention", "AdamW"} < kinds
     assert not list(tmp_path.iterdir())
 
 

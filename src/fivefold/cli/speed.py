@@ -143,6 +143,9 @@ def train(
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Save one beside the steps, too, and show what they lose to it.")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Show where a step's time goes, by kind of kernel.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
@@ -156,7 +159,7 @@ def train(
 
       fivefold bench train llama3-8b model.layers=12 train.batch=2 data.seq=8192 --against hf,fp8
 
-      fivefold bench train llama3.2-3b train.batch=4 data.seq=8192 --checkpoint
+      fivefold bench train llama3.2-3b train.batch=4 data.seq=8192 --checkpoint --profile
 
       fivefold bench train job.toml --json
     """
@@ -168,8 +171,9 @@ def train(
     for name, number in (("steps", steps), ("rounds", turns)):
         if number < 1:
             raise UserError(f"--{name} {number} must be at least 1")
+    more = bench_train.More(checkpoint, profile)
     with Console(stderr=True, highlight=False).status("") as status:
-        result = bench_train.measure(contestants, steps, turns, checkpoint, status.update)
+        result = bench_train.measure(contestants, steps, turns, more, status.update)
     if _told(bench_train.as_json(result), output, as_json):
         bench_train.report(Console(highlight=False), result)
 

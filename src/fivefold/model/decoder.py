@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-f
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,14 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.verbs.norm(self.mlp_norm, x)), place)
 
 
+class _Turned(NamedTuple):
+    """The last rotation, which the next microbatch at the same places takes, too."""
+
+    positions: Tensor
+    kept: torch.dtype
+    rotation: tuple[Tensor, Tensor]
+
+
 class Decoder(nn.Module):
     """Tokens [B, S] in, logits [B, S, V] out, or with an aim the sum of the losses.
 
@@ -144,9 +152,7 @@ class Decoder(nn.Module):
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = nn.Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
-        self._turned: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = (
-            None  # positions, and what came of them
-        )
+        self._turned: _Turned | None = None
 
     def forward(self, x: Tensor, place: Place | None = None, aim: Aim | None = None) -> Tensor:
         place = place or Place.of(x)
@@ -171,11 +177,11 @@ class Decoder(nn.Module):
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
-        kept, table = wide(dtype), self._rotations
-        if self._turned is not None and self._turned[0] is place.positions and self._turned[1] == kept:
-            return self._turned[2]
+        kept, table, last = wide(dtype), self._rotations, self._turned
+        if last is not None and last.positions is place.positions and last.kept == kept:
+            return last.rotation
         if table.shape[0] < place.length or table.dtype != kept or table.device != place.positions.device:
             self._rotations = table = rope.tables(self.spec, place.length).to(place.positions.device, kept)
         cos, sin = table[place.positions].unbind(2)
-        self._turned = (place.positions, kept, (cos[:, None], sin[:, None]))
-        return self._turned[2]
+        self._turned = _Turned(place.positions, kept, (cos[:, None], sin[:, None]))
+        return self._turned.rotation

@@ -4,12 +4,13 @@ Two systems seldom fit into a GPU's memory at once, so a turn is a process of it
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from msgspec import structs
 from rich.console import Console
+from rich.table import Table
 
 from fivefold.accelerators import find_accelerator
 from fivefold.errors import UserError
@@ -47,6 +48,15 @@ class Timed:
     breaks: dict[str, int]
     parameters: str  # the dtypes of what is trained
     saved: Saved | None = None
+    kernels: list[dict[str, Any]] = field(default_factory=list)  # name, kind, seconds and calls of a step
+
+
+@dataclass(frozen=True)
+class More:
+    """What else to measure, in the first turn of ours."""
+
+    checkpoint: bool = False
+    profile: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,14 +137,14 @@ def systems(job: Job, against: str) -> dict[str, Job]:
     return found
 
 
-def measure(contestants: dict[str, Job], steps: int, rounds: int, saves: bool, told: Callable[[str], None]) -> Result:
+def measure(contestants: dict[str, Job], steps: int, rounds: int, more: More, told: Callable[[str], None]) -> Result:
     turns: dict[str, list[Timed]] = {name: [] for name in contestants}
     for number in range(rounds):
         for name in list(contestants)[:: -1 if number % 2 else 1]:  # what drifts meets first and last alike
             told(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
-            with_save = saves and number == 0 and name == OURS
+            wanted = more if number == 0 and name == OURS else More()
             function, job = "fivefold.prove.bench_train_run:run", contestants[name]
-            turns[name] += ranks.run(1, function, job, name == HUGGING_FACE, steps, with_save, timeout=1800)
+            turns[name] += ranks.run(1, function, job, name == HUGGING_FACE, steps, wanted, timeout=1800)
     return Result(contestants[OURS], turns)
 
 
@@ -172,6 +182,8 @@ def report(console: Console, result: Result) -> None:
     for turn in result.turns[OURS]:
         if turn.saved is not None:
             console.print(_checkpoint(result, turn.saved))
+        if turn.kernels:
+            console.print("\non the device, of a step:", _profile(turn.kernels))
 
 
 def _line(result: Result, name: str) -> list[str]:
@@ -185,6 +197,19 @@ def _line(result: Result, name: str) -> list[str]:
         f"{result.faster(name):.2f}x" if len(result.turns) > 1 else "",
         bytes_text(max(turn.memory for turn in turns)),
     ]
+
+
+def _profile(kernels: list[dict[str, Any]]) -> Table:
+    sums: dict[str, list[float]] = {}
+    for one in kernels:
+        entry = sums.setdefault(one["kind"], [0.0, 0.0])
+        entry[0], entry[1] = entry[0] + one["seconds"], entry[1] + one["calls"]
+    total = sum(seconds for seconds, _ in sums.values())
+    lines = [
+        (kind, f"{1e3 * seconds:.1f}", f"{seconds / total:.1%}", f"{calls:,.0f}")
+        for kind, (seconds, calls) in sorted(sums.items(), key=lambda item: -item[1][0])
+    ]
+    return columns(("kernels", "ms", "share", "calls"), [*lines, ("all", f"{1e3 * total:.1f}", "", "")])
 
 
 def _checkpoint(result: Result, saved: Saved) -> str:

@@ -2,11 +2,13 @@
 
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -20,33 +22,37 @@ from fivefold.hf_config import to_hf_config
 from fivefold.model.compiled import compilation
 from fivefold.parallel.mesh import Mesh
 from fivefold.prove.batches import write_tokens
-from fivefold.prove.bench_train import CPU, Saved, Timed
+from fivefold.prove.bench_train import CPU, More, Saved, Timed
+from fivefold.prove.kernels import Profile
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
 from fivefold.train.control import Control
 from fivefold.train.device import DTYPES, choose_device, make_repeatable, peak_memory
 from fivefold.train.keeper import Checkpoints
-from fivefold.train.listeners import MetricsFile
+from fivefold.train.listeners import Listener, MetricsFile
 from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.preflight import Sources
 from fivefold.train.records import Evaluation, Step
 
 _WARM = 5  # steps: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
 _BATCHES = 4  # of different tokens
+_PROFILED = 2  # steps
 
 
-def run(rank: Rank, job: Job, hugging_face: bool, steps: int, saves: bool) -> Timed:
+def run(rank: Rank, job: Job, hugging_face: bool, steps: int, more: More) -> Timed:
     device = choose_device(job.train.device)
     make_repeatable(job.train)
     # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
     with tempfile.TemporaryDirectory(prefix="bench-train-", dir=_parent(job)) as name:
-        path, watch, saved = Path(name), Watch(_WARM + steps), None
+        path, watch = Path(name), Watch(_WARM + steps)
+        saved: Saved | None = None
+        kernels: list[dict[str, Any]] = []
         sources = made_up(path / "tokens", job)
         if hugging_face:
             _hugging_face(job, sources, device, watch)
         else:
-            saved = _ours(job, sources, device, watch, path, saves)
+            saved, kernels = _ours(job, sources, device, watch, path, more)
     times, (graphs, breaks) = watch.times, compilation()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     return Timed(
@@ -59,6 +65,7 @@ def run(rank: Rank, job: Job, hugging_face: bool, steps: int, saves: bool) -> Ti
         breaks=breaks,
         parameters=_kinds(job.train.dtype, hugging_face),
         saved=saved,
+        kernels=kernels,
     )
 
 
@@ -81,17 +88,28 @@ def _kinds(dtype: str, hugging_face: bool) -> str:
     return "bf16, no masters" if hugging_face else "bf16, float32 masters"
 
 
-def _ours(job: Job, sources: Sources, device: torch.device, watch: "Watch", path: Path, saves: bool) -> Saved | None:
-    """The loop of `fivefold train`, with its metrics; and if wished with a checkpoint."""
+def _ours(
+    job: Job, sources: Sources, device: torch.device, watch: "Watch", path: Path, more: More
+) -> tuple[Saved | None, list[dict[str, Any]]]:
+    """The loop of `fivefold train`, with its metrics; and if wished with a checkpoint, and a profile after all else."""
     trainer = Trainer(job, sources, Mesh.of(job.layout, device))
-    metrics, keeper = MetricsFile(path / "metrics.jsonl"), Once(path, trainer, watch) if saves else None
-    trainer.stopping = keeper.written if keeper else watch.done
+    metrics, keeper = MetricsFile(path / "metrics.jsonl"), Once(path, trainer, watch) if more.checkpoint else None
+    _until(trainer, keeper.written if keeper else watch.done, [metrics, watch], keeper)
+    usual, beside = watch.times[_WARM : watch.wanted], watch.times[watch.wanted :]
+    saved = keeper.cost(beside, median(usual)) if keeper else None
+    if not more.profile:
+        return saved, []
+    profile = Profile(trainer.done + 1, _PROFILED, device)
+    _until(trainer, profile.done, [metrics, profile])
+    return saved, profile.kernels
+
+
+def _until(
+    trainer: Trainer, done: Callable[[], bool], listeners: list[Listener], keeper: Checkpoints | None = None
+) -> None:
+    trainer.stopping = done
     with suppress(Stopped):
-        trainer.run([metrics, watch], keeper=keeper)
-    metrics.close()
-    if keeper is None:
-        return None
-    return keeper.cost(watch.times[watch.wanted :], median(watch.times[_WARM : watch.wanted]))
+        trainer.run(listeners, keeper=keeper)
 
 
 class Watch:

@@ -1,6 +1,6 @@
 """Contests of speed, for people and for scripts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -9,13 +9,14 @@ from rich.table import Table
 from fivefold.prove.contest import Contest, Result, rows
 
 
-def columns(headings: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """A plain table; the first `left` columns are words, the others numbers."""
+def columns(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """A plain table; the first `left` columns are words, the others numbers. Columns that say nothing are left out."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < left else "right")
+    told = [number for number in range(len(headings)) if any(line[number] for line in lines)]
+    for number in told:
+        table.add_column(headings[number], justify="left" if number < left else "right")
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*(line[number] for number in told))
     return table
 
 

@@ -4,7 +4,7 @@ Every rank compares for itself what its stages hold: ranks that hold the same th
 then wrong.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,8 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
     # Under a counter nothing runs compiled: then it is the numbers that are proven, and those that count stay outside.
-    first: Any
-    others: Any
-    first, others = (ledger, counter) if not engine.compiled else (nullcontext(), nullcontext())
+    counted: list[AbstractContextManager[Any]] = [ledger, counter]
+    first, others = [nullcontext(), nullcontext()] if engine.compiled else counted
     mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
     for step, target in enumerate(wanted.steps, start=1):
         batch = make_batch(job, step - 1)

@@ -100,8 +100,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return [*model, *self._settings(), *layout]
 
     def _fp8(self) -> list[tuple[bool, str]]:
-        """What 8-bit products ask for."""
+        """What 8-bit products ask for, where they are asked for."""
         t, layout, model = self.train, self.layout, self.model
+        if not t.fp8:
+            return []
         widths = {"hidden": model.hidden, "ffn": model.ffn, "heads x head_dim": model.heads * model.head_dim}
         widths["kv_heads x head_dim"] = model.kv_heads * model.head_dim
         tokens = t.batch // max(1, layout.dp * layout.microbatches) * self.data.seq // max(1, layout.cp)
@@ -109,14 +111,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         odd = [f"{name}={width}" for name, width in widths.items() if width % 16]
         splits = layout.pp > 1 and layout.schedule in SPLIT
         return [
-            (not t.fp8 or t.dtype == "bfloat16", f"train.fp8=true rounds from train.dtype=bfloat16, not {t.dtype}"),
-            (not t.fp8 or layout.tp == 1, f"train.fp8=true is for layouts with tp=1, not tp={layout.tp}"),
+            (t.dtype == "bfloat16", f"train.fp8=true rounds from train.dtype=bfloat16, not {t.dtype}"),
+            (layout.tp == 1, f"train.fp8=true is for layouts with tp=1, not tp={layout.tp}"),
             (
-                not (t.fp8 and splits),
+                not splits,
                 f"train.fp8=true is for schedules without passes for weight gradients alone, not {layout.schedule}; "
                 "nearest: schedule=1f1b",
             ),
-            (not (t.fp8 and odd), f"train.fp8=true takes widths that are multiples of 16, not {', '.join(odd)}"),
+            (not odd, f"train.fp8=true takes widths that are multiples of 16, not {', '.join(odd)}"),
         ]
 
     def _settings(self) -> list[str]:

@@ -32,6 +32,7 @@ class Optimizer:
             moments = {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
             self.adam.state[master] = {"step": torch.zeros((), device=master.device)} | moments
         self.updates = 0
+        self.names = {master: name for name, master in weights.masters.items()}
         # One kernel for all that a step does to a weight, on a GPU.
         self.fused = mesh.device.type == "cuda" and all(m.dtype == torch.float32 for m in weights.masters.values())
 
@@ -83,13 +84,12 @@ class Optimizer:
     def _step_fused(self, scale: Tensor, mirrors: dict[str, Tensor]) -> None:
         from fivefold.train.fused import adamw
 
-        names = {master: name for name, master in self.weights.masters.items()}
         for group in self.adam.param_groups:
             stepped = [master for master in group["params"] if master.grad is not None]
             for master in stepped:
                 state = self.adam.state[master]
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                adamw(master, moments, scale, mirrors.get(names[master]), group, self.updates + 1)
+                adamw(master, moments, scale, mirrors.get(self.names[master]), group, self.updates + 1)
             torch._foreach_add_([self.adam.state[master]["step"] for master in stepped], 1)
 
     def moments(self, name: str) -> dict[str, Tensor]:
