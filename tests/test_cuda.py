@@ -16,7 +16,7 @@ from fivefold.model.init import draw, initialise
 from fivefold.model.place import Place
 from fivefold.parallel.mesh import Mesh
 from fivefold.presets import preset
-from fivefold.train.config import read_job
+from fivefold.train.config import OptimizerConfig, read_job
 from fivefold.train.device import make_repeatable
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import preflight
@@ -112,15 +112,15 @@ def test_the_kernel_of_adamw_is_torchs_adamw(size: int) -> None:
     ours = torch.nn.Parameter(torch.randn(size, device="cuda", generator=random))
     theirs = torch.nn.Parameter(ours.detach().clone())
     rounded = torch.empty(size, device="cuda", dtype=torch.bfloat16)
-    group = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
-    reference = torch.optim.AdamW([theirs], fused=True, **group)  # type: ignore[arg-type]
+    config = OptimizerConfig(betas=(0.9, 0.95), eps=1e-8)
+    reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     moments = torch.zeros_like(ours.detach()), torch.zeros_like(ours.detach())
     half = torch.tensor(0.5, device="cuda")
     for step in range(1, 6):
         ours.grad = torch.randn(size, device="cuda", generator=random)
         theirs.grad = ours.grad * 0.5
         with torch.no_grad():
-            adamw(ours, moments, half, rounded, group, step)
+            adamw(ours, moments, half, rounded, config, 1e-2, 0.1, step)
         reference.step()
     # Both round each of a handful of operations: an update of 1e-2 has some units in the last place of 1.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5 * 4 * torch.finfo(torch.float32).eps * 8)

@@ -99,10 +99,10 @@ def test_a_step_is_plain_adamw_on_the_mean_over_unmasked_targets(tokens: Path) -
 
 def test_decay_spares_norms_and_embeddings(tokens: Path) -> None:
     made = trainer(small_job(tokens))
-    spared = {id(p) for p in made.engine.optimizer.adam.param_groups[1]["params"]}
-    names = {name for name, p in made.engine.model.named_parameters() if id(p) in spared}
-    assert names == {p.name for p in made.job.model.parameters() if p.kind in ("norm", "embedding", "bias")}
-    assert made.engine.optimizer.adam.param_groups[1]["weight_decay"] == 0.0
+    (decay, decayed), (none, spared) = made.engine.optimizer.decays
+    assert (decay, none) == (0.1, 0.0)
+    assert set(spared) == {p.name for p in made.job.model.parameters() if p.kind in ("norm", "embedding", "bias")}
+    assert {*spared, *decayed} == {p.name for p in made.job.model.parameters()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

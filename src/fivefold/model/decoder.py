@@ -33,6 +33,20 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 AS_THEY_ARE = recomputed("none")
 
 
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """On the meta device there is nothing to draw, and torch imports its compiler to draw it."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As for `Linear`."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 def norm(spec: ModelSpec, width: int) -> nn.Module:
     kind = nn.RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
     return kind(width, eps=spec.norm_eps)
@@ -50,12 +64,12 @@ class Attention(nn.Module):
         super().__init__()
         self.verbs = verbs
         self.head_dim, width = spec.head_dim, spec.heads * spec.head_dim
-        self.q = nn.Linear(spec.hidden, width, bias=spec.bias)
-        self.k = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
-        self.v = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
+        self.q = Linear(spec.hidden, width, bias=spec.bias)
+        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
+        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
         self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.o = nn.Linear(width, spec.hidden, bias=spec.bias)
+        self.o = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
         q, k, v = (self.heads(y) for y in self.verbs.columns(x, self.q, self.k, self.v))  # [B, H, S, D], K for k and v
@@ -77,9 +91,9 @@ class MLP(nn.Module):
     def __init__(self, spec: ModelSpec, verbs: Local):
         super().__init__()
         self.verbs = verbs
-        self.gate = nn.Linear(spec.hidden, spec.ffn, bias=spec.bias) if spec.activation == "swiglu" else None
-        self.up = nn.Linear(spec.hidden, spec.ffn, bias=spec.bias)
-        self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.bias)
+        self.gate = Linear(spec.hidden, spec.ffn, bias=spec.bias) if spec.activation == "swiglu" else None
+        self.up = Linear(spec.hidden, spec.ffn, bias=spec.bias)
+        self.down = Linear(spec.ffn, spec.hidden, bias=spec.bias)
         self.activation = _ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,13 +158,13 @@ class Decoder(nn.Module):
         stage = stage or Stage(0, range(spec.layers), first=True, last=True)
         self.spec, self.verbs, self.stage = spec, verbs or Local(), stage
         embeds, learned = stage.first or (stage.last and spec.tied), stage.first and spec.positions == "learned"
-        self.embedding = nn.Embedding(spec.vocab, spec.hidden) if embeds else None
-        self.positions = nn.Embedding(spec.context, spec.hidden) if learned else None
+        self.embedding = Embedding(spec.vocab, spec.hidden) if embeds else None
+        self.positions = Embedding(spec.context, spec.hidden) if learned else None
         self.dropout = Dropout(spec.dropout, seed, "embedding")
         run = _compiled_run(recompute, self.verbs) if compile else recomputed(recompute)
         self.layers = nn.ModuleDict({str(n): Block(spec, self.verbs, n, seed, run) for n in stage.layers})
         self.norm = norm(spec, spec.hidden) if stage.last else None
-        self.head = nn.Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
+        self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
         self._turned: _Turned | None = None
 

@@ -62,7 +62,10 @@ def make_repeatable(config: TrainConfig) -> None:
     """Same run, same bits: kernels with a fixed order of addition, or an error where one has none."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
-        torch.use_deterministic_algorithms(True)
+        if torch.cuda.is_available() or config.compile == "on":
+            torch.use_deterministic_algorithms(True)  # tells the compiler, too, and so imports all of it
+        else:
+            torch.set_deterministic_debug_mode("error")
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

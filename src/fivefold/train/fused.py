@@ -5,11 +5,11 @@ and write them all once more, a tenth of a step of one microbatch. Written by ha
 it. The arithmetic is torch.optim.AdamW's, in float32.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fivefold.train.config import OptimizerConfig
 
 _BLOCK = 2048
 
@@ -40,17 +40,18 @@ def adamw(
     moments: tuple[Tensor, Tensor],
     scale: Tensor,
     rounded: Tensor | None,
-    group: dict[str, Any],
+    config: OptimizerConfig,
+    lr: float,
+    decay: float,
     step: int,
 ) -> None:
     """Step number `step`, from 1, of one float32 parameter; its gradient counts `scale` times. All in place."""
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = config.betas
     size, gradient = master.numel(), master.grad
     assert gradient is not None
     assert all(x.is_contiguous() for x in (master, gradient, *moments, master if rounded is None else rounded))
-    keep, rate = 1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step)
-    root = (1 - beta2**step) ** 0.5
+    keep, rate, root = 1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     _update[(triton.cdiv(size, _BLOCK),)](
         master, gradient, *moments, rounded if rounded is not None else master, scale, size,
-        keep, rate, root, beta1, beta2, group["eps"], ROUNDS=rounded is not None, BLOCK=_BLOCK,
+        keep, rate, root, beta1, beta2, config.eps, ROUNDS=rounded is not None, BLOCK=_BLOCK,
     )  # fmt: skip

@@ -170,8 +170,8 @@ def _state_of(engine: Engine) -> Iterator[Tensor]:
         for parameter in model.parameters():
             yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     yield from engine.weights.masters.values()
-    for state in engine.optimizer.adam.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+    for moments in engine.optimizer.kept.values():
+        yield from moments.values()
     yield from engine.weights.buffers()
 
 

@@ -1,6 +1,7 @@
 """AdamW over the full-precision shards of the weights, wherever they lie.
 
-Every rank steps on its own shards; the only thing that the ranks must agree on is the norm by which they clip.
+Every rank steps on its own shards; the only thing that the ranks must agree on is the norm by which they clip. The
+kernels are torch's; not so torch.optim around them, which imports the compiler and would double the start of a rank.
 """
 
 import torch
@@ -17,22 +18,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class Optimizer:
     def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh):
-        self.weights, self.mesh, self.clip = weights, mesh, config.clip
-        # Decay pulls matrices towards zero; a norm's scale, a bias and an embedding row have no reason to go there.
-        decayed = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
-        stepped = {name: p for name, p in weights.masters.items() if p.numel()}  # fewer rows than ranks: some have none
-        groups = [
-            {"params": [p for name, p in stepped.items() if name in decayed], "weight_decay": config.weight_decay},
-            {"params": [p for name, p in stepped.items() if name not in decayed], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]] or groups[:1]  # a stage may hold nothing at all
-        self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        # As AdamW itself would at its first step; here, so that all ranks have the same entries at any time.
-        for master in weights.masters.values():
-            moments = {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
-            self.adam.state[master] = {"step": torch.zeros((), device=master.device)} | moments
+        self.weights, self.config, self.mesh = weights, config, mesh
+        self.kept = {name: _moments(master) for name, master in weights.masters.items()}
         self.updates = 0
-        self.names = {master: name for name, master in weights.masters.items()}
+        # Decay pulls matrices towards zero; a norm's scale, a bias and an embedding row have no reason to go there.
+        linear = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
+        stepped = [name for name, master in weights.masters.items() if master.numel()]  # some ranks have no row of it
+        decayed, spared = ([name for name in stepped if (name in linear) == kind] for kind in (True, False))
+        self.decays = ((config.weight_decay, decayed), (0.0, spared))
         # One kernel for all that a step does to a weight, on a GPU.
         self.fused = mesh.device.type == "cuda" and all(m.dtype == torch.float32 for m in weights.masters.values())
 
@@ -64,43 +57,60 @@ class Optimizer:
         """
         mirrors: dict[str, Tensor] = {}
         if rate is not None:
-            for group in self.adam.param_groups:
-                group["lr"] = rate
-            scale = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
+            self.updates += 1
+            clip = self.config.clip
+            scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
             if self.fused:
                 mirrors = self.weights.mirrors()
-                self._step_fused(scale.float(), mirrors)
+                self._step_fused(rate, scale.float(), mirrors)
             else:
-                self._step_plain(scale)
-            self.updates += 1
+                self._step_plain(rate, scale)
         self.weights.publish(rounded=frozenset(mirrors))
 
-    def _step_plain(self, scale: Tensor) -> None:
-        gradients = [p.grad for p in self.weights.masters.values() if p.grad is not None and p.numel()]
-        if self.clip and gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-        self.adam.step()
+    def _step_plain(self, rate: float, scale: Tensor) -> None:
+        config, masters = self.config, self.weights.masters
+        for decay, names in self.decays:
+            learning = [name for name in names if masters[name].grad is not None]
+            if not learning:
+                continue
+            gradients = [gradient for name in learning if (gradient := masters[name].grad) is not None]
+            if config.clip:
+                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            number = torch.full((), float(self.updates), device=self.mesh.device)
+            first, second = ([self.kept[name][key] for name in learning] for key in MOMENTS)
+            torch._fused_adamw_(
+                [masters[name] for name in learning],
+                gradients,
+                first,
+                second,
+                [],
+                [number] * len(learning),
+                lr=rate,
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                weight_decay=decay,
+                eps=config.eps,
+                amsgrad=False,
+                maximize=False,
+            )
 
-    def _step_fused(self, scale: Tensor, mirrors: dict[str, Tensor]) -> None:
+    def _step_fused(self, rate: float, scale: Tensor, mirrors: dict[str, Tensor]) -> None:
         from fivefold.train.fused import adamw
 
-        for group in self.adam.param_groups:
-            stepped = [master for master in group["params"] if master.grad is not None]
-            for master in stepped:
-                state = self.adam.state[master]
-                moments = state["exp_avg"], state["exp_avg_sq"]
-                adamw(master, moments, scale, mirrors.get(self.names[master]), group, self.updates + 1)
-            torch._foreach_add_([self.adam.state[master]["step"] for master in stepped], 1)
+        for decay, names in self.decays:
+            for name in names:
+                if self.weights.masters[name].grad is not None:
+                    moments, rounded = self.kept[name], mirrors.get(name)
+                    pair = moments["exp_avg"], moments["exp_avg_sq"]
+                    adamw(self.weights.masters[name], pair, scale, rounded, self.config, rate, decay, self.updates)
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """AdamW's two of this rank's shard of a parameter."""
-        return {key: self.adam.state[self.weights.masters[name]][key] for key in MOMENTS}
+        return self.kept[name]
 
     def restore(self, updates: int) -> None:
         """After masters and moments have been filled in place: as if `updates` steps had led there."""
         self.updates = updates
-        for state in self.adam.state.values():
-            state["step"].fill_(updates)
         self.weights.publish()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -113,5 +123,8 @@ class Optimizer:
 
     def resident(self) -> int:
         """Bytes of the two moments on this rank."""
-        moments = [state[key] for state in self.adam.state.values() for key in MOMENTS]
-        return sum(moment.numel() * moment.element_size() for moment in moments)
+        return sum(moment.nbytes for moments in self.kept.values() for moment in moments.values())
+
+
+def _moments(master: Tensor) -> dict[str, Tensor]:
+    return {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
