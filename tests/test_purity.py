@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 PURE = [
     "fivefold.spec", "fivefold.presets", "fivefold.hf_config", "fivefold.layout", "fivefold.cluster",
     "fivefold.accelerators", "fivefold.reading", "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli",
@@ -59,6 +57,7 @@ print('fine')
     assert run(code).strip() == "fine"
 
 
+@pytest.mark.alone
 def test_help_starts_well_under_a_second() -> None:
     """The best of five, so that a busy machine does not decide; about 0.2 s of CPU on a laptop."""
     times = []

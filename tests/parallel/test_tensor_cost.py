@@ -15,8 +15,6 @@ from fivefold.presets import preset
 from tests.parallel.test_tensor import B, S, data, parallel
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.alone
-
 E = 32
 
 
@@ -96,6 +94,7 @@ def backward_of(rank: int, world: int, times: int) -> tuple[list[str], list[list
     return ops.names, traces
 
 
+@pytest.mark.alone
 def test_the_input_gradient_is_summed_while_the_weights_gradients_are_computed() -> None:
     for names, traces in run_ranks(2, backward_of, 6):
         # In order: the sum is started, every weight of the group gets its gradient, and only then is it waited for.

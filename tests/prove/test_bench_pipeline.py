@@ -2,24 +2,20 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.errors import UserError
 from fivefold.prove.bench_pipeline import SCHEDULES, Result, Shape, agree, as_json, measure, report, rows
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="refused with a sentence before torch 2.13"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="refused with a sentence before torch 2.13"
+)
 
 SHAPE = Shape(pp=2, microbatches=4, hidden=64, layers=4, seq=8, batch=4, rounds=3)
 RESULT = Result(
@@ -78,8 +74,6 @@ def test_all_problems_are_named_before_any_process_starts() -> None:
 
 def test_the_command_prints_json() -> None:
     words = "bench pipeline --hidden 64 --layers 4 --seq 8 --batch 2 --microbatches 2 --rounds 1 --json"
-    run = subprocess.run(
-        [sys.executable, "-m", "fivefold", *words.split()], env=os.environ, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
+    run = CliRunner().invoke(app, words.split())
+    assert run.exit_code == 0, run.output
     assert [row["schedule"] for row in json.loads(run.stdout)["schedules"]] == list(SCHEDULES)

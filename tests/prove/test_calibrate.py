@@ -103,7 +103,6 @@ def test_bad_cases_are_refused_with_all_their_problems() -> None:
         cases("tinny")
 
 
-@pytest.mark.alone
 def test_steps_are_measured_and_kept(tmp_path) -> None:
     path = tmp_path / "steps.csv"
     words = ["tiny,layers=1,seq=16,microbatches=2", "--steps", "2", "--warm", "0", "--device", "cpu"]

@@ -44,15 +44,15 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word() -> None:
     found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--accelerator", "CPU")
     lines = found["layouts"]
     assert isinstance(lines, list)
-    assert [line["layout"] for line in lines] == ["dp=2", "pp=2"]
+    assert [line["layout"] for line in lines] == ["dp=2", "pp=2,microbatches=4"]
     assert all(line["predicted_speed_up"] > 0 for line in lines)
     assert [run["ranks"] for run in found["runs"]] == [2]  # layouts of as many ranks share one process's steps
     assert all(run["agree"] for run in found["runs"])
 
 
 def test_layouts_that_do_not_fit_are_left_out() -> None:
-    job = base_job(TINY, microbatches=4)
-    assert layouts(job, 8, ["tp", "dp", "3d"]) == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2"]
+    job = base_job(TINY, microbatches=1)
+    assert layouts(job, 8, ["tp", "dp", "3d"]) == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
     assert predicted(job, ["dp=2"], "CPU")["dp=2"] > 1
     with pytest.raises(UserError, match="--only zp is not a choice"):
         layouts(job, 4, ["zp"])

@@ -106,6 +106,7 @@ def scaling(
 ) -> None:
     """Speed-up and efficiency of tp, dp, pp, cp and 3D layouts from one rank to many; the same batch for all.
 
+    A rank's share of the batch is one microbatch; stages take it a sequence at a time.
     Beside each the simulator's word, for the machine that --accelerator describes.
 
     [dim]Examples:[/]
@@ -120,7 +121,7 @@ def scaling(
 
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
-    job = base_job([f"train.batch={batch}", *(changes or [])], microbatches=batch)
+    job = base_job([f"train.batch={batch}", *(changes or [])], microbatches=1)
     chosen = layouts(job, ranks, [one.strip() for one in only.split(",") if one.strip()])
     said = predicted(job, chosen, accelerator) if accelerator else {}
     found = _measured(*contests(job, chosen, rounds))

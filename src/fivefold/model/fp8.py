@@ -4,8 +4,9 @@
     dx = dy W      dy rounded to e5m2, which has the range of gradients
     dW = dy^T x
 
-Sums are those of the tensor cores' fast mode, which has fewer bits than float32, and come out in bfloat16. Masters,
-norms, attention, the residual stream, the head and the loss stay as they are. What is kept for the backward pass is the
+Forward sums are those of the tensor cores' fast mode, which has fewer bits than float32. Gradients are summed in
+float32: fast sums over 16,384 tokens made a gradient's norm 8% smaller. All come out in bfloat16. Masters, norms,
+attention, the residual stream, the head and the loss stay as they are. What is kept for the backward pass is the
 rounded input: half the bytes.
 """
 
@@ -31,7 +32,7 @@ class Fp8Product(Function):
         narrow, weight_by = rounded(weight, VALUES)
         ctx.save_for_backward(flat, by, narrow, weight_by)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return _product(flat, by, narrow.t(), weight_by, x.dtype).unflatten(0, x.shape[:-1])
+        return _product(flat, by, narrow.t(), weight_by, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -55,7 +56,7 @@ def _columns(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
 
 
-def _product(a: Tensor, a_by: Tensor, b: Tensor, b_by: Tensor, dtype: torch.dtype) -> Tensor:
+def _product(a: Tensor, a_by: Tensor, b: Tensor, b_by: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     if a.is_cuda:
-        return torch._scaled_mm(a, b, scale_a=a_by, scale_b=b_by, out_dtype=dtype, use_fast_accum=True)
+        return torch._scaled_mm(a, b, scale_a=a_by, scale_b=b_by, out_dtype=dtype, use_fast_accum=fast)
     return ((a.float() @ b.float()) * (a_by * b_by)).to(dtype)

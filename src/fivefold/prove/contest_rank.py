@@ -223,7 +223,8 @@ def run(rank: Rank, contest: Contest) -> Result:
     if rank.world > 1:
         rank.join("gloo")
     job = contest.job
-    batch, state = plain_batch(job.model.vocab, job.train.batch, job.data.seq), weights(job)
+    batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
+    state = {} if all(name.startswith(OURS) for name in contest.systems) else weights(job)
     systems = {name: made for name in contest.systems if (made := build(contest, name, state, batch)) is not None}
     # The first two steps are also the warm-up.
     losses = {name: [_loss(systems.get(name)) for _ in range(2)] for name in contest.systems}

@@ -88,7 +88,8 @@ def _machine(contest: Contest, result: Result) -> dict[str, Any]:
 def _words(contest: Contest, result: Result) -> str:
     job = contest.job
     size = f"{job.model.layers} layers of {job.model.hidden}, {job.model.parameter_count / 1e6:.1f}M parameters"
-    batch = f"{job.layout.microbatches} microbatches of {job.train.batch // job.layout.microbatches} x {job.data.seq}"
+    m, size_of_one = job.layout.microbatches, job.train.batch // job.layout.microbatches
+    batch = f"{f'{m} microbatches of ' if m > 1 else ''}{size_of_one} x {job.data.seq}"
     machine = f"torch {result.version}, {result.cores} cores of {result.machine}, {contest.threads} thread a rank"
     return f"{size}; {batch} tokens, {job.train.dtype}, AdamW\n{machine}; {contest.rounds} rounds in turns, medians"
 

@@ -16,7 +16,10 @@ AXES = ("dp", "tp", "pp", "cp", "3d")
 
 
 def layouts(job: Job, most: int, wanted: list[str]) -> list[str]:
-    """Powers of two of each axis alone, then of three at once, as far as the model and the batch allow."""
+    """Powers of two of each axis alone, then of three at once, as far as the model and the batch allow.
+
+    A rank's share of the batch is one microbatch; where there are stages, each of its sequences is one.
+    """
     if unknown := [one for one in wanted if one not in AXES]:
         raise UserError(f"--only {unknown[0]} is not a choice; {did_you_mean(unknown[0], list(AXES))}")
     sizes = [size for exponent in range(1, most.bit_length()) if (size := 2**exponent) <= most]
@@ -24,10 +27,16 @@ def layouts(job: Job, most: int, wanted: list[str]) -> list[str]:
     if "3d" in wanted:
         found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
         found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
-    fitting = [text for text in found if not _problems(job, text)]
+    cut = [_cut(job, text) for text in found]
+    fitting = [text for text in cut if not _problems(job, text)]
     if not fitting:
         raise UserError(f"no layout of {', '.join(wanted)} with up to {most} ranks fits this model and batch")
     return fitting
+
+
+def _cut(job: Job, text: str) -> str:
+    layout = Layout.parse(text)
+    return text if layout.pp == 1 else f"{text},microbatches={max(1, job.train.batch // layout.dp)}"
 
 
 def _problems(job: Job, text: str) -> list[str]:

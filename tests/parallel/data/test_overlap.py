@@ -15,8 +15,6 @@ from fivefold.train.optimizer import Optimizer
 from tests.parallel.data.world import CONFIG, accumulate, each, make, microbatches, whole
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.alone
-
 DEEP = preset("tiny", layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
 
 
@@ -78,6 +76,7 @@ def diaries() -> list[list[tuple[list[str], list[str], int]]]:
     return run_ranks(2, each, diary, [(stage,) for stage in range(3)])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("stage", "kind"), [(0, "allreduce"), (1, "reduce_scatter"), (2, "reduce_scatter")])
 def test_a_reduction_starts_as_soon_as_its_bucket_is_final(stage: int, kind: str) -> None:
     """Head and last norm are too small for a bucket here and join the last block."""
@@ -87,6 +86,7 @@ def test_a_reduction_starts_as_soon_as_its_bucket_is_final(stage: int, kind: str
         assert most == (5 if stage < 2 else 2)
 
 
+@pytest.mark.alone
 def test_new_weights_are_gathered_under_the_next_forward() -> None:
     for _, (_, first, _), (_, second, _) in diaries():
         assert first == ["allgather"] * 5 + [f"block {layer}" for layer in range(4)]
