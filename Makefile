@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
+
 .PHONY: demo test install lint types pytest clean
 
 demo: install
@@ -29,7 +31,7 @@ install: .venv/installed
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; write for example: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[train,dev]"
 	touch $@
 
 clean:

@@ -21,7 +21,7 @@ TINY = [
 def invoke(*words: str) -> dict[str, object]:
     result = CliRunner().invoke(app, ["bench", *words, *TINY, "--json"])
     assert result.exit_code == 0, result.output + str(result.exception)
-    return json.loads(result.output)
+    return json.loads(result.stdout)
 
 
 def test_all_systems_take_the_same_step() -> None:
@@ -93,7 +93,9 @@ def test_bad_wishes_get_a_sentence(words: str, sentence: str) -> None:
 
 
 def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: Path) -> None:
-    line = f"bench train tiny data.seq=32 train.batch=2 train.dtype=float32 run.dir={tmp_path} --steps 2 --against hf"
+    line = (
+        f"bench train tiny data.seq=32 train.batch=2 train.dtype=float32 run.dir={tmp_path}/runs --steps 2 --against hf"
+    )
     result = CliRunner().invoke(app, [*line.split(), "--rounds", "1", "--checkpoint", "--profile", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)

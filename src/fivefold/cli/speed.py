@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,9 +126,13 @@ def scaling(
     job = base_job([f"train.batch={batch}", *(changes or [])], microbatches=1)
     chosen = layouts(job, ranks, [one.strip() for one in only.split(",") if one.strip()])
     said = predicted(job, chosen, accelerator) if accelerator else {}
-    found = _measured(*contests(job, chosen, rounds))
-    lines = rows(found, chosen, said)
-    if _told({"bench": "scaling"} | contest_report.scaling_json(found, lines), output, as_json):
+    found: list[tuple[Contest, Result]] = []
+    for pair in _measured(*contests(job, chosen, rounds)):
+        found.append(pair)
+        lines = rows(found, chosen, said)
+        shown = {"bench": "scaling"} | contest_report.scaling_json(found, lines)
+        _keep(shown, output)  # after each number of ranks: who stops in the middle has what was measured
+    if _told(shown, output, as_json):
         contest_report.report_scaling(Console(highlight=False), found, lines, bool(said))
 
 
@@ -182,18 +188,20 @@ def train(
 # ---- measuring and showing -------------------------------------------------------------------------------------------
 
 
-def _measured(*contests: "Contest") -> "list[tuple[Contest, Result]]":
+def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
     from fivefold.prove.contest import check, measure
 
     for contest in contests:  # all of them before the first process starts
         check(contest)
-    found = []
-    with Console(stderr=True, highlight=False).status("") as status:
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
         for contest in contests:
-            systems = f"{len(contest.systems)} systems, {contest.rounds} rounds in turns"
-            status.update(f"{systems}, up to {contest.world} ranks")
-            found.append((contest, measure(contest)))
-    return found
+            what = f"{len(contest.systems)} systems, {contest.rounds} rounds in turns, up to {contest.world} ranks"
+            status.update(what)
+            start = time.monotonic()
+            result = measure(contest)
+            console.print(f"[dim]{what}: {time.monotonic() - start:.0f} s[/]")
+            yield contest, result
 
 
 def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) -> None:
@@ -206,12 +214,16 @@ def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) 
 
 def _told(shown: dict[str, Any], output: Path | None, as_json: bool) -> bool:
     """Kept in a file, and said to scripts; whether people are still to be told."""
-    if output is not None:
-        command = " ".join(["fivefold", *sys.argv[1:]])
-        output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
+    _keep(shown, output)
     if as_json:
         typer.echo(json.dumps(shown))
     return not as_json
+
+
+def _keep(shown: dict[str, Any], output: Path | None) -> None:
+    if output is not None:
+        command = " ".join(["fivefold", *sys.argv[1:]])
+        output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
 
 
 COMMANDS = (

@@ -2,8 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,8 +44,8 @@ def run(rank: Rank, job: Job, hugging_face: bool, steps: int, more: More) -> Tim
     make_repeatable(job.train)
     # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
-    with tempfile.TemporaryDirectory(prefix="bench-train-", dir=_parent(job)) as name:
-        path, watch = Path(name), Watch(_WARM + steps)
+    with _directory(Path(job.run.dir).expanduser()) as path:
+        watch = Watch(_WARM + steps)
         saved: Saved | None = None
         kernels: list[dict[str, Any]] = []
         sources = made_up(path / "tokens", job)
@@ -75,11 +75,15 @@ def made_up(path: Path, job: Job) -> Sources:
     return Sources(TokenStore.open(path).split("train"), None, path)
 
 
-def _parent(job: Job) -> Path:
-    """Where the run's own directory would be made: a checkpoint is to meet the same disk."""
-    parent = Path(job.run.dir).expanduser()
+@contextmanager
+def _directory(parent: Path) -> Iterator[Path]:
+    """Where the run's own would be made, for a checkpoint is to meet the same disk; nothing is left."""
+    made = not parent.exists()
     parent.mkdir(parents=True, exist_ok=True)
-    return parent
+    with tempfile.TemporaryDirectory(prefix="bench-train-", dir=parent) as name:
+        yield Path(name)
+    if made:
+        parent.rmdir()
 
 
 def _kinds(dtype: str, hugging_face: bool) -> str:

@@ -67,11 +67,13 @@ def predicted(job: Job, chosen: Sequence[str], accelerator: str) -> dict[str, fl
 def rows(
     found: Sequence[tuple[Contest, Result]], chosen: Sequence[str], said: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """A line for each layout, in the order that they were chosen in."""
+    """A line for each layout that was measured, in the order that they were chosen in."""
     by_layout = {system: (contest, result) for contest, result in found for system in contest.systems[1:]}
     lines = []
     for text in chosen:
         system = f"{OURS} {text}"
+        if system not in by_layout:
+            continue
         contest, result = by_layout[system]
         ratio = result.ratio(system, OURS)
         lines.append(
