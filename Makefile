@@ -21,7 +21,7 @@ types: install
 # Three at a time on two cores: tests wait for their ranks half of the time. Those that measure time run by themselves. One thread each: OpenMP's spin while they wait, for others' cores too.
 pytest: export OMP_NUM_THREADS = 1
 pytest: install
-	$(BIN)/python -m pytest -n 3 --dist loadscope -m "not alone"
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 # The stamp makes this a no-op until pyproject.toml changes.

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -166,7 +166,7 @@ class Sharded(Loop):
 
 
 class TensorParallels(Loop):
-    """`parallelize_module` with the plan of the documentation's Llama."""
+    """`parallelize_module` with the plan of the documentation's Llama, the loss over logits that stay sharded."""
 
     def __init__(self, job: Job, state: State, part: Part):
         model, mesh = plain(job, state), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -178,10 +178,13 @@ class TensorParallels(Loop):
             parallelize_module(block, mesh, plan)
         ends = {
             "embedding": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         }
         parallelize_module(model, mesh, ends)
         super().__init__(model, part, job)
+
+    def syncing(self, last: bool) -> AbstractContextManager[Any]:
+        return loss_parallel()
 
 
 class Pipelined(Loop):
