@@ -4,12 +4,15 @@ BIN := .venv/bin
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo test install lint types pytest clean
+.PHONY: demo test install lint types pytest shared alone clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
 
-test: lint types pytest
+# Types are checked while tests wait for their ranks.
+test: lint
+	@$(MAKE) --no-print-directory -j2 types shared
+	@$(MAKE) --no-print-directory alone
 
 lint: install
 	$(BIN)/ruff check .
@@ -18,10 +21,15 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Three at a time on two cores: tests wait for their ranks half of the time. Those that measure time run by themselves. One thread each: OpenMP's spin while they wait, for others' cores too.
-pytest: export OMP_NUM_THREADS = 1
-pytest: install
+# Three at a time on two cores: tests wait for their ranks half of the time. One thread each: OpenMP's spin while they
+# wait, for others' cores too. Those that measure time run by themselves.
+pytest:
+	@$(MAKE) --no-print-directory shared
+	@$(MAKE) --no-print-directory alone
+shared alone: export OMP_NUM_THREADS = 1
+shared: install
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not alone"
+alone: install
 	$(BIN)/python -m pytest -m alone
 
 # The stamp makes this a no-op until pyproject.toml changes.

@@ -13,6 +13,7 @@ from fivefold.words import did_you_mean
 
 Config = dict[str, Any]
 Numbers = dict[str, Any]  # the fields of a ModelSpec, not yet checked
+HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
 
 
 def read_hf_config(path: str | Path) -> ModelSpec:

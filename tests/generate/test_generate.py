@@ -8,7 +8,8 @@ import transformers
 
 from fivefold.errors import UserError
 from fivefold.generate.ask import Question, ask
-from fivefold.generate.choose import Chooser, Taste
+from fivefold.generate.choose import Chooser
+from fivefold.generate.taste import Taste
 from tests.checkpoint.test_hf import made
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

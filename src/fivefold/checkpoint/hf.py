@@ -21,7 +21,7 @@ from fivefold.checkpoint.state import MODEL, model_key
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.errors import UserError
 from fivefold.files import Progress, whole_or_nothing
-from fivefold.hf_config import read_hf_config, to_hf_config
+from fivefold.hf_config import HF_CONFIG, read_hf_config, to_hf_config
 from fivefold.model.hf import Source, source
 from fivefold.spec import ModelSpec, Parameter
 from fivefold.train.config import Job, RunConfig, to_toml
@@ -30,7 +30,6 @@ T = TypeVar("T")
 _PART = 1 << 30  # bytes that an import holds at a time
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
 # Tensors of others' files that are made of the configuration, or are the embedding once more.
 _NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
 _FLOATS = ("F64", "F32", "F16", "BF16")

@@ -182,10 +182,10 @@ def reshard(
       fivefold checkpoint reshard runs/demo --step 100 --layout dp=8,zero=3 -o runs/eight
     """
     from fivefold.checkpoint.find import find, run_of
-    from fivefold.checkpoint.hf import HF_CONFIG
     from fivefold.checkpoint.job import job_of
     from fivefold.checkpoint.reshard import reshard as cut
     from fivefold.checkpoint.store import Store
+    from fivefold.hf_config import HF_CONFIG
     from fivefold.layout import Layout
     from fivefold.train.config import to_toml
 

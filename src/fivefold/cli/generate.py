@@ -45,7 +45,7 @@ def generate(
       fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
     """
     from fivefold.generate.ask import Question, ask
-    from fivefold.generate.choose import Taste
+    from fivefold.generate.taste import Taste
 
     if bool(prompt) == bool(tokens):
         raise UserError("give a --prompt, or --tokens, and not both")

@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 
 from fivefold.checkpoint.find import find, run_of
-from fivefold.checkpoint.hf import HF_CONFIG
 from fivefold.checkpoint.job import job_of
 from fivefold.errors import UserError
-from fivefold.generate.choose import Chooser, Taste
+from fivefold.generate.taste import Taste
 from fivefold.generate.text import Text, text_of, text_of_run
-from fivefold.hf_config import read_hf_config
+from fivefold.hf_config import HF_CONFIG, read_hf_config
 from fivefold.layout import Layout
 from fivefold.prove import ranks
 from fivefold.train.config import Job, TrainConfig
@@ -59,6 +58,7 @@ def ask(
     spoken = [said(ids) for ids in given]
     end = _ends(job_directory) or ({words.end} if words else set())
     if job.layout.world == 1:
+        from fivefold.generate.choose import Chooser
         from fivefold.generate.rank import alone
 
         speaker = alone(job, weights, max(map(len, given)) + question.count)

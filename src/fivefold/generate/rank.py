@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from fivefold.generate.choose import Chooser, Taste
+from fivefold.generate.choose import Chooser
 from fivefold.generate.speaker import Speaker
+from fivefold.generate.taste import Taste
 from fivefold.parallel.mesh import Mesh
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
