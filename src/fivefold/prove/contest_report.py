@@ -30,11 +30,11 @@ def as_json(contest: Contest, result: Result) -> dict[str, Any]:
 
 def report(console: Console, contest: Contest, result: Result) -> None:
     console.print(_words(contest, result))
-    headings = ("system", "step", "fastest", "slowest", "of its single", "of the bare loop", "first loss")
+    headings = ("system", "s/step", "from", "to", "of its single", "of bare loop", "first loss")
     lines = [
         (
             line["system"],
-            *(f"{line[key]:.3f} s" for key in ("seconds", "fastest", "slowest")),
+            *(f"{line[key]:.3f}" for key in ("seconds", "fastest", "slowest")),
             *("" if line[key] is None else f"{line[key]:.3f}" for key in ("of_its_single", "of_bare")),
             f"{line['losses'][0]:.4f}",
         )
