@@ -125,6 +125,7 @@ def test_the_kernel_of_adamw_is_torchs_adamw(size: int) -> None:
     # Both round each of a handful of operations: an update of 1e-2 has some units in the last place of 1.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5 * 4 * torch.finfo(torch.float32).eps * 8)
     torch.testing.assert_close(moments[0], reference.state[theirs]["exp_avg"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(moments[1], reference.state[theirs]["exp_avg_sq"], rtol=1e-6, atol=1e-9)
     assert torch.equal(rounded, ours.bfloat16())
 
 

@@ -14,7 +14,8 @@ PURE = [
     "fivefold.plan.traffic", "fivefold.plan.memory", "fivefold.plan.context", "fivefold.plan.context_report",
     "fivefold.plan.search", "fivefold.plan.explain", "fivefold.plan.serve", "fivefold.truth.score", "fivefold.achieved",
     "fivefold.prove.verify", "fivefold.prove.layouts", "fivefold.prove.curve", "fivefold.prove.attention",
-    "fivefold.prove.bench_steps", "fivefold.prove.accelerator_file",
+    "fivefold.prove.bench_steps", "fivefold.prove.accelerator_file", "fivefold.prove.contest", "fivefold.prove.scaling",
+    "fivefold.prove.bench_train", "fivefold.cli.speed", "fivefold.generate.ask", "fivefold.generate.taste",
     "fivefold.stages", "fivefold.faults", "fivefold.files", "fivefold.checkpoint.store", "fivefold.checkpoint.find",
     "fivefold.prove.trace", "fivefold.trace.chrome", "fivefold.trace.report",
 ]  # fmt: skip

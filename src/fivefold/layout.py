@@ -60,6 +60,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             msgspec.structs.force_setattr(self, "chunks", SCHEDULES.get(self.schedule, 1))
 
     @property
+    def breaks_graphs(self) -> bool:
+        """Whether a compiled block is several graphs: what is put off, and the ring's messages, stand between them."""
+        return (self.pp > 1 and self.schedule in SPLIT) or (self.cp > 1 and self.cp_kind == "ring")
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Selective recompute goes by operator: it must see them all, in one graph or in none."""
+        return not (self.breaks_graphs and self.recompute == "selective")
+
+    @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fivefold.cli import app
+from fivefold.errors import UserError
 from tests.cli.test_cli import fivefold, refused
 
 SMALL = ["model.hidden=32", "model.ffn=24", "--seq", "16", "--steps", "2"]
@@ -83,3 +86,9 @@ def test_the_help_fits_80_columns_and_has_examples(tmp_path: Path) -> None:
     text = fivefold("verify", "--help", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
     assert "fivefold verify --layout dp=2,tp=2,zero=3" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_8_bit_products_are_not_proven() -> None:
+    result = CliRunner().invoke(app, ["verify", "--layout", "dp=2", "train.fp8=true", "train.dtype=bfloat16"])
+    assert isinstance(result.exception, UserError)
+    assert "layouts agree as far as 8 bits do" in str(result.exception)

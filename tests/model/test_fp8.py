@@ -22,6 +22,16 @@ def test_products_are_off_by_the_formats_roundings() -> None:
         assert 1e-3 < error < most
 
 
+def test_no_8_bit_copy_of_the_weight_waits_for_the_backward_pass() -> None:
+    """It would outlive the weight that ZeRO 3 has gathered, once for every microbatch."""
+    x, weight = torch.randn(16, 32).requires_grad_(), torch.randn(48, 32).requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+        fp8_linear(x, weight, None)
+    large = {(tuple(one.shape), one.dtype) for one in kept if one.numel() > 1}
+    assert large == {((16, 32), VALUES), ((48, 32), torch.float32)}
+
+
 @pytest.mark.parametrize("kind", [VALUES, SLOPES])
 def test_the_largest_value_becomes_the_formats_largest(kind: torch.dtype) -> None:
     x = torch.tensor([[0.001, -0.004, 0.0]])

@@ -1,5 +1,6 @@
 """Compiled blocks under tensor parallelism: the numbers of eager ones, and one graph however many layers there are."""
 
+import pytest
 import torch
 
 from fivefold.layout import Layout
@@ -9,6 +10,9 @@ from fivefold.model.head import Aim
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.verbs import verbs_of
 from fivefold.presets import preset
+from fivefold.prove.batches import plain_batch
+from fivefold.train.config import Job, read_job
+from fivefold.train.engine import Engine
 from tests.ranks import run_ranks
 
 
@@ -34,6 +38,36 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
         loss.backward()
         losses.append(loss.item())
     return (*compiled.compilation(), *losses)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "blocks"),
+    [
+        ("pp=2,schedule=zb-h1", "none", True),
+        ("pp=2,schedule=zb-h1", "full", True),
+        ("pp=2,schedule=zb-h1", "selective", False),
+        ("cp=2", "full", True),
+        ("cp=2", "selective", False),
+        ("cp=2,cp_kind=ulysses", "selective", True),
+        ("pp=2", "selective", True),
+    ],
+)
+def test_selective_recompute_is_compiled_where_a_block_is_one_graph(layout: str, recompute: str, blocks: bool) -> None:
+    assert Layout.parse(f"{layout},microbatches=2,recompute={recompute}").compiles_blocks == blocks
+
+
+@pytest.mark.parametrize("layout", ["pp=2,microbatches=2,schedule=zb-h1,recompute=full", "cp=2,recompute=full"])
+def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
+    """Without care PyTorch drops the graphs of a block that breaks inside of a checkpoint, and says nothing."""
+    job = read_job(None, [f"layout={layout}", "model.layers=2", "data.seq=32", "train.batch=2", "train.compile=on"])
+    for made, _ in run_ranks(2, graphs_of_a_step, job):
+        assert made > 2  # more than the loss has
+
+
+def graphs_of_a_step(rank: int, world: int, job: Job) -> tuple[int, dict[str, int]]:
+    compiled.BACKEND = "aot_eager"
+    Engine(job, Mesh.of(job.layout, torch.device("cpu"))).accumulate(plain_batch(job.model.vocab, 2, 32))
+    return compiled.compilation()
 
 
 def test_layers_share_a_graph() -> None:

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.errors import UserError
 from fivefold.prove import bench_train
 from fivefold.prove.contest import Contest, base_job, check, layout_of
+from fivefold.prove.kernels import Profile
 from fivefold.prove.scaling import layouts, predicted
+from fivefold.train.records import Step
 
 TINY = [
     *("model.layers=2", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.head_dim=32"),
@@ -75,7 +78,13 @@ def test_a_contest_has_one_world() -> None:
         ("scaling --ranks 1", "leaves nothing to compare"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
         ("overhead train.dtype=bfloat16", "contests are in float32"),
-        ("overhead model.qk_norm=true", "the model must be a Llama"),
+        ("overhead model.qk_norm=true", "Hugging Face's Llama is another model"),
+        ("overhead model.tied=true", "must not be tied"),
+        ("overhead -o .", "is a directory; name a file"),
+        ("peers --only ,", "--only names nothing"),
+        ("train tiny run.dir=/proc/x", "cannot be made: No such file"),
+        ("train tiny run.dir=/etc/passwd", "is not a directory that can be written to"),
+        ("train tiny layout.recompute=full model.dropout=0.1 --against hf", "model.dropout=0.1 is Fivefold's alone"),
         ("peers optimizer.clip=0", "all systems clip"),
         ("overhead -o /nowhere/at/all.json", "there is no directory /nowhere/at"),
         ("train tiny-qwen3 --against hf", "another model than tiny-qwen3"),
@@ -109,6 +118,29 @@ def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: 
     kinds = {one["kind"] for one in turns[0][0]["kernels"]}
     assert {"products", "attention", "AdamW"} < kinds
     assert not list(tmp_path.iterdir())
+
+
+def test_a_system_that_is_named_twice_takes_part_once() -> None:
+    found = invoke("peers", "--rounds", "1", "--only", "tp,tp")
+    assert [one["system"] for one in found["systems"]] == ["bare loop", "fivefold", "fivefold tp=2", "DTensor tp=2"]
+
+
+def test_a_profile_ends_where_the_devices_counters_cannot_be_read(monkeypatch) -> None:
+    profile = Profile(after=1, steps=1, device=torch.device("cpu"))
+    monkeypatch.setattr(profile, "_read", list)
+    for number in (1, 2):
+        assert not profile.done()
+        profile.on_step(Step(**dict.fromkeys(Step.__struct_fields__, 0) | {"step": number}))
+    assert profile.done()
+    assert profile.kernels == []
+
+
+def test_a_job_file_that_asks_for_the_same_bits_gets_them(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("[train]\ndeterministic = true\n[trace]\nsteps = 2\n")
+    job = bench_train.job_of([str(tmp_path / "job.toml")])
+    assert job.train.deterministic
+    assert job.trace.steps == 0
+    assert not bench_train.job_of(["tiny"]).train.deterministic
 
 
 def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.Timed:

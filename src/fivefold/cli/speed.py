@@ -1,6 +1,8 @@
 """`fivefold bench overhead | peers | scaling | train`: this code's speed, beside others' and beside its limits."""
 
 import json
+import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -27,9 +29,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
 
 def _writable(path: Path | None) -> Path | None:
     """Said before anything is measured."""
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return None
+    if not path.parent.is_dir():
         raise UserError(f"--output {path}: there is no directory {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--output {path}: {'is a directory' if path.is_dir() else 'cannot be written'}; name a file")
     return path
+
+
+def _words(text: str) -> list[str]:
+    """Of a list with commas, each once."""
+    if not (found := list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))):
+        raise UserError("--only names nothing; leave it out for all")
+    return found
 
 
 Output = Annotated[
@@ -82,7 +95,7 @@ def peers(
         "cp": [f"cp={ranks}"],
         "zero": [f"dp={ranks},zero=3"],
     }
-    wanted = [one.strip() for one in only.split(",") if one.strip()]
+    wanted = _words(only)
     if unknown := [one for one in wanted if one not in ours]:
         raise UserError(f"--only {unknown[0]} is not a choice; known: {', '.join(ours)}")
     systems = [ALONE[0], OURS]
@@ -96,7 +109,7 @@ def peers(
 
 def scaling(
     changes: Changes = None,
-    ranks: Annotated[int, typer.Option(help="The most; halves of it are measured, too.")] = 2,
+    ranks: Annotated[int, typer.Option(help="The most; smaller powers of two are measured, too.")] = 2,
     rounds: Rounds = 3,
     batch: Annotated[int, typer.Option(help="Sequences of a step, whatever the number of ranks.")] = 16,
     only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
@@ -124,7 +137,7 @@ def scaling(
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     job = base_job([f"train.batch={batch}", *(changes or [])], microbatches=1)
-    chosen = layouts(job, ranks, [one.strip() for one in only.split(",") if one.strip()])
+    chosen = layouts(job, ranks, _words(only))
     said = predicted(job, chosen, accelerator) if accelerator else {}
     found: list[tuple[Contest, Result]] = []
     for pair in _measured(*contests(job, chosen, rounds)):
@@ -182,7 +195,7 @@ def train(
     with Console(stderr=True, highlight=False).status("") as status:
         result = bench_train.measure(contestants, steps, turns, more, status.update)
     if _told(bench_train.as_json(result), output, as_json):
-        bench_train.report(Console(highlight=False), result)
+        bench_train.report(Console(highlight=False), result, profile)
 
 
 # ---- measuring and showing -------------------------------------------------------------------------------------------
@@ -222,8 +235,11 @@ def _told(shown: dict[str, Any], output: Path | None, as_json: bool) -> bool:
 
 def _keep(shown: dict[str, Any], output: Path | None) -> None:
     if output is not None:
-        command = " ".join(["fivefold", *sys.argv[1:]])
-        output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
+        command = shlex.join(["fivefold", *sys.argv[1:]])
+        try:
+            output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
+        except OSError as error:  # what was measured is still told
+            Console(stderr=True).print(f"--output {output} was not written: {error.strerror}", markup=False)
 
 
 COMMANDS = (

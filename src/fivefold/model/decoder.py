@@ -53,8 +53,11 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
 
 
 def _compiled_run(recompute: Recompute, verbs: Local) -> Callable[..., Tensor]:
-    """A graph that recomputes by itself knows what it needs; torch 2.13 cannot make one around sharded weights."""
-    if recompute == "full" and verbs.sharded:
+    """A graph that recomputes by itself knows what it needs; one that breaks cannot, nor (torch 2.13) with sharded
+    weights: PyTorch would drop it, and run the block as it is. Then recomputation goes around the graphs."""
+    if recompute == "selective" and verbs.breaks:
+        return recomputed(recompute)  # it keeps by operator, and sees none inside of graphs
+    if recompute == "full" and (verbs.sharded or verbs.breaks):
         return partial(recomputed("full"), compiled(recomputed("none")))
     return compiled(recomputed(recompute, compile=True))
 

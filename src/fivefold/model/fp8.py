@@ -30,14 +30,15 @@ class Fp8Product(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         flat, by = rounded(x.flatten(0, -2), VALUES)
         narrow, weight_by = rounded(weight, VALUES)
-        ctx.save_for_backward(flat, by, narrow, weight_by)
+        ctx.save_for_backward(flat, by, weight, weight_by)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         return _product(flat, by, narrow.t(), weight_by, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
-        flat, by, narrow, weight_by = ctx.saved_tensors
+        flat, by, weight, weight_by = ctx.saved_tensors
+        narrow = _narrow(weight, weight_by, VALUES)  # again: a copy of it would outlive the weight that ZeRO 3 gathered
         steep, slope_by = rounded(slope.flatten(0, -2), SLOPES)
         dx = _product(steep, slope_by, _columns(narrow), weight_by, ctx.dtype)
         dw = _product(steep.t().contiguous(), slope_by, _columns(flat), by, ctx.dtype)
@@ -48,7 +49,13 @@ def rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """x as 8-bit floats, and the number that they are to be multiplied with again."""
     most = torch.finfo(kind).max
     by = most / x.abs().amax().float().clamp(min=1e-12)
-    return (x.float() * by).clamp(-most, most).to(kind), by.reciprocal()
+    return _narrow(x, by.reciprocal(), kind), by.reciprocal()
+
+
+def _narrow(x: Tensor, by: Tensor, kind: torch.dtype) -> Tensor:
+    """x / by, which has the format's range."""
+    most = torch.finfo(kind).max
+    return (x.float() / by).clamp(-most, most).to(kind)
 
 
 def _columns(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ class Local:
     compiled = False  # whether blocks are: then the loss is, too
     fp8 = False  # whether the products of blocks are
     sharded = False  # whether weights are DTensors
+    breaks = False  # whether a compiled block is several graphs
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""

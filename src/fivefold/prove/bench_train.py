@@ -3,8 +3,12 @@
 Two systems seldom fit into a GPU's memory at once, so a turn is a process of its own, and turns go there and back.
 """
 
-from collections.abc import Callable
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,12 +19,14 @@ from rich.table import Table
 from fivefold.accelerators import find_accelerator
 from fivefold.errors import UserError
 from fivefold.prove import ranks
-from fivefold.prove.contest import llama
+from fivefold.prove.contest import only_ours
 from fivefold.prove.contest_report import columns
-from fivefold.train.config import Job, read_job
-from fivefold.words import bytes_text, did_you_mean, si
+from fivefold.train.config import Job, TraceConfig, read_job
+from fivefold.train.preflight import run_directory_problems
+from fivefold.words import bytes_text, counted, did_you_mean, si
 
 CPU = "CPU"
+_PATIENCE = 24 * 3600.0  # seconds: whoever waits for a measurement ends it
 OURS, HUGGING_FACE = "fivefold", "Hugging Face"
 AGAINST = {"fp8": "fivefold, 8-bit products", "eager": "fivefold, eager", "hf": HUGGING_FACE}
 
@@ -78,7 +84,7 @@ class Result:
     def peak(self) -> float | None:
         """FLOP/s of the device in bf16 (or float32); 8-bit steps, too, are held against the bf16 peak."""
         kind = "bf16" if self.job.train.dtype == "bfloat16" else "fp32"
-        if self.any.device == CPU:  # its entry in the catalogue is nominal
+        if self.any.device.startswith(CPU):  # its entry in the catalogue is nominal
             return None
         try:
             return find_accelerator(self.any.device).rate(kind)
@@ -109,21 +115,27 @@ def job_of(words: list[str]) -> Job:
     path = first if first.endswith(".toml") else None
     named = [] if path else [f"model={first}"]
     job = read_job(path, [*named, *([] if path else ["train.dtype=bfloat16"]), *changes])
-    if not any(change.startswith("train.deterministic=") for change in changes):
-        job = structs.replace(job, train=structs.replace(job.train, deterministic=False))
+    asked = any(change.startswith("train.deterministic=") for change in changes) or _says_deterministic(path)
+    train = job.train if asked else structs.replace(job.train, deterministic=False)
+    job = structs.replace(job, train=train, trace=TraceConfig())
     if problems := job.problems(world=1):
         raise UserError(problems)
     return job
 
 
+def _says_deterministic(path: str | None) -> bool:
+    table = tomllib.loads(Path(path).expanduser().read_text()) if path else {}
+    return "deterministic" in table.get("train", {})
+
+
 def systems(job: Job, against: str) -> dict[str, Job]:
     """What takes part, by name, and with which settings."""
-    wanted = [] if against == "none" else [word.strip() for word in against.split(",") if word.strip()]
+    wanted = [word for word in dict.fromkeys(word.strip() for word in against.split(",")) if word not in ("", "none")]
     if unknown := [word for word in wanted if word not in AGAINST]:
         hint = did_you_mean(unknown[0], [*AGAINST, "none"])
         raise UserError(f"--against {unknown[0]} is not a choice; {hint}")
-    if "hf" in wanted and not llama(job):
-        raise UserError(f"--against hf: Hugging Face's Llama is another model than {job.model.name}")
+    if "hf" in wanted and (unlike := only_ours(job)):
+        raise UserError(f"--against hf: {sentence}" for sentence in unlike)
     if "fp8" in wanted and job.train.fp8:
         raise UserError("--against fp8: the job has train.fp8=true itself; leave one of the two out")
     changed = {
@@ -144,8 +156,28 @@ def measure(contestants: dict[str, Job], steps: int, rounds: int, more: More, to
             told(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
             wanted = more if number == 0 and name == OURS else More()
             function, job = "fivefold.prove.bench_train_run:run", contestants[name]
-            turns[name] += ranks.run(1, function, job, name == HUGGING_FACE, steps, wanted, timeout=1800)
+            with _directory(Path(job.run.dir).expanduser()) as path:
+                turns[name] += ranks.run(1, function, job, name == HUGGING_FACE, steps, wanted, path, timeout=_PATIENCE)
     return Result(contestants[OURS], turns)
+
+
+@contextmanager
+def _directory(parent: Path) -> Iterator[Path]:
+    """Where the run's own would be made: a checkpoint is to meet the same disk. Nothing is left, whatever ends it."""
+    if problems := run_directory_problems(parent):
+        raise UserError(problems)
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir={str(parent)!r} cannot be made: {error.strerror}") from None
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-train-", dir=parent) as name:
+            yield Path(name)
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # somebody else's by now
+                folder.rmdir()
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -162,10 +194,11 @@ def as_json(result: Result) -> dict[str, Any]:
     ]
     model = {"model": job.model.name, "layers": job.model.layers, "parameters": job.model.parameter_count}
     settings = {"seq": job.data.seq, "batch": job.train.batch, "layout": str(job.layout), "fp8": job.train.fp8}
+    settings |= {"compile": job.train.compile, "deterministic": job.train.deterministic}
     return {"bench": "train", **model, **settings, "dtype": job.train.dtype, "peak": result.peak, "systems": rows}
 
 
-def report(console: Console, result: Result) -> None:
+def report(console: Console, result: Result, profiled: bool = False) -> None:
     job, model = result.job, result.job.model
     peak = f", peak {result.peak / 1e12:.0f} TFLOP/s" if result.peak else ""
     console.print(
@@ -177,13 +210,17 @@ def report(console: Console, result: Result) -> None:
     console.print(columns(headings, [_line(result, name) for name in result.turns]))
     for name, turns in result.turns.items():
         graphs, breaks = turns[-1].graphs, sum(turns[-1].breaks.values())
-        how = f"{graphs} graphs, {breaks or 'no'} breaks" if graphs else "eager"
+        how = (
+            f"{counted(graphs, 'graph')}, {counted(breaks, 'break') if breaks else 'no breaks'}" if graphs else "eager"
+        )
         console.print(f"{name}: {turns[-1].parameters}; {how}; first step {turns[0].first:.1f} s")
     for turn in result.turns[OURS]:
         if turn.saved is not None:
             console.print(_checkpoint(result, turn.saved))
         if turn.kernels:
             console.print("\non the device, of a step:", _profile(turn.kernels))
+        elif profiled and turn is result.turns[OURS][0]:
+            console.print("the profile has no kernels: the device's counters cannot be read here")
 
 
 def _line(result: Result, name: str) -> list[str]:
@@ -213,11 +250,11 @@ def _profile(kernels: list[dict[str, Any]]) -> Table:
 
 
 def _checkpoint(result: Result, saved: Saved) -> str:
-    step, every = result.with_checkpoints(saved), max(1, result.job.checkpoint.every)
+    step, every = result.with_checkpoints(saved), result.job.checkpoint.every
     share = result.mfu(step)
-    mean = f"{1e3 * step:.1f} ms a step" + ("" if share is None else f", {share:.1%} MFU")
+    mean = f", with one every {every} steps {1e3 * step:.1f} ms a step" if every else ""
+    mean += "" if share is None or not every else f", {share:.1%} MFU"
     return (
         f"a checkpoint of {bytes_text(saved.bytes)}: steps wait {saved.snapshot:.2f} s for the snapshot, its writing "
-        f"takes {saved.writing:.1f} s beside them; {saved.lost:.2f} s are lost in all, with one every {every} steps "
-        f"{mean}"
+        f"takes {saved.writing:.1f} s beside them; {saved.lost:.2f} s are lost in all{mean}"
     )

@@ -1,9 +1,10 @@
 """One turn of `fivefold bench train`, in a process of its own."""
 
-import tempfile
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.prefetch import prefetch
 from fivefold.data.tokens import TokenStore
+from fivefold.errors import UserError
 from fivefold.hf_config import to_hf_config
 from fivefold.model.compiled import compilation
 from fivefold.parallel.mesh import Mesh
@@ -27,7 +29,7 @@ from fivefold.prove.kernels import Profile
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
 from fivefold.train.control import Control
-from fivefold.train.device import DTYPES, choose_device, make_repeatable, peak_memory
+from fivefold.train.device import DTYPES, check_bfloat16, choose_device, make_repeatable, peak_memory
 from fivefold.train.keeper import Checkpoints
 from fivefold.train.listeners import Listener, MetricsFile
 from fivefold.train.loop import Stopped, Trainer
@@ -39,22 +41,25 @@ _BATCHES = 4  # of different tokens
 _PROFILED = 2  # steps
 
 
-def run(rank: Rank, job: Job, hugging_face: bool, steps: int, more: More) -> Timed:
+def run(rank: Rank, job: Job, hugging_face: bool, steps: int, more: More, path: Path) -> Timed:
     device = choose_device(job.train.device)
+    if slow := check_bfloat16(device, job.train.dtype):
+        raise UserError(slow)
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     make_repeatable(job.train)
     # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
-    with _directory(Path(job.run.dir).expanduser()) as path:
-        watch = Watch(_WARM + steps)
-        saved: Saved | None = None
-        kernels: list[dict[str, Any]] = []
-        sources = made_up(path / "tokens", job)
-        if hugging_face:
-            _hugging_face(job, sources, device, watch)
-        else:
-            saved, kernels = _ours(job, sources, device, watch, path, more)
+    watch = Watch(_WARM + steps)
+    saved: Saved | None = None
+    kernels: list[dict[str, Any]] = []
+    sources = made_up(path / "tokens", job)
+    if hugging_face:
+        _hugging_face(job, sources, device, watch)
+    else:
+        saved, kernels = _ours(job, sources, device, watch, path, more)
     times, (graphs, breaks) = watch.times, compilation()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{CPU}, threads: {torch.get_num_threads()}"
     return Timed(
         device=name,
         torch=str(torch.__version__),
@@ -73,17 +78,6 @@ def made_up(path: Path, job: Job) -> Sources:
     path.mkdir()
     write_tokens(path, job.model.vocab, _BATCHES * job.train.batch * job.data.seq + 1)
     return Sources(TokenStore.open(path).split("train"), None, path)
-
-
-@contextmanager
-def _directory(parent: Path) -> Iterator[Path]:
-    """Where the run's own would be made, for a checkpoint is to meet the same disk; nothing is left."""
-    made = not parent.exists()
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-train-", dir=parent) as name:
-        yield Path(name)
-    if made:
-        parent.rmdir()
 
 
 def _kinds(dtype: str, hugging_face: bool) -> str:
@@ -146,7 +140,7 @@ class Once(Checkpoints):
 
     def __init__(self, path: Path, trainer: Trainer, watch: Watch):
         super().__init__(Store(path / "checkpoints"), Control(trainer.mesh), trainer, lambda _: None)
-        self.watch, self.snapshot, self.begun = watch, 0.0, 0.0
+        self.watch, self.snapshot, self.begun, self.writing = watch, 0.0, 0.0, 0.0
 
     def after(self, step: int, must: bool) -> None:
         if step != self.watch.wanted:
@@ -155,27 +149,32 @@ class Once(Checkpoints):
         self.save(step)
         self.begun = time.perf_counter()
         self.snapshot = self.begun - start
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        self.saver.thread.join()
+        self.writing = time.perf_counter() - self.begun
 
     def written(self) -> bool:
-        return self.begun > 0 and not self.saver.thread.is_alive()
+        return self.writing > 0
 
     def cost(self, beside: list[float], usual: float) -> Saved:
         """Of the steps from the save on; the first of them has waited for the snapshot."""
         self.saver.finish()
-        writing = time.perf_counter() - self.begun
         size = sum(file.bytes for file in self.store.complete()[0].manifest.files)
-        return Saved(size, self.snapshot, writing, sum(beside) - len(beside) * usual)
+        return Saved(size, self.snapshot, self.writing, sum(beside) - len(beside) * usual)
 
 
 def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch) -> None:
-    """As its users would: sdpa, compiled, fused AdamW, parameters in the compute dtype."""
+    """As its users would: sdpa, compiled where ours is, fused AdamW, parameters in the compute dtype."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
     config, dtype = LlamaConfig(**settings), DTYPES[job.train.dtype]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    called = torch.compile(model) if device.type == "cuda" else model
+    compiles = {"on": True, "off": False, "auto": device.type == "cuda"}[job.train.compile]
+    called = torch.compile(model) if compiles else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=job.optimizer.betas, fused=True)
     size, data = job.train.batch, job.data
 

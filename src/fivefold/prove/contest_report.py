@@ -14,7 +14,7 @@ def columns(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int =
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     told = [number for number in range(len(headings)) if any(line[number] for line in lines)]
     for number in told:
-        table.add_column(headings[number], justify="left" if number < left else "right")
+        table.add_column(headings[number], justify="left" if number < left else "right", no_wrap=True)
     for line in lines:
         table.add_row(*(line[number] for number in told))
     return table
@@ -30,17 +30,19 @@ def as_json(contest: Contest, result: Result) -> dict[str, Any]:
 
 def report(console: Console, contest: Contest, result: Result) -> None:
     console.print(_words(contest, result))
-    headings = ("system", "s/step", "from", "to", "of its single", "of bare loop", "first loss")
+    headings = ("system", "s/step", "range", "of single", "of bare", "loss")
     lines = [
         (
             line["system"],
-            *(f"{line[key]:.3f}" for key in ("seconds", "fastest", "slowest")),
+            f"{line['seconds']:.3f}",
+            f"{line['fastest']:.3f}-{line['slowest']:.3f}",
             *("" if line[key] is None else f"{line[key]:.3f}" for key in ("of_its_single", "of_bare")),
             f"{line['losses'][0]:.4f}",
         )
         for line in rows(result)
     ]
     console.print(columns(headings, lines))
+    console.print("of single: of the same system's step in one process; of bare: of the bare loop's; loss: the first")
     _end(console, contest, result)
 
 

@@ -33,7 +33,8 @@ class Profile:
         self.after, self.steps, self.device = after, steps, device
         on_gpu = device.type == "cuda"
         self.profiler = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
-        self.kernels: list[dict[str, Any]] = []
+        self.kernels: list[dict[str, Any]] = []  # none where the device's counters may not be read
+        self.over = False
 
     def on_step(self, record: Step) -> None:
         if record.step == self.after:
@@ -42,14 +43,14 @@ class Profile:
         if record.step == self.after + self.steps:
             self._settle()
             self.profiler.__exit__(None, None, None)
-            self.kernels = self._read()
+            self.kernels, self.over = self._read(), True
 
     def on_evaluation(self, record: Evaluation) -> None: ...
 
     def close(self) -> None: ...
 
     def done(self) -> bool:
-        return bool(self.kernels)
+        return self.over
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

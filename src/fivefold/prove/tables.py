@@ -33,7 +33,7 @@ def numbers(verdict: Verdict) -> RenderableType:
     if verdict.held:
         parts += ["", _held(verdict)]
     if verdict.graphs is not None:
-        parts += ["", graphs_text(*verdict.graphs)]
+        parts += ["", graphs_text(*verdict.graphs, blocks=job.layout.compiles_blocks)]
     return Group(*parts)
 
 

@@ -34,7 +34,7 @@ class Network:
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = Later(), self.schedule.count(WEIGHT_GRAD) > 0
         self.verbs = around(verbs_of(job.model, mesh, later if split else None))
-        self.verbs.compiled, self.verbs.fp8 = self.compiled, job.train.fp8
+        self.verbs.compiled, self.verbs.fp8, self.verbs.breaks = self.compiled, job.train.fp8, layout.breaks_graphs
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
         later.report = self.weights.add

@@ -27,7 +27,7 @@ class Sources:
 def preflight(job: Job, world: int) -> Sources:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
     problems = job.problems(world) or _schedule(job)
-    problems += [*_packages(job), *_run_directory(Path(job.run.dir).expanduser())]
+    problems += [*_packages(job), *run_directory_problems(Path(job.run.dir).expanduser())]
     sources = _open(job, problems)
     if problems or sources is None:
         raise UserError(problems)
@@ -52,7 +52,7 @@ def _packages(job: Job) -> list[str]:
     ]
 
 
-def _run_directory(parent: Path) -> list[str]:
+def run_directory_problems(parent: Path) -> list[str]:
     existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
     if existing.is_dir() and os.access(existing, os.W_OK):
         return []

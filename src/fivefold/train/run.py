@@ -113,7 +113,7 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
         show_end(console, display, evaluation, time.monotonic() - start, directory)
         traced.show(console)
         if trainer.engine.compiled:
-            console.print(graphs_text(*compilation()), soft_wrap=True)
+            console.print(graphs_text(*compilation(), blocks=job.layout.compiles_blocks), soft_wrap=True)
         if job.train.count:
             trainer.counted.show(console.print)
             (directory / "counts.json").write_text(json.dumps(trainer.counted.to_dict(), indent=2) + "\n")
