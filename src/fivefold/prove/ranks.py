@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from fivefold.errors import TrainingError, UserError
 
-# torch imports these late, and each rank would for itself: the first step of an optimizer imports dynamo.
+# torch imports these late, and each rank would for itself: torch.optim, FSDP2 and checkpoints import dynamo.
 _PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.prove.measure"]
 _GRACE = 1.0  # seconds that the others have after a first failure, to say what they know of it
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
