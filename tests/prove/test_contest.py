@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fivefold.cli import app
+from fivefold.cli import app, speed
 from fivefold.errors import UserError
 from fivefold.prove import bench_train
 from fivefold.prove.contest import Contest, base_job, check, layout_of
@@ -120,9 +120,10 @@ def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_system_that_is_named_twice_takes_part_once() -> None:
-    found = invoke("peers", "--rounds", "1", "--only", "tp,tp")
-    assert [one["system"] for one in found["systems"]] == ["bare loop", "fivefold", "fivefold tp=2", "DTensor tp=2"]
+def test_what_is_named_twice_takes_part_once() -> None:
+    assert speed._words("tp, dp,tp,") == ["tp", "dp"]
+    job = bench_train.job_of(["tiny"])
+    assert list(bench_train.systems(job, "eager,none,eager")) == ["fivefold", "fivefold, eager"]
 
 
 def test_a_profile_ends_where_the_devices_counters_cannot_be_read(monkeypatch) -> None:
