@@ -39,15 +39,13 @@ def bytes_text(count: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """1 graph, 2 graphs."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    """No graphs, 1 graph, 2 graphs."""
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def graphs_text(graphs: int, breaks: dict[str, int], blocks: bool = True) -> str:
     """What was compiled, and what stands between the graphs; `blocks`: whether they were."""
     total = sum(breaks.values())
     why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
-    text = (
-        f"compiled: {counted(graphs, 'graph')}, {counted(total, 'break') if total else 'no breaks'} between them{why}"
-    )
+    text = f"compiled: {counted(graphs, 'graph')}, {counted(total, 'break')} between them{why}"
     return text if blocks else f"{text}\nblocks are not: with recompute=selective this layout would break their graphs"

@@ -19,7 +19,7 @@ from rich.table import Table
 from fivefold.accelerators import find_accelerator
 from fivefold.errors import UserError
 from fivefold.prove import ranks
-from fivefold.prove.contest import only_ours
+from fivefold.prove.contest import HUGGING_FACE, OURS, only_ours
 from fivefold.prove.contest_report import columns
 from fivefold.train.config import Job, TraceConfig, read_job
 from fivefold.train.preflight import run_directory_problems
@@ -27,7 +27,6 @@ from fivefold.words import bytes_text, counted, did_you_mean, si
 
 CPU = "CPU"
 _PATIENCE = 24 * 3600.0  # seconds: whoever waits for a measurement ends it
-OURS, HUGGING_FACE = "fivefold", "Hugging Face"
 AGAINST = {"fp8": "fivefold, 8-bit products", "eager": "fivefold, eager", "hf": HUGGING_FACE}
 
 
@@ -210,9 +209,7 @@ def report(console: Console, result: Result, profiled: bool = False) -> None:
     console.print(columns(headings, [_line(result, name) for name in result.turns]))
     for name, turns in result.turns.items():
         graphs, breaks = turns[-1].graphs, sum(turns[-1].breaks.values())
-        how = (
-            f"{counted(graphs, 'graph')}, {counted(breaks, 'break') if breaks else 'no breaks'}" if graphs else "eager"
-        )
+        how = f"{counted(graphs, 'graph')}, {counted(breaks, 'break')}" if graphs else "eager"
         console.print(f"{name}: {turns[-1].parameters}; {how}; first step {turns[0].first:.1f} s")
     for turn in result.turns[OURS]:
         if turn.saved is not None:

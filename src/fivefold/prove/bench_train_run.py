@@ -29,7 +29,7 @@ from fivefold.prove.kernels import Profile
 from fivefold.prove.ranks import Rank
 from fivefold.train.config import Job
 from fivefold.train.control import Control
-from fivefold.train.device import DTYPES, check_bfloat16, choose_device, make_repeatable, peak_memory
+from fivefold.train.device import DTYPES, check_bfloat16, choose_device, compiles, make_repeatable, peak_memory
 from fivefold.train.keeper import Checkpoints
 from fivefold.train.listeners import Listener, MetricsFile
 from fivefold.train.loop import Stopped, Trainer
@@ -173,8 +173,7 @@ def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch
     config, dtype = LlamaConfig(**settings), DTYPES[job.train.dtype]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    compiles = {"on": True, "off": False, "auto": device.type == "cuda"}[job.train.compile]
-    called = torch.compile(model) if compiles else model
+    called = torch.compile(model) if compiles(job.train, device) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=job.optimizer.betas, fused=True)
     size, data = job.train.batch, job.data
 

@@ -19,7 +19,8 @@ from fivefold.train.config import Job, read_job
 
 # By the number that the ranks of a system share something of: what PyTorch itself has for it.
 PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
-ALONE = ("bare loop", "Hugging Face")
+HUGGING_FACE = "Hugging Face"
+ALONE = ("bare loop", HUGGING_FACE)
 OURS = "fivefold"
 _PATIENCE = 600.0  # seconds for a step of a system
 AGREE = (1e-5, 1e-3)  # relative, of the loss of the first step, and of the second, which an update lies before

@@ -28,7 +28,7 @@ from fivefold.model.local import Local
 from fivefold.model.place import Place
 from fivefold.parallel.mesh import Mesh
 from fivefold.prove.batches import plain_batch
-from fivefold.prove.contest import ALONE, OURS, Contest, Result, layout_of
+from fivefold.prove.contest import ALONE, HUGGING_FACE, OURS, Contest, Result, layout_of
 from fivefold.prove.placed import Placed
 from fivefold.prove.ranks import Rank, cores
 from fivefold.stages import stages_of
@@ -248,7 +248,7 @@ def build(contest: Contest, name: str, state: State, batch: Batch) -> System | N
         return Ours(job, layout, batch)
     if name in ALONE:
         part = Part.of(batch, layout)
-        return HuggingFace(job, state, part) if name == "Hugging Face" else Loop(plain(job, state), part, job)
+        return HuggingFace(job, state, part) if name == HUGGING_FACE else Loop(plain(job, state), part, job)
     kind = name.split()[0]
     if kind == "pipelining":
         return Pipelined(job, layout, state, batch)

@@ -95,7 +95,7 @@ class _End:
 
 def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
     """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // world)))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
     context = get_context(_METHOD)
     if _METHOD == "forkserver":
@@ -201,7 +201,7 @@ def _live(rank: Rank, pipe: Connection, function: str, args: tuple[Any, ...]) ->
     try:
         import torch
 
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.world))
+        torch.set_num_threads(max(1, cores() // rank.world))
         pipe.send(("returned", named(function)(rank, *args)))
     except BaseException as error:
         known = error if isinstance(error, UserError) else None

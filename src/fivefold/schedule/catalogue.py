@@ -17,7 +17,7 @@ from fivefold.schedule.repeated import v_half, v_min
 from fivefold.schedule.schedule import Placement, Schedule
 from fivefold.schedule.zero_bubble import zb_h1, zb_h2
 from fivefold.schedule.zero_bubble_v import zb_v
-from fivefold.words import did_you_mean, either
+from fivefold.words import counted, did_you_mean, either
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,8 @@ def _problems(entry: Entry, p: int, m: int, chunks: int | None, group: int | Non
     ]
     if chunks is not None and chunks != entry.chunks and not entry.any_chunks:
         tunable = either([other.name for other in CATALOGUE.values() if other.any_chunks])
-        plural = "" if entry.chunks == 1 else "s"
         found.append(
-            f"{entry.name} has {entry.chunks} chunk{plural} per rank, not {chunks}; leave it out, or use {tunable}"
+            f"{entry.name} has {counted(entry.chunks, 'chunk')} per rank, not {chunks}; leave it out, or use {tunable}"
         )
     if group is not None and not entry.takes("group"):
         found.append(f"{entry.name} has no group size N; leave it out, or use interleaved")

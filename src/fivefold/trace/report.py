@@ -9,7 +9,7 @@ from rich.table import Table
 from fivefold.trace.chrome import write
 from fivefold.trace.records import RankTrace, Trace
 from fivefold.trace.summary import Bubble, RankTime, Summary
-from fivefold.words import bytes_text
+from fivefold.words import bytes_text, counted
 
 _PARTS = ("step", "compute", "exposed", "bubble", "optimizer", "other")
 _SHOWN = 16  # ranks that are listed one by one
@@ -34,7 +34,7 @@ class TraceFile:
 
 def show(console: Console, summary: Summary) -> None:
     trace, total = summary.trace, summary.total
-    steps = f"{trace.steps} step{'s' if trace.steps > 1 else ''}"
+    steps = counted(trace.steps, "step")
     console.print(f"[bold]trace[/]  {trace.layout or 'one rank'}\nms of a step, mean of {steps}")
     console.print(_times(summary))
     if summary.axes:

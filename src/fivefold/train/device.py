@@ -68,6 +68,11 @@ def make_repeatable(config: TrainConfig) -> None:
             torch.set_deterministic_debug_mode("error")
 
 
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    """Whether blocks and the loss are compiled there."""
+    return {"on": True, "off": False, "auto": device.type == "cuda"}[config.compile]
+
+
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """The device's peak for matmuls of `dtype`, where the catalogue knows it; a CPU's is not known."""
     if device.type != "cuda":

@@ -15,7 +15,7 @@ from fivefold.parallel.verbs import verbs_of
 from fivefold.schedule.actions import WEIGHT_GRAD
 from fivefold.stages import schedule_of, stages_of
 from fivefold.train.config import Job
-from fivefold.train.device import DTYPES
+from fivefold.train.device import DTYPES, compiles
 
 
 class Network:
@@ -30,7 +30,7 @@ class Network:
     ):
         self.job, self.mesh = job, mesh
         layout, compute = job.layout, DTYPES[job.train.dtype]
-        self.compiled = {"on": True, "off": False, "auto": mesh.device.type == "cuda"}[job.train.compile]
+        self.compiled = compiles(job.train, mesh.device)
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = Later(), self.schedule.count(WEIGHT_GRAD) > 0
         self.verbs = around(verbs_of(job.model, mesh, later if split else None))
