@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fivefold.cli import app, speed
 from fivefold.errors import UserError
 from fivefold.prove import bench_train
-from fivefold.prove.contest import Contest, base_job, check, layout_of
+from fivefold.prove.contest import Contest, Result, base_job, check, layout_of
 from fivefold.prove.kernels import Profile
 from fivefold.prove.scaling import layouts, predicted
 from fivefold.train.records import Step
@@ -51,6 +51,18 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word() -> None:
     assert all(line["predicted_speed_up"] > 0 for line in lines)
     assert [run["ranks"] for run in found["runs"]] == [2]  # layouts of as many ranks share one process's steps
     assert all(run["agree"] for run in found["runs"])
+
+
+def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
+    def measured(contest: Contest) -> Result:
+        losses = {system: [5.0 + number, 4.0] for number, system in enumerate(contest.systems)}
+        return Result({system: [1.0] for system in contest.systems}, losses, 2, "2", "here")
+
+    monkeypatch.setattr("fivefold.prove.contest.measure", measured)
+    for words in ("peers", "scaling"):
+        result = CliRunner().invoke(app, ["bench", words, *TINY])
+        assert result.exit_code == 1
+        assert "differ" in result.output
 
 
 def test_layouts_that_do_not_fit_are_left_out() -> None:

@@ -147,6 +147,7 @@ def scaling(
         _keep(shown, output)  # after each number of ranks: who stops in the middle has what was measured
     if _told(shown, output, as_json):
         contest_report.report_scaling(Console(highlight=False), found, lines, bool(said))
+    raise typer.Exit(0 if all(result.agree for _, result in found) else 1)
 
 
 def train(
@@ -223,6 +224,7 @@ def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) 
     ((_, result),) = _measured(contest)
     if _told({"bench": name} | contest_report.as_json(contest, result), output, as_json):
         contest_report.report(Console(highlight=False), contest, result)
+    raise typer.Exit(0 if result.agree else 1)  # who computes something else is not faster
 
 
 def _told(shown: dict[str, Any], output: Path | None, as_json: bool) -> bool:
