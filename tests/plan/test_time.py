@@ -9,7 +9,7 @@ from fivefold.cluster import Cluster
 from fivefold.layout import Layout
 from fivefold.plan.footprint import footprint
 from fivefold.plan.mixed import dealt, groups_of
-from fivefold.plan.stack import FIVEFOLD, Overlap
+from fivefold.plan.stack import FIVEFOLD, ON_CPUS, Overlap
 from fivefold.plan.time import Case, costs, estimate, stage_passes
 from fivefold.presets import preset
 from fivefold.schedule.catalogue import build
@@ -48,6 +48,17 @@ def test_the_pipeline_is_timed_by_its_own_schedule() -> None:
 def test_zero_bubble_shortens_a_short_pipeline_s_step() -> None:
     plain, bubbleless = (estimate(case(f"pp=8,schedule={name},microbatches=16", batch=16)) for name in ("1f1b", "zb-v"))
     assert bubbleless.seconds < 0.85 * plain.seconds
+
+
+def test_on_cpus_nothing_hides_anything() -> None:
+    one = replace(case("dp=2", model="small", cluster="2xCPU", batch=2, seq=512), precision="fp32", stack=ON_CPUS)
+    step, hidden = estimate(one), estimate(replace(one, stack=ON_CPUS.but(overlap=Overlap(dp=1))))
+    count = one.spec.parameter_count
+    assert step.dp == pytest.approx(one.wires.time("all-reduce", "data", 4.0 * count))
+    assert hidden.dp < step.dp
+    launched = 2 * one.spec.layers * ON_CPUS.host * ON_CPUS.software.host
+    assert step.busy.host == pytest.approx(launched)
+    assert estimate(replace(one, stack=ON_CPUS.but(computes_itself=False))).busy.host == 0.0
 
 
 def test_full_recompute_costs_about_a_third_and_selective_little() -> None:

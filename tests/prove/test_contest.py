@@ -7,12 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fivefold.accelerators import find_accelerator
 from fivefold.cli import app, speed
 from fivefold.errors import UserError
 from fivefold.prove import bench_train
-from fivefold.prove.contest import Contest, Result, base_job, check, layout_of
+from fivefold.prove.contest import OURS, Contest, Result, base_job, check, layout_of
 from fivefold.prove.kernels import Profile
-from fivefold.prove.scaling import layouts, predicted
+from fivefold.prove.scaling import Core, layouts, predicted
 from fivefold.train.records import Step
 
 TINY = [
@@ -44,11 +45,15 @@ def test_one_process_beside_a_bare_loop_and_hugging_face() -> None:
 
 
 def test_scaling_has_a_line_for_each_layout_and_the_simulators_word() -> None:
-    found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--accelerator", "CPU")
+    found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "pp=2,microbatches=4"]
-    assert all(line["predicted_speed_up"] > 0 for line in lines)
+    assert all(line["predicted_seconds"] > 0 and line["predicted_speed_up"] > 0 for line in lines)
+    cores = found["cores_by_ranks"]
+    assert isinstance(cores, dict)
+    assert set(cores) == {"1", "2"}
+    assert all(value > 0 for core in cores.values() for value in core.values())
     assert [run["ranks"] for run in found["runs"]] == [2]  # layouts of as many ranks share one process's steps
     assert all(run["agree"] for run in found["runs"])
 
@@ -68,7 +73,8 @@ def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
 def test_layouts_that_do_not_fit_are_left_out() -> None:
     job = base_job(TINY, microbatches=1)
     assert layouts(job, 8, ["tp", "dp", "3d"]) == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
-    assert predicted(job, ["dp=2"], "CPU")["dp=2"] > 1
+    core = Core(find_accelerator("CPU"), host=1e-3)
+    assert predicted(job, "fivefold dp=2", core) < predicted(job, OURS, core)
     with pytest.raises(UserError, match="--only zp is not a choice"):
         layouts(job, 4, ["zp"])
 

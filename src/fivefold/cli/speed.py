@@ -16,6 +16,7 @@ from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.prove.contest import Contest, Result
+    from fivefold.prove.scaling import Core
 
 Changes = Annotated[
     list[str] | None,
@@ -113,40 +114,44 @@ def scaling(
     rounds: Rounds = 3,
     batch: Annotated[int, typer.Option(help="Sequences of a step, whatever the number of ranks.")] = 16,
     only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
-    accelerator: Annotated[
-        str | None, typer.Option(help="Predict for this one: a file of `fivefold calibrate --device cpu`.")
-    ] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Measure this machine's cores first, and show what the simulator says.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Speed-up and efficiency of tp, dp, pp, cp and 3D layouts from one rank to many; the same batch for all.
 
     A rank's share of the batch is one microbatch; stages take it a sequence at a time.
-    Beside each the simulator's word, for the machine that --accelerator describes.
+    With --predict the simulator's word stands beside each: from what a core
+    and its links reach while as many of them are at work.
 
     [dim]Examples:[/]
 
       fivefold bench scaling --ranks 2
 
-      fivefold calibrate --device cpu -o cpu.toml && fivefold bench scaling --ranks 16 --accelerator cpu.toml
+      fivefold bench scaling --ranks 16 --predict
     """
     from fivefold.prove import contest_report
     from fivefold.prove.contest import base_job
-    from fivefold.prove.scaling import contests, layouts, predicted, rows
+    from fivefold.prove.scaling import contests, layouts, rows
 
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
-    job = base_job([f"train.batch={batch}", *(changes or [])], microbatches=1)
+    # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
+    job = base_job([f"train.batch={batch}", "data.seq=128", *(changes or [])], microbatches=1)
     chosen = layouts(job, ranks, _words(only))
-    said = predicted(job, chosen, accelerator) if accelerator else {}
+    cores: dict[int, Core] = {}
     found: list[tuple[Contest, Result]] = []
     for pair in _measured(*contests(job, chosen, rounds)):
         found.append(pair)
-        lines = rows(found, chosen, said)
-        shown = {"bench": "scaling"} | contest_report.scaling_json(found, lines)
+        for busy in {1, pair[0].world} if predict else ():
+            cores[busy] = cores[busy] if busy in cores else _core(busy)
+        lines = rows(found, chosen, cores)
+        shown = {"bench": "scaling"} | contest_report.scaling_json(found, lines, cores)
         _keep(shown, output)  # after each number of ranks: who stops in the middle has what was measured
     if _told(shown, output, as_json):
-        contest_report.report_scaling(Console(highlight=False), found, lines, bool(said))
+        contest_report.report_scaling(Console(highlight=False), found, lines, predict)
     raise typer.Exit(0 if all(result.agree for _, result in found) else 1)
 
 
@@ -216,6 +221,15 @@ def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
             result = measure(contest)
             console.print(f"[dim]{what}: {time.monotonic() - start:.0f} s[/]")
             yield contest, result
+
+
+def _core(busy: int) -> "Core":
+    from fivefold.prove.calibrate import calibrate_cores
+    from fivefold.prove.scaling import Core
+
+    with Console(stderr=True, highlight=False).status(f"what a core reaches while {busy} are at work"):
+        found = calibrate_cores(busy, quick=True)
+    return Core(found.accelerator, found.host)
 
 
 def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) -> None:

@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 from fivefold.achieved import Software, software
 
 Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
-Pointwise = Literal["eager", "fused", "compiled", "fivefold"]
+Pointwise = Literal["eager", "fused", "compiled", "fivefold", "float32"]
 Selective = Literal["pointwise", "attention", "half"]
 
 
@@ -40,6 +40,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     software: Software = software()
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp")  # of the axes, the fastest first
     host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
+    computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
     host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
     weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
     gradient_bytes: int = 4  # of a gradient when it is added up and reduced
@@ -103,6 +104,8 @@ MOVED: dict[Pointwise, Moved] = {
     # norms' backward reduces as it reads, and attention's transposes are in the residual's share.
     "fivefold": Moved((4, 12), (4, 12), (6, 6), (1, 3), (6, 10), (4, 6), (5.4, 6.2)),
     "compiled": Moved((4, 8), (4, 8), (4, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
+    # This code's blocks as they are, in float32, where nothing is widened: PyTorch's operators, counted one by one.
+    "float32": Moved((14, 46), (4, 6), (6, 6), (5, 5), (10, 18), (4, 6), (19, 28)),
 }
 
 FIVEFOLD = Stack(
@@ -135,3 +138,14 @@ FIVEFOLD = Stack(
     keeps_ends=True,  # FSDP2's root
     bucket_bytes=0.0,
 )
+
+# On CPU ranks, a thread each: nothing is compiled, and the core that launches and that carries bytes is the one that
+# computes, so nothing hides anything.
+ON_CPUS = FIVEFOLD.but(
+    name="fivefold on CPUs",
+    overlap=Overlap(),
+    pointwise="float32",
+    norm="float32",
+    accumulate_bytes=0.0,  # the first gradient is taken as it is
+    computes_itself=True,
+).computing_in("fp32")

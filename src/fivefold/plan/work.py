@@ -111,10 +111,11 @@ class Work:
         ahead = ahead._replace(tp=tp, cp=cp, zero=gather)
         back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter)
         late = Seconds(gemm=weights, memory=self._added(self.block_parameters))
-        # A device that is faster than its host waits for it, in forward and backward alike.
+        # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
         passes = 3 if self.layout.recompute == "full" else 2
         launching = passes * self.stack.host * self.stack.software.host
-        wait = max(0.0, launching - ahead.total - back.total - late.total)
+        behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total
+        wait = max(0.0, launching - behind)
         share = 1 / passes
         return Passes(ahead._replace(host=share * wait), back._replace(host=(1 - share) * wait), late)
 

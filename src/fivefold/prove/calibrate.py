@@ -3,13 +3,13 @@
     calibration = calibrate(torch.device("cuda"), quick=False, told=print)
     calibration.accelerator                   # with them in it, for the planner
     calibration.rows                          # what was measured, of which ceiling, and how well it is reproduced
+    calibrate_cores(16, quick=True)           # a core of this machine while sixteen are at work
 
 Every constant is the one with which the planner's own formula gives the measured times best; how well it does is part
 of the answer. Where the catalogue knows the device, its ceilings stand and shares are of them. Otherwise, and on a CPU,
 whose entry there is nominal, the best that was measured becomes the ceiling.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -51,6 +51,8 @@ STEPS = (
 class Samples:
     """The timings themselves."""
 
+    name: str  # of the device
+    units: int
     alone: float  # FLOP/s of large products, back to back for seconds
     products: list[Product]
     fp8: list[Product]
@@ -59,7 +61,6 @@ class Samples:
     streams: dict[str, float]  # bytes/s
     launch: float
     host: tuple[float, float]  # a block's forward and backward pass
-    collectives: tuple[int, list[Timing]]  # ranks, and what they took
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,23 @@ class Calibration:
 def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) -> Calibration:
     """All of it; `told` hears of every one of STEPS when it begins."""
     ceilings(device, 1.0, 1.0).rate("bf16")  # refused before minutes are spent: the planner counts in it
-    samples = _measure(device, quick, told)
+    samples = measure(device, quick, told)
+    told(STEPS[-1])
+    world = torch.cuda.device_count() if device.type == "cuda" else min(2, ranks.cores())
+    return _fitted(device, samples, _links(device, quick, world))
+
+
+def calibrate_cores(busy: int, quick: bool) -> Calibration:
+    """One core of this machine while `busy` of them do the same: they share its memory, so each has less of it."""
+    by_rank: list[list[Samples]] = ranks.run(busy, "fivefold.prove.calibrate_rank:run", quick, timeout=600)
+    every = sorted((one for mine in by_rank for one in mine), key=lambda one: one.blocks["flash2"].products)
+    return _fitted(torch.device("cpu"), every[len(every) // 2], _links(torch.device("cpu"), quick, world=busy))
+
+
+def _fitted(device: torch.device, samples: Samples, links: tuple[int, list[Timing]]) -> Calibration:
     base = ceilings(device, max(p.rate for p in samples.products), max(samples.streams.values()))
     stream = short(median(samples.streams.values()) / base.memory_bandwidth)
-    found = structs.replace(achieved(base.name), launch=short(samples.launch), units=_units(device), stream=stream)
+    found = structs.replace(achieved(base.name), launch=short(samples.launch), units=samples.units, stream=stream)
     rows: list[Row] = []
     found = fit_products(base, found, samples.products, rows)
     share = samples.alone / base.rate("bf16")
@@ -91,15 +105,17 @@ def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) ->
     rows.append(Row("launch", f"{samples.launch * 1e6:.2f} us", note="from one tiny kernel to the next"))
     ahead, back = (f"{seconds * 1e3:.3f} ms" for seconds in samples.host)
     rows.append(Row("host", ahead, note=f"to launch a block forward; backward {back}"))
-    inside, found = fit_links(base, found, samples.collectives, rows)
+    inside, found = fit_links(base, found, links, rows)
     kept = [row.what for row in rows if row.measured == "-"]
-    source = f"measured by fivefold calibrate on {device_name(device)}, torch {torch.__version__}, {date.today()}"
+    source = f"measured by fivefold calibrate on {samples.name}, torch {torch.__version__}, {date.today()}"
     source += f"; kept from the catalogue: {', '.join([*kept, 'flash1', 'across'])}"
     found = structs.replace(within(found), source=source)
-    return Calibration(structs.replace(base, inside=inside, achieved=found), rows, samples.host[0], asdict(samples))
+    told = asdict(samples) | {"collectives": links}
+    return Calibration(structs.replace(base, inside=inside, achieved=found), rows, samples.host[0], told)
 
 
-def _measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> Samples:
+def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> Samples:
+    """What this process reaches by itself."""
     torch.manual_seed(0)
     kernels, steps = Kernels(device, quick), iter(STEPS)
 
@@ -122,8 +138,8 @@ def _measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> 
     streams = kernels.streams()
     next_step()
     launch, host = kernels.launch(), kernels.host()
-    next_step()
-    return Samples(alone, products, eighths, attention, blocks, streams, launch, host, collectives(device, quick))
+    name, units = device_name(device), _units(device)
+    return Samples(name, units, alone, products, eighths, attention, blocks, streams, launch, host)
 
 
 def device_name(device: torch.device) -> str:
@@ -159,9 +175,8 @@ def ceilings(device: torch.device, rate: float, bandwidth: float) -> Accelerator
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def collectives(device: torch.device, quick: bool) -> tuple[int, list[Timing]]:
+def _links(device: torch.device, quick: bool, world: int) -> tuple[int, list[Timing]]:
     """Ranks, and what their collectives took. One GPU has nobody to talk to."""
-    world = torch.cuda.device_count() if device.type == "cuda" else min(2, os.cpu_count() or 1)
     if world < 2:
         return world, []
     sizes = tuple(1 << power for power in ((10, 22) if quick else (10, 16, 20, 24, 26 if device.type == "cpu" else 28)))

@@ -1,12 +1,14 @@
 """Contests of speed, for people and for scripts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from fivefold.plan.kernels import Device
 from fivefold.prove.contest import Contest, Result, rows
+from fivefold.prove.scaling import Core
 
 
 def columns(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> Table:
@@ -46,9 +48,25 @@ def report(console: Console, contest: Contest, result: Result) -> None:
     _end(console, contest, result)
 
 
-def scaling_json(found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]]) -> dict[str, Any]:
+def scaling_json(
+    found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]], cores: Mapping[int, Core]
+) -> dict[str, Any]:
     runs = [{"ranks": one.world, "agree": result.agree, "seconds": result.seconds} for one, result in found]
-    return _machine(*found[0]) | {"layouts": lines, "runs": runs}
+    reached = {ranks: _reached(core) for ranks, core in sorted(cores.items())}
+    return _machine(*found[0]) | {"layouts": lines, "runs": runs} | ({"cores_by_ranks": reached} if cores else {})
+
+
+def _reached(core: Core) -> dict[str, float]:
+    """What the simulator knows of a core that has company."""
+    device = Device.of(core.accelerator)
+    link = core.accelerator.inside
+    return {
+        "products": device.rate("fp32"),  # FLOP/s
+        "stream": device.bandwidth,  # bytes/s
+        "link": link.bandwidth,
+        "latency": link.latency,  # seconds
+        "launch_block": core.host,
+    }
 
 
 def report_scaling(
@@ -63,11 +81,11 @@ def report_scaling(
             *(f"{line[key]:.3f} s" for key in ("one_process_seconds", "seconds")),
             f"{line['speed_up']:.2f}",
             f"{line['efficiency']:.0%}",
-            *([f"{line['predicted_speed_up']:.2f}"] if simulates else []),
+            *([f"{line['predicted_seconds']:.3f} s", f"{line['predicted_speed_up']:.2f}"] if simulates else []),
         )
         for line in lines
     ]
-    console.print(columns((*headings, *(["simulated"] if simulates else [])), cells))
+    console.print(columns((*headings, *(["simulated", "speed-up"] if simulates else [])), cells))
     _end(console, *max(found, key=lambda one: (not one[1].agree, one[0].world)))
 
 

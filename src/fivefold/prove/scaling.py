@@ -1,12 +1,16 @@
 """Which layouts `fivefold bench scaling` takes from one rank to many, and what the simulator says of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
+from fivefold.accelerators import Accelerator
 from fivefold.cluster import Cluster, Group
 from fivefold.errors import UserError
 from fivefold.layout import Layout
-from fivefold.plan.stack import FIVEFOLD
+from fivefold.plan.stack import ON_CPUS
 from fivefold.plan.time import Case, estimate
 from fivefold.prove.contest import OURS, Contest, Result, layout_of
 from fivefold.train.config import Job
@@ -51,23 +55,27 @@ def contests(job: Job, chosen: Sequence[str], rounds: int) -> list[Contest]:
     return [Contest(job, (OURS, *systems), rounds) for _, systems in sorted(by_world.items())]
 
 
-def predicted(job: Job, chosen: Sequence[str], accelerator: str) -> dict[str, float]:
-    """Speed-ups over one process, on that many of the accelerator in one machine."""
-    device = Cluster.parse(accelerator).groups[0].accelerator
-    stack = FIVEFOLD.computing_in("fp32")
+@dataclass(frozen=True)
+class Core:
+    """What one core reaches while several are at work."""
 
-    def seconds(layout: Layout) -> float:
-        cluster = Cluster((Group(1, layout.world, device),))
-        return estimate(Case(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
+    accelerator: Accelerator
+    host: float  # seconds in which it launches a block's forward pass
 
-    alone = seconds(layout_of(job, OURS))
-    return {text: alone / seconds(layout_of(job, text)) for text in chosen}
+
+def predicted(job: Job, text: str, core: Core) -> float:
+    """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
+    layout = layout_of(job, text)
+    software = structs.replace(ON_CPUS.software, host=core.host)
+    stack = ON_CPUS.but(software=software, host=1.0)
+    cluster = Cluster((Group(1, layout.world, core.accelerator),))
+    return estimate(Case(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
 
 
 def rows(
-    found: Sequence[tuple[Contest, Result]], chosen: Sequence[str], said: dict[str, float]
+    found: Sequence[tuple[Contest, Result]], chosen: Sequence[str], cores: Mapping[int, Core]
 ) -> list[dict[str, Any]]:
-    """A line for each layout that was measured, in the order that they were chosen in."""
+    """A line for each layout that was measured, in the order that they were chosen in; `cores` by ranks at work."""
     by_layout = {system: (contest, result) for contest, result in found for system in contest.systems[1:]}
     lines = []
     for text in chosen:
@@ -76,6 +84,7 @@ def rows(
             continue
         contest, result = by_layout[system]
         ratio = result.ratio(system, OURS)
+        seconds = predicted(contest.job, text, cores[contest.world]) if cores else None
         lines.append(
             {
                 "layout": text,
@@ -84,7 +93,8 @@ def rows(
                 "seconds": result.median(system),
                 "speed_up": 1 / ratio,
                 "efficiency": 1 / ratio / contest.world,
-                "predicted_speed_up": said.get(text),
+                "predicted_seconds": seconds,
+                "predicted_speed_up": predicted(contest.job, OURS, cores[1]) / seconds if seconds else None,
             }
         )
     return lines
