@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.checkpoint.staging import Staging
+from fivefold.checkpoint.state import written
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.model import random
 from fivefold.model.decoder import Decoder
@@ -16,6 +18,7 @@ from fivefold.model.init import draw, initialise
 from fivefold.model.place import Place
 from fivefold.parallel.mesh import Mesh
 from fivefold.presets import preset
+from fivefold.prove.batches import plain_batch
 from fivefold.train.config import OptimizerConfig, read_job
 from fivefold.train.device import make_repeatable
 from fivefold.train.loop import Trainer
@@ -153,3 +156,29 @@ def test_sums_of_bf16_products_are_kept_in_float32() -> None:
     assert once.dtype == torch.float32
     assert (once - exact).norm() / exact.norm() < 1e-5
     assert (twice - 2 * exact).norm() / exact.norm() < 2e-5
+
+
+def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(tmp_path: Path) -> None:
+    job = read_job(None, ["model=tiny", f"data.path={stdlib_corpus(tmp_path)}", "train.steps=4", "train.compile=off"])
+    trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device("cuda")))
+    engine, staging = trainer.engine, Staging(torch.device("cuda"))
+    shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
+    pieces = written(engine.weights, shapes, engine.optimizer)
+    staging.prepare(pieces)
+    batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
+    for _ in range(2):
+        was = {name: piece.make().clone() for name, piece in pieces.items()}
+        assert staging.stream is not None
+        with torch.cuda.stream(staging.stream):
+            torch.cuda._sleep(1_000_000_000)  # the copies begin half a second late
+        snapshot = staging.take(pieces)
+        assert all(piece.make().is_pinned() for piece in snapshot.pieces.values())
+        engine.read = snapshot.read
+        engine.accumulate(batch)
+        assert snapshot.read is not None
+        assert not snapshot.read.query()  # steps do not wait for it
+        engine.step(1e-2, engine.gradient_norm())
+        snapshot.arrive()
+        kept = {name: piece.make() for name, piece in snapshot.pieces.items()}
+        assert all(torch.equal(kept[name], was[name].cpu()) for name in was)
+        assert not all(torch.equal(piece.make(), was[name]) for name, piece in pieces.items())

@@ -1,9 +1,9 @@
 """Saving: a snapshot at once, its files in the background, and a manifest when every rank's are there.
 
-saver = Saver(store, control, config)
-saver.start(pieces, manifest)     # returns when the snapshot is taken; parameters may change from there on
+saver = Saver(store, control, config, device)
+read = saver.start(pieces, manifest)     # parameters may change from there on; on a GPU, behind this event
 ...
-saver.finish()                    # waits for the one under way, and raises what went wrong with it
+saver.finish()                           # waits for the one under way, and raises what went wrong with it
 """
 
 import os
@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan as Plan
@@ -27,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from fivefold import faults
-from fivefold.checkpoint.pieces import Piece, Pieces, SavePlan, quietly
+from fivefold.checkpoint.pieces import Pieces, SavePlan, quietly
+from fivefold.checkpoint.staging import Snapshot, Staging
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
 from fivefold.errors import TrainingError, UserError
 from fivefold.files import Progress, hashed
@@ -47,25 +47,20 @@ class Saving:
 
 
 class Saver:
-    def __init__(self, store: Store, control: Control, config: CheckpointConfig):
+    def __init__(self, store: Store, control: Control, config: CheckpointConfig, device: torch.device):
         self.store, self.control, self.config = store, control, config
         self.saving: Saving | None = None
         self.thread = threading.Thread()
-        self.buffers: dict[str, Tensor] = {}  # of snapshots, kept from one to the next
+        self.staging = Staging(device)
 
-    def start(self, pieces: Pieces, manifest: Manifest) -> None:
+    def start(self, pieces: Pieces, manifest: Manifest) -> torch.cuda.Event | None:
         """Collective. Takes the snapshot; waits first for an earlier save, so that one at most is under way."""
         self.finish()
-        snapshot = {name: self._copied(name, piece) for name, piece in pieces.items()}
+        snapshot = self.staging.take(pieces)
         self.saving = Saving(manifest)
         self.thread = threading.Thread(target=self._write, args=(self.saving, snapshot), name="checkpoint", daemon=True)
         self.thread.start()
-
-    def _copied(self, name: str, piece: Piece) -> Piece:
-        tensor = piece.make()
-        if name not in self.buffers:
-            self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return Piece.of(self.buffers[name].copy_(tensor), tuple(piece.shape), piece.box)
+        return snapshot.read
 
     @property
     def failed(self) -> bool:
@@ -83,10 +78,11 @@ class Saver:
             kept = f"; the last good one is {last.path.name}" if last else ""
             raise TrainingError(f"the checkpoint of step {saving.manifest.step} was not written: {saving.error}{kept}")
 
-    def _write(self, saving: Saving, snapshot: Pieces) -> None:
+    def _write(self, saving: Saving, snapshot: Snapshot) -> None:
         """In the background."""
         try:
-            write(self.store, self.control, snapshot, saving.manifest)
+            snapshot.arrive()
+            write(self.store, self.control, snapshot.pieces, saving.manifest)
         except BaseException as error:
             saving.error = error
             return

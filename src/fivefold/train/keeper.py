@@ -5,6 +5,7 @@ import hashlib
 import msgspec
 
 from fivefold.checkpoint.load import Say, load, newest
+from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.state import held, written
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
@@ -21,10 +22,13 @@ class Checkpoints:
 
     def __init__(self, store: Store, control: Control, trainer: Trainer, say: Say):
         self.store, self.control, self.trainer, self.say = store, control, trainer, say
-        self.saver = Saver(store, control, trainer.job.checkpoint)
+        config, device = trainer.job.checkpoint, trainer.mesh.device
+        self.saver = Saver(store, control, config, device)
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
         self.data = fingerprint(trainer.sources)
         self.saved = 0  # the last step of which a save was begun, or that was loaded
+        if config.save and config.every and device.type == "cuda":  # a CPU would rather compute
+            self.saver.staging.prepare(self.pieces())
 
     def restore(self) -> Checkpoint | None:
         """Collective: the trainer as the newest good checkpoint has it, if there is one."""
@@ -58,10 +62,14 @@ class Checkpoints:
         self.saver.finish()
 
     def save(self, step: int) -> None:
-        """Collective. Returns when the snapshot is taken."""
-        engine = self.trainer.engine
+        """Collective. Returns when the snapshot is taken, or under way."""
         self.saved = step
-        self.saver.start(written(engine.weights, self.shapes, engine.optimizer), self.manifest(step))
+        self.trainer.engine.read = self.saver.start(self.pieces(), self.manifest(step))
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank writes."""
+        engine = self.trainer.engine
+        return written(engine.weights, self.shapes, engine.optimizer)
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(
