@@ -87,6 +87,15 @@ def test_the_zigzag_is_the_one_that_runs() -> None:
             assert split.calls(side(rank, source)) == [Call(len(tile.queries), len(tile.keys), tile.causal)]
 
 
+def test_sequences_of_a_microbatch_travel_together() -> None:
+    one = made(4096, cp=4)
+    four = replace(one, samples=4)
+    for kind in (ring, allgather, ulysses):
+        alone, together = kind(one), kind(four)
+        assert together.wire_bytes(False) == 4 * alone.wire_bytes(False)
+        assert alone.moving.total < together.moving.total < 4 * alone.moving.total  # a message's latency is paid once
+
+
 def test_a_tile_that_is_partly_masked_costs_a_whole_one() -> None:
     """Against a mask: count the tiles in which anything is seen."""
     for split in (zigzag(2048, 2), striped(2048, 2, 1), striped(2048, 2, 256)):
@@ -94,7 +103,7 @@ def test_a_tile_that_is_partly_masked_costs_a_whole_one() -> None:
             mine, keys = {"own": (0, 0), "earlier": (1, 0), "later": (0, 1)}[of]
             mask = np.greater_equal.outer(held(split, mine), held(split, keys))
             tiles = mask.reshape(split.tokens // QUERIES, QUERIES, -1, QUERIES).any(axis=(1, 3)).sum()
-            assert sum(call.computed for call in split.calls(of)) == tiles * QUERIES**2
+            assert sum(call.computed() for call in split.calls(of)) == tiles * QUERIES**2
     # A diagonal in every step of the ring, in place of one.
     fine, coarse = striped(8192, 16, 1).waste, zigzag(8192, 16).waste
     assert fine > 1.2 > 1.02 > coarse > 1

@@ -75,6 +75,9 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     assert layouts(job, 8, ["tp", "dp", "3d"]) == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
     core = Core(find_accelerator("CPU"), host=1e-3)
     assert predicted(job, "fivefold dp=2", core) < predicted(job, OURS, core)
+    assert layouts(job, 8, ["tp", "dp", "3d"], least=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
+    with pytest.raises(UserError, match="with 16 to 8 ranks"):
+        layouts(job, 8, ["dp"], least=16)
     with pytest.raises(UserError, match="--only zp is not a choice"):
         layouts(job, 4, ["zp"])
 

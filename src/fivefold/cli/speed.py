@@ -111,6 +111,7 @@ def peers(
 def scaling(
     changes: Changes = None,
     ranks: Annotated[int, typer.Option(help="The most; smaller powers of two are measured, too.")] = 2,
+    least: Annotated[int, typer.Option(help="And the fewest.")] = 2,
     rounds: Rounds = 3,
     batch: Annotated[int, typer.Option(help="Sequences of a step, whatever the number of ranks.")] = 16,
     only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
@@ -140,7 +141,7 @@ def scaling(
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     job = base_job([f"train.batch={batch}", "data.seq=128", *(changes or [])], microbatches=1)
-    chosen = layouts(job, ranks, _words(only))
+    chosen = layouts(job, ranks, _words(only), least)
     cores: dict[int, Core] = {}
     found: list[tuple[Contest, Result]] = []
     for pair in _measured(*contests(job, chosen, rounds)):

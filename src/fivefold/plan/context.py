@@ -1,4 +1,4 @@
-"""Context parallelism of one layer, one sequence: ring, all-gather and Ulysses by bytes, seconds and memory.
+"""Context parallelism of one layer: ring, all-gather and Ulysses by bytes, seconds and memory.
 
     case = Case(seq=131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)    # heads of one tp rank
     compare(case)["ring"].seconds
@@ -24,7 +24,7 @@ from msgspec import structs
 
 from fivefold.errors import UserError
 from fivefold.layout import ContextKind
-from fivefold.plan.kernels import QUERIES, Device
+from fivefold.plan.kernels import Device
 from fivefold.plan.links import Wires
 from fivefold.plan.memory import BYTES, wide_bytes
 from fivefold.plan.splits import SIDES, Call, Split, contiguous, zigzag
@@ -78,7 +78,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's attention over one sequence. The cp degree is that of `wires.layout`."""
+    """One layer's attention over sequences of one length. The cp degree is that of `wires.layout`."""
 
     seq: int
     heads: int  # of one tp rank, and kv heads likewise
@@ -88,6 +88,9 @@ class Case:
     wires: Wires
     kernel: Attention = FIVEFOLD.attention  # over whole rows, as Ulysses has them
     partial: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention  # over parts: it must give the log-sum-exp, too
+    samples: int = 1  # sequences, which travel and are computed together
+    narrow: int = NARROW  # bytes of what is computed with, and of sums
+    wide: int = WIDE
 
     @property
     def ranks(self) -> int:
@@ -100,7 +103,7 @@ class Case:
 
     def size(self, heads: int) -> int:
         """Elements of so many heads of a rank's tokens."""
-        return self.tokens * heads * self.head_dim
+        return self.samples * self.tokens * heads * self.head_dim
 
     @property
     def pair(self) -> int:
@@ -120,11 +123,12 @@ class Case:
         """Calls one after the other, of all heads or of some."""
         done = Work()
         for call in calls:
-            rows = math.ceil(call.queries / QUERIES) * QUERIES
-            keys = call.computed / rows  # that a query is computed with, on average
+            tile = self.device.tile
+            rows = math.ceil(call.queries / tile) * tile
+            keys = call.computed(tile) / rows  # that a query is computed with, on average
             name = self.partial if merged else self.kernel
-            kernel = Both(*self.device.attention(name, 1, heads or self.heads, self.head_dim, rows, keys))
-            parts = call.queries * (heads or self.heads) * self.head_dim * merged
+            kernel = Both(*self.device.attention(name, self.samples, heads or self.heads, self.head_dim, rows, keys))
+            parts = self.samples * call.queries * (heads or self.heads) * self.head_dim * merged
             done = done.plus(Work(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
         return done
 
@@ -159,7 +163,7 @@ class Method:
 
 def ring(case: Case, split: Split | None = None) -> Method:
     split = split or zigzag(case.seq, case.ranks)
-    c, narrow, wide = case.ranks, case.pair * NARROW, case.pair * WIDE
+    c, narrow, wide = case.ranks, case.pair * case.narrow, case.pair * case.wide
     own, earlier, later = (case.work(split.calls(side)) for side in SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
     forward, backward, waits = 0.0, case.send(wide), 0.0
@@ -184,7 +188,7 @@ def ring(case: Case, split: Split | None = None) -> Method:
 
 def allgather(case: Case, split: Split | None = None) -> Method:
     split = split or zigzag(case.seq, case.ranks)
-    c, narrow, wide = case.ranks, case.ranks * case.pair * NARROW, case.ranks * case.pair * WIDE
+    c, narrow, wide = case.ranks, case.ranks * case.pair * case.narrow, case.ranks * case.pair * case.wide
     # Dealt forwards only, the last rank sees most in every round; in a zigzag ranks differ by the shapes alone.
     works = [case.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
     gather = case.wires.time("all-gather", "cp", narrow)
@@ -210,7 +214,7 @@ def ulysses(case: Case) -> Method:
         fits = [n for n in range(1, case.heads + 1) if case.heads % n == 0]
         near = [*[n for n in fits if n < c][-1:], *[n for n in fits if n > c][:1]]
         raise UserError(f"cp={c} does not divide the {case.heads} heads of a tp rank; nearest: cp={either(near)}")
-    there, back = (case.size(heads) * NARROW for heads in (case.heads + 2 * case.lcm, case.heads))
+    there, back = (case.size(heads) * case.narrow for heads in (case.heads + 2 * case.lcm, case.heads))
     trade = case.wires.time("all-to-all", "cp", there) + case.wires.time("all-to-all", "cp", back)
     sent = (Sent("all-to-all", 1, there), Sent("all-to-all", 1, back))
     row = [Call(case.seq, case.seq, causal=True)]
@@ -227,7 +231,7 @@ def ulysses(case: Case) -> Method:
 
 
 def _kept(case: Case, kv_heads: int) -> int:
-    return 2 * case.size(case.heads + kv_heads) * NARROW + case.tokens * case.heads * WIDE
+    return 2 * case.size(case.heads + kv_heads) * case.narrow + case.samples * case.tokens * case.heads * case.wide
 
 
 def compare(case: Case) -> dict[ContextKind, Method | UserError]:

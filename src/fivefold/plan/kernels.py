@@ -24,6 +24,7 @@ CUTS = (1, 2, 4, 8)  # of the inner dimension
 BACKWARD = 0.8  # of attention's forward rate, over 2.5 times its FLOPs (FlashAttention-2, arXiv 2307.08691, section 4)
 NARROW_HEAD = 0.75  # of the rate, with heads of 64: half the tensor core's work per element of the softmax
 QUERIES = 128  # of one attention tile
+CPU_QUERIES = 32  # likewise, of torch's kernel for CPUs, which has wider ones only for rows that fill them
 
 # Bytes per score, forward and backward, where attention is not one kernel (2-byte scores; the GEMMs' own included):
 # fused: scale, mask and softmax in one kernel, and dropout; torch: each by itself, softmax in float32.
@@ -58,6 +59,11 @@ class Device:
     def bandwidth(self) -> float:
         return self.accelerator.memory_bandwidth * self.reached.stream
 
+    @property
+    def tile(self) -> int:
+        """Queries, and keys, of one attention tile."""
+        return CPU_QUERIES if self.accelerator.name == "CPU" else QUERIES
+
     def gemm(self, m: int, n: int, k: int, precision: str = "bf16", batch: int = 1) -> float:
         """Seconds of [m, k] x [k, n], `batch` of them."""
         width = 1 if precision == "fp8" else 4 if precision == "fp32" else 2
@@ -76,7 +82,7 @@ class Device:
         if kernel in UNFUSED:
             return self._unfused(kernel, batch, heads, head_dim, queries, round(2 * keys))
         share = getattr(self.reached, kernel) * (NARROW_HEAD if head_dim <= 64 else 1.0)
-        tiles = batch * heads * math.ceil(queries / QUERIES)
+        tiles = batch * heads * math.ceil(queries / self.tile)
         filled = tiles / (math.ceil(tiles / self.reached.units) * self.reached.units)
         forward = 4.0 * batch * heads * queries * keys * head_dim / (self.peak() * share * filled)
         moved = 8.0 * batch * heads * queries * head_dim

@@ -39,11 +39,10 @@ class Call:
             return self.queries * self.keys
         return self.queries * (self.queries + (1 if self.diagonal else -1)) // 2
 
-    @property
-    def computed(self) -> int:
+    def computed(self, tile: int = QUERIES) -> int:
         """Scores of all tiles that it touches."""
-        rows, columns = math.ceil(self.queries / QUERIES), math.ceil(self.keys / QUERIES)
-        return QUERIES**2 * (rows * (rows + 1) // 2 if self.causal else rows * columns)
+        rows, columns = math.ceil(self.queries / tile), math.ceil(self.keys / tile)
+        return tile**2 * (rows * (rows + 1) // 2 if self.causal else rows * columns)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Split:
     @property
     def waste(self) -> float:
         """Scores that a ring's busiest rank computes, in whole tiles, over those that are seen."""
-        own, earlier, later = (sum(call.computed for call in self.calls(side)) for side in SIDES)
+        own, earlier, later = (sum(call.computed() for call in self.calls(side)) for side in SIDES)
         return (own + (self.ranks - 1) * max(earlier, later)) / self.busiest
 
 

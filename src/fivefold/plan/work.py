@@ -138,13 +138,13 @@ class Work:
         if self._over_ranks is not None:
             work = self._over_ranks.work
             parts = work.both if self.stack.merges else work.attention
-            return self.samples * parts.forward, self.samples * parts.backward
+            return parts.forward, parts.backward
         heads = spec.heads // layout.tp
         return self.device.attention(self.stack.attention, self.samples, heads, spec.head_dim, self.seq, self.seq / 2)
 
     @cached_property
     def _over_ranks(self) -> context.Method | None:
-        """One sequence over the cp ranks (context.py says how each way works)."""
+        """The microbatch over the cp ranks (context.py says how each way works)."""
         spec, layout = self.spec, self.layout
         if layout.cp == 1:
             return None
@@ -152,7 +152,8 @@ class Work:
         heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
         axes = Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)  # nothing else matters: found again
         wires = replace(self.wires, layout=axes)
-        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, wires, whole, partial)
+        sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
+        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, wires, whole, partial, *sizes)
         return _method(layout.cp_kind, case)
 
     @cached_property
@@ -217,9 +218,7 @@ class Work:
             return 0.0, 0.0
         share = self.stack.hides("cp") if self.layout.cp_kind == "ring" else 1.0
         least, most = self._over_ranks.exposed, self._over_ranks.moving
-        forward, backward = (
-            self.samples * (whole - share * (whole - rest)) for whole, rest in zip(most, least, strict=True)
-        )
+        forward, backward = (whole - share * (whole - rest) for whole, rest in zip(most, least, strict=True))
         return forward, backward + (forward if self.layout.recompute == "full" else 0.0)
 
     def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
@@ -246,7 +245,7 @@ class Work:
     @property
     def exchange_bytes(self) -> float:
         """That cp needs beside the activations while attention runs."""
-        return self.samples * self._over_ranks.buffers if self._over_ranks else 0.0
+        return self._over_ranks.buffers if self._over_ranks else 0.0
 
     @property
     def block_parameters(self) -> float:

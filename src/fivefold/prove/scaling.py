@@ -19,14 +19,14 @@ from fivefold.words import did_you_mean
 AXES = ("dp", "tp", "pp", "cp", "3d")
 
 
-def layouts(job: Job, most: int, wanted: list[str]) -> list[str]:
+def layouts(job: Job, most: int, wanted: list[str], least: int = 2) -> list[str]:
     """Powers of two of each axis alone, then of three at once, as far as the model and the batch allow.
 
     A rank's share of the batch is one microbatch; where there are stages, each of its sequences is one.
     """
     if unknown := [one for one in wanted if one not in AXES]:
         raise UserError(f"--only {unknown[0]} is not a choice; {did_you_mean(unknown[0], list(AXES))}")
-    sizes = [size for exponent in range(1, most.bit_length()) if (size := 2**exponent) <= most]
+    sizes = [size for exponent in range(1, most.bit_length()) if least <= (size := 2**exponent) <= most]
     found = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
     if "3d" in wanted:
         found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
@@ -34,7 +34,8 @@ def layouts(job: Job, most: int, wanted: list[str]) -> list[str]:
     cut = [_cut(job, text) for text in found]
     fitting = [text for text in cut if not _problems(job, text)]
     if not fitting:
-        raise UserError(f"no layout of {', '.join(wanted)} with up to {most} ranks fits this model and batch")
+        ranks = f"{least} to {most}" if least > 2 else f"up to {most}"
+        raise UserError(f"no layout of {', '.join(wanted)} with {ranks} ranks fits this model and batch")
     return fitting
 
 
