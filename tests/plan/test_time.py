@@ -51,14 +51,18 @@ def test_zero_bubble_shortens_a_short_pipeline_s_step() -> None:
 
 
 def test_on_cpus_nothing_hides_anything() -> None:
-    one = replace(case("dp=2", model="small", cluster="2xCPU", batch=2, seq=512), precision="fp32", stack=ON_CPUS)
-    step, hidden = estimate(one), estimate(replace(one, stack=ON_CPUS.but(overlap=Overlap(dp=1))))
+    one = replace(
+        case("dp=2", model="small", cluster="2xCPU", batch=2, seq=512),
+        precision="fp32",
+        stack=ON_CPUS.computing_in("fp32"),
+    )
+    step, hidden = estimate(one), estimate(replace(one, stack=one.stack.but(overlap=Overlap(dp=1))))
     count = one.spec.parameter_count
     assert step.dp == pytest.approx(one.wires.time("all-reduce", "data", 4.0 * count))
     assert hidden.dp < step.dp
     launched = 2 * one.spec.layers * ON_CPUS.host * ON_CPUS.software.host
     assert step.busy.host == pytest.approx(launched)
-    assert estimate(replace(one, stack=ON_CPUS.but(computes_itself=False))).busy.host == 0.0
+    assert estimate(replace(one, stack=one.stack.but(computes_itself=False))).busy.host == 0.0
 
 
 def test_full_recompute_costs_about_a_third_and_selective_little() -> None:

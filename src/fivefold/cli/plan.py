@@ -201,7 +201,7 @@ def _case(words: list[str], cluster: str, batch: int | None, seq: int | None, pr
     kind = precision or ("fp32" if device.name == "CPU" else "bf16")
     for group in machines.groups:
         group.accelerator.rate(kind)  # says which rates there are
-    return Case(spec, Layout(), machines, length, size, kind, software_of(software).computing_in(kind))
+    return Case(spec, Layout(), machines, length, size, kind, software_of(software, device.name).computing_in(kind))
 
 
 def _usual(world: int, seq: int) -> int:

@@ -1,13 +1,19 @@
 """Stacks by name: this code, and the systems behind published runs, for those who want to know what theirs would do."""
 
 from fivefold.errors import UserError
-from fivefold.plan.stack import FIVEFOLD, Stack
+from fivefold.plan.stack import FIVEFOLD, ON_CPUS, Stack
 from fivefold.plan.systems import MEGATRON_2022, NEMO, TITAN
 from fivefold.words import did_you_mean
 
 
-def software_of(name: str) -> Stack:
-    known = {"fivefold": FIVEFOLD, "nemo": NEMO, "torchtitan": TITAN, "megatron": MEGATRON_2022}
+def software_of(name: str, device: str = "") -> Stack:
+    """`device` is the accelerator's name: a CPU runs this code in another way than a GPU."""
+    known = {
+        "fivefold": ON_CPUS if device == "CPU" else FIVEFOLD,
+        "nemo": NEMO,
+        "torchtitan": TITAN,
+        "megatron": MEGATRON_2022,
+    }
     if name.lower() not in known:
         raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(known))}")
     return known[name.lower()]

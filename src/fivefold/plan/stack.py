@@ -139,8 +139,8 @@ FIVEFOLD = Stack(
     bucket_bytes=0.0,
 )
 
-# On CPU ranks, a thread each: nothing is compiled, and the core that launches and that carries bytes is the one that
-# computes, so nothing hides anything.
+# On CPU ranks, a thread each, in float32: nothing is compiled, and the core that launches and that carries bytes is the
+# one that computes, so nothing hides anything.
 ON_CPUS = FIVEFOLD.but(
     name="fivefold on CPUs",
     overlap=Overlap(),
@@ -148,4 +148,4 @@ ON_CPUS = FIVEFOLD.but(
     norm="float32",
     accumulate_bytes=0.0,  # the first gradient is taken as it is
     computes_itself=True,
-).computing_in("fp32")
+)

@@ -68,7 +68,7 @@ def predicted(job: Job, text: str, core: Core) -> float:
     """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
     layout = layout_of(job, text)
     software = structs.replace(ON_CPUS.software, host=core.host)
-    stack = ON_CPUS.but(software=software, host=1.0)
+    stack = ON_CPUS.but(software=software, host=1.0).computing_in("fp32")
     cluster = Cluster((Group(1, layout.world, core.accelerator),))
     return estimate(Case(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
 
