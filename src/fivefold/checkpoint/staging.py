@@ -12,9 +12,9 @@ up to a power of two, which for a vocabulary's table is nearly twice; so the pag
 import mmap
 import threading
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -75,45 +75,35 @@ class Staging:
         return Piece.of(self.room[name].copy_(tensor, non_blocking=True), tuple(piece.shape), piece.box)
 
     def _make(self, pieces: Pieces) -> None:
+        sizes = [-(-piece.nbytes // PAGE) * PAGE for piece in pieces.values()]
         try:
-            self.room = _tensors(pieces)
+            memory = mmap.mmap(-1, max(PAGE, sum(sizes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             self.error = error
             return
+        starts = accumulate(sizes, initial=0)  # and the end
+        self.room = {
+            name: _view(memory, start, piece) for start, (name, piece) in zip(starts, pieces.items(), strict=False)
+        }
         if self.stream is not None:
-            locked = _lock(self.room, self.device)
-            weakref.finalize(self, _unlock, locked, self.device)
+            with torch.cuda.device(self.device), suppress(RuntimeError):
+                _lock(self, memory)
 
 
-def _tensors(pieces: Pieces) -> dict[str, Tensor]:
-    """Each with pages of its own, so that each can be locked by itself."""
-    sizes = {name: -(-piece.nbytes // PAGE) * PAGE for name, piece in pieces.items()}
-    memory = mmap.mmap(-1, max(PAGE, sum(sizes.values())), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # large pages are locked sooner; a kernel may have none
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    found, start = {}, 0
-    for name, piece in pieces.items():
-        shape = piece.chunk.sizes
-        flat = torch.frombuffer(memory, dtype=piece.dtype, count=shape.numel(), offset=start)
-        found[name] = flat.view(shape)
-        start += sizes[name]
-    return found
+def _view(memory: mmap.mmap, start: int, piece: Piece) -> Tensor:
+    """A tensor with a storage of its own: DCP would copy one that is part of a larger."""
+    shape = piece.chunk.sizes
+    return torch.frombuffer(memory, dtype=piece.dtype, count=shape.numel(), offset=start).view(shape)
 
 
-def _lock(room: Mapping[str, Tensor], device: torch.device) -> list[int]:
-    """Addresses that were locked; where the system allows no more, the rest stays as it is."""
-    torch.cuda.set_device(device)
-    locked = []
-    for tensor in room.values():
-        size = -(-tensor.nbytes // PAGE) * PAGE
-        if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, _FOR_ALL)) != 0:
-            break
-        locked.append(tensor.data_ptr())
-    return locked
+def _lock(owner: Staging, memory: mmap.mmap) -> None:
+    """As long as its owner lives. Where the system refuses, memory stays as it is, and copies are slower."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), _FOR_ALL)) == 0:
+        weakref.finalize(owner, _unlock, address, owner.device)
 
 
-def _unlock(addresses: list[int], device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # copies that are under way
-    for address in addresses:
+def _unlock(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # copies that are under way
         torch.cuda.cudart().cudaHostUnregister(address)
