@@ -166,11 +166,13 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
     pieces = written(engine.weights, shapes, engine.optimizer)
     staging.prepare(pieces)
     batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
+    engine.accumulate(batch)  # the first pass makes kernels, and takes longer than what follows
+    engine.step(1e-2, engine.gradient_norm())
     for _ in range(2):
         was = {name: piece.make().clone() for name, piece in pieces.items()}
         assert staging.stream is not None
         with torch.cuda.stream(staging.stream):
-            torch.cuda._sleep(1_000_000_000)  # the copies begin half a second late
+            torch.cuda._sleep(4_000_000_000)  # the copies begin two seconds late
         snapshot = staging.take(pieces)
         assert all(piece.make().is_pinned() for piece in snapshot.pieces.values())
         engine.read = snapshot.read

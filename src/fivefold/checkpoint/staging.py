@@ -1,12 +1,13 @@
 """Snapshots: a rank's pieces, copied into host memory that is made once and kept.
 
-    staging.prepare(pieces)            # the room, made beside what comes next: locking gigabytes takes seconds
+    staging.prepare(pieces)            # the room, before the first step: locking gigabytes takes seconds
     snapshot = staging.take(pieces)    # on a GPU it returns at once, and the device copies while it computes
     engine.read = snapshot.read        # ... what it copies may change behind this
     snapshot.arrive()                  # in the thread that writes it
 
 Locked memory is what a GPU copies into by itself, at its link's pace. PyTorch's own allocator of it rounds every tensor
-up to a power of two, which for a vocabulary's table is nearly twice; so the pages are asked for and locked here.
+up to a power of two, which for a vocabulary's table is nearly twice; so the pages are asked for and locked here. The
+device has nothing else to do meanwhile: copies beside it have failed with "resource already mapped".
 """
 
 import mmap
@@ -42,23 +43,30 @@ class Staging:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.room: dict[str, Tensor] = {}
-        self.making: threading.Thread | None = None
-        self.error: OSError | None = None
 
     def prepare(self, pieces: Pieces) -> None:
-        # In a thread of its own in any case: CUDA remembers an error for the thread that met it, and would tell a later
-        # kernel that memory could not be locked, which only makes copies slower.
-        self.making = threading.Thread(target=self._make, args=(pieces,), name="staging", daemon=True)
-        self.making.start()
+        sizes = [-(-piece.nbytes // PAGE) * PAGE for piece in pieces.values()]
+        try:
+            memory = mmap.mmap(-1, max(PAGE, sum(sizes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            needed = bytes_text(sum(sizes))
+            raise TrainingError(f"a snapshot takes {needed} of this machine's memory: {error.strerror}") from None
+        with suppress(OSError, AttributeError):  # large pages are locked in half the time; not every kernel has them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        starts = accumulate(sizes, initial=0)  # and the end
+        self.room = {
+            name: _view(memory, start, piece) for start, (name, piece) in zip(starts, pieces.items(), strict=False)
+        }
+        if self.stream is not None:
+            # CUDA remembers an error for the thread that met it: memory that could not be locked, which only makes
+            # copies slower, must not be what a later kernel stumbles over.
+            lock = threading.Thread(target=_lock, args=(self, memory), name="lock")
+            lock.start()
+            lock.join()
 
     def take(self, pieces: Pieces) -> Snapshot:
-        if self.making is None:
+        if not self.room:
             self.prepare(pieces)
-        assert self.making is not None
-        self.making.join()
-        if self.error is not None:
-            needed = bytes_text(sum(piece.nbytes for piece in pieces.values()))
-            raise TrainingError(f"a snapshot takes {needed} of this machine's memory: {self.error.strerror}")
         if self.stream is None:
             return Snapshot({name: self._copied(name, piece) for name, piece in pieces.items()})
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -74,21 +82,6 @@ class Staging:
             tensor.record_stream(self.stream)
         return Piece.of(self.room[name].copy_(tensor, non_blocking=True), tuple(piece.shape), piece.box)
 
-    def _make(self, pieces: Pieces) -> None:
-        sizes = [-(-piece.nbytes // PAGE) * PAGE for piece in pieces.values()]
-        try:
-            memory = mmap.mmap(-1, max(PAGE, sum(sizes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            self.error = error
-            return
-        starts = accumulate(sizes, initial=0)  # and the end
-        self.room = {
-            name: _view(memory, start, piece) for start, (name, piece) in zip(starts, pieces.items(), strict=False)
-        }
-        if self.stream is not None:
-            with torch.cuda.device(self.device), suppress(RuntimeError):
-                _lock(self, memory)
-
 
 def _view(memory: mmap.mmap, start: int, piece: Piece) -> Tensor:
     """A tensor with a storage of its own: DCP would copy one that is part of a larger."""
@@ -97,10 +90,12 @@ def _view(memory: mmap.mmap, start: int, piece: Piece) -> Tensor:
 
 
 def _lock(owner: Staging, memory: mmap.mmap) -> None:
-    """As long as its owner lives. Where the system refuses, memory stays as it is, and copies are slower."""
+    """As long as its owner lives. Where the system refuses, memory stays as it is."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), _FOR_ALL)) == 0:
-        weakref.finalize(owner, _unlock, address, owner.device)
+    with torch.cuda.device(owner.device), suppress(RuntimeError):
+        torch.cuda.synchronize()
+        if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), _FOR_ALL)) == 0:
+            weakref.finalize(owner, _unlock, address, owner.device).atexit = False  # a process takes its locks along
 
 
 def _unlock(address: int, device: torch.device) -> None:
