@@ -132,6 +132,8 @@ def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: 
     assert [one["system"] for one in found["systems"]] == ["fivefold", "Hugging Face"]
     turns = [one["turns"] for one in found["systems"]]
     assert all(len(turn["seconds"]) == 2 and turn["memory"] > 0 for (turn,) in turns)
+    ours, theirs = (turn["loss"] for (turn,) in turns)
+    assert ours == pytest.approx(theirs, rel=1e-5)
     saved = turns[0][0]["saved"]
     assert saved["bytes"] > 12 * found["parameters"]  # the master and two moments, in float32
     assert saved["snapshot"] > 0
@@ -166,7 +168,7 @@ def test_a_job_file_that_asks_for_the_same_bits_gets_them(tmp_path: Path) -> Non
 
 
 def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.Timed:
-    return bench_train.Timed("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 0, {}, "", saved)
+    return bench_train.Timed("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 5.0, 0, {}, "", saved)
 
 
 def test_of_turns_every_rounds_own_ratio_counts() -> None:

@@ -179,7 +179,8 @@ def train(
     """Time the trainer's own steps on this device: tokens/s, MFU (attention counted full), peak memory.
 
     Tokens are made up; the rest is `fivefold train`, data, metrics and all.
-    Systems take turns, each turn in a process of its own.
+    Systems take turns, each turn in a process of its own, from the same weights:
+    their first losses stand beside their times.
     train.deterministic=false unless it is asked for.
 
     [dim]Examples:[/]

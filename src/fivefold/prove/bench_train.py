@@ -49,6 +49,7 @@ class Timed:
     seconds: list[float]  # from one step's end to the next one's
     memory: int  # bytes at the peak
     first: float  # seconds of the first step, compilation and all
+    loss: float  # of that step: all start from the same weights and take the same tokens
     graphs: int
     breaks: dict[str, int]
     parameters: str  # the dtypes of what is trained
@@ -205,8 +206,9 @@ def report(console: Console, result: Result, profiled: bool = False) -> None:
         f"{job.data.seq} tokens, {job.train.dtype}{' with 8-bit products' if job.train.fp8 else ''}\n"
         f"{result.any.device}{peak}, torch {result.any.torch}; medians, turns of each: {len(result.turns[OURS])}"
     )
-    headings = ("system", "ms/step", "from", "to", "tokens/s", "MFU", "faster", "memory")
+    headings = ("system", "ms/step", "from", "to", "tokens/s", "MFU", "faster", "memory", "loss")
     console.print(columns(headings, [_line(result, name) for name in result.turns]))
+    console.print("loss: of the first step, from the same weights and with the same tokens")
     for name, turns in result.turns.items():
         graphs, breaks = turns[-1].graphs, sum(turns[-1].breaks.values())
         how = f"{counted(graphs, 'graph')}, {counted(breaks, 'break')}" if graphs else "eager"
@@ -230,6 +232,7 @@ def _line(result: Result, name: str) -> list[str]:
         "" if share is None else f"{share:.1%}",
         f"{result.faster(name):.2f}x" if len(result.turns) > 1 else "",
         bytes_text(max(turn.memory for turn in turns)),
+        f"{turns[0].loss:.4f}",
     ]
 
 

@@ -1,5 +1,6 @@
 """One turn of `fivefold bench train`, in a process of its own."""
 
+import math
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from fivefold.data.tokens import TokenStore
 from fivefold.errors import UserError
 from fivefold.hf_config import to_hf_config
 from fivefold.model.compiled import compilation
+from fivefold.model.hf import source
+from fivefold.model.init import draw
 from fivefold.parallel.mesh import Mesh
 from fivefold.prove.batches import write_tokens
 from fivefold.prove.bench_train import CPU, More, Saved, Timed
@@ -66,6 +69,7 @@ def run(rank: Rank, job: Job, hugging_face: bool, steps: int, more: More, path: 
         seconds=times[_WARM : watch.wanted],
         memory=peak_memory(device),
         first=times[0],
+        loss=watch.loss,
         graphs=graphs,
         breaks=breaks,
         parameters=_kinds(job.train.dtype, hugging_face),
@@ -115,11 +119,13 @@ class Watch:
 
     def __init__(self, wanted: int):
         self.wanted, self.ends = wanted, [time.perf_counter()]
+        self.loss = math.nan  # of the first step
 
     def on_step(self, record: Step) -> None:
-        self.tick()
+        self.tick(record.loss)
 
-    def tick(self) -> None:
+    def tick(self, loss: float) -> None:
+        self.loss = loss if len(self.ends) == 1 else self.loss
         self.ends.append(time.perf_counter())
 
     def on_evaluation(self, record: Evaluation) -> None: ...
@@ -175,6 +181,9 @@ def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch
     config, dtype = LlamaConfig(**settings), DTYPES[job.train.dtype]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = model.state_dict()
+    for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
+        draw(job.model, parameter, weights[source(job.model, parameter.name).name], job.train.seed)
     called = torch.compile(model) if compiles(job.train, device) else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=job.optimizer.betas, fused=True)
     size, data = job.train.batch, job.data
@@ -194,4 +203,4 @@ def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.clip)
             optimizer.step()
             optimizer.zero_grad()
-            watch.tick()
+            watch.tick(total)
