@@ -175,10 +175,10 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
             torch.cuda._sleep(4_000_000_000)  # the copies begin two seconds late
         snapshot = staging.take(pieces)
         assert all(piece.make().is_pinned() for piece in snapshot.pieces.values())
-        engine.read = snapshot.read
+        engine.copied = snapshot.copied
         engine.accumulate(batch)
-        assert snapshot.read is not None
-        assert not snapshot.read.query()  # steps do not wait for it
+        assert snapshot.copied is not None
+        assert not snapshot.copied.query()  # steps do not wait for it
         engine.step(1e-2, engine.gradient_norm())
         snapshot.arrive()
         kept = {name: piece.make() for name, piece in snapshot.pieces.items()}

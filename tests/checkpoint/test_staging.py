@@ -9,6 +9,10 @@ import torch
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.staging import PAGE, Staging
 from fivefold.errors import TrainingError
+from fivefold.parallel.mesh import Mesh
+from fivefold.prove.batches import plain_batch
+from fivefold.train.config import read_job
+from fivefold.train.engine import Engine
 
 CPU = torch.device("cpu")
 
@@ -41,3 +45,48 @@ def test_a_machine_without_the_memory_says_so(monkeypatch) -> None:
     staging = Staging(CPU)
     with pytest.raises(TrainingError, match=r"a snapshot takes 4\.00 KiB of this machine's memory: Cannot allocate"):
         staging.take({"a": Piece.whole(torch.zeros(1024))})
+
+
+def test_memory_is_made_once_and_a_rank_without_pieces_needs_none(monkeypatch) -> None:
+    made: list[int] = []
+    real = mmap.mmap
+
+    def counted(fileno: int, size: int, **flags: int) -> mmap.mmap:
+        made.append(size)
+        return real(fileno, size, **flags)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    pieces, staging = {"a": Piece.whole(torch.zeros(1025))}, Staging(CPU)
+    staging.prepare(pieces)
+    place = staging.take(pieces).pieces["a"].make().data_ptr()
+    staging.prepare(pieces)  # what a GPU has locked must not move
+    assert staging.take(pieces).pieces["a"].make().data_ptr() == place
+    assert made == [2 * PAGE]
+    nobody = Staging(CPU)
+    for _ in range(2):
+        assert nobody.take({}).pieces == {}
+    assert made == [2 * PAGE]
+
+
+class Event:
+    """Of the device, as far as the engine knows it."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.weights_then = engine, None
+
+    def wait(self) -> None:
+        self.weights_then = next(iter(self.engine.weights.masters.values())).detach().clone()
+
+
+def test_an_update_waits_for_the_snapshot_under_way() -> None:
+    job = read_job(None, ["model=tiny", "model.layers=1", "data.seq=16", "train.batch=2"])
+    engine = Engine(job, Mesh.of(job.layout, CPU))
+    event = Event(engine)
+    before = next(iter(engine.weights.masters.values())).detach().clone()
+    engine.accumulate(plain_batch(job.model.vocab, 2, 16))
+    engine.copied = event
+    engine.step(1e-2, engine.gradient_norm())
+    assert event.weights_then is not None
+    assert torch.equal(event.weights_then, before)
+    assert not torch.equal(next(iter(engine.weights.masters.values())), before)
+    assert engine.copied is None

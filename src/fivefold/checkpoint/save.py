@@ -1,9 +1,9 @@
 """Saving: a snapshot at once, its files in the background, and a manifest when every rank's are there.
 
 saver = Saver(store, control, config, device)
-read = saver.start(pieces, manifest)     # parameters may change from there on; on a GPU, behind this event
+copied = saver.start(pieces, manifest)     # parameters may change from there on; on a GPU, behind this event
 ...
-saver.finish()                           # waits for the one under way, and raises what went wrong with it
+saver.finish()                             # waits for the one under way, and raises what went wrong with it
 """
 
 import os
@@ -60,7 +60,7 @@ class Saver:
         self.saving = Saving(manifest)
         self.thread = threading.Thread(target=self._write, args=(self.saving, snapshot), name="checkpoint", daemon=True)
         self.thread.start()
-        return snapshot.read
+        return snapshot.copied
 
     @property
     def failed(self) -> bool:

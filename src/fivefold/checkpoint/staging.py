@@ -2,16 +2,16 @@
 
     staging.prepare(pieces)            # the room, before the first step: locking gigabytes takes seconds
     snapshot = staging.take(pieces)    # on a GPU it returns at once, and the device copies while it computes
-    engine.read = snapshot.read        # ... what it copies may change behind this
+    engine.copied = snapshot.copied    # ... what it copies may change behind this event
     snapshot.arrive()                  # in the thread that writes it
 
 Locked memory is what a GPU copies into by itself, at its link's pace. PyTorch's own allocator of it rounds every tensor
-up to a power of two, which for a vocabulary's table is nearly twice; so the pages are asked for and locked here. The
-device has nothing else to do meanwhile: copies beside it have failed with "resource already mapped".
+up to a power of two, which for a vocabulary's table is nearly twice; so the pages are asked for and locked here.
 """
 
 import mmap
 import threading
+import warnings
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.pieces import Piece, Pieces
-from fivefold.errors import TrainingError
+from fivefold.errors import Note, TrainingError
 from fivefold.words import bytes_text
 
 PAGE = mmap.PAGESIZE
@@ -31,23 +31,32 @@ _FOR_ALL = 1  # cudaHostRegisterPortable
 @dataclass(frozen=True)
 class Snapshot:
     pieces: Pieces
-    read: torch.cuda.Event | None = None  # when the device has copied all of it; None: it has been copied
+    device: torch.device
+    copied: torch.cuda.Event | None = None  # when the device is done with it; None: it is
 
     def arrive(self) -> None:
-        if self.read is not None:
-            self.read.synchronize()
+        """Wait for it, in whatever thread; a new one would look for the event on the first device."""
+        if self.copied is not None:
+            with torch.cuda.device(self.device):
+                self.copied.synchronize()
 
 
 class Staging:
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.room: dict[str, Tensor] = {}
+        self.room: dict[str, Tensor] | None = None
 
     def prepare(self, pieces: Pieces) -> None:
+        """Once: what is locked must stay where it is until it is unlocked, which is when this object goes."""
+        if self.room is not None:
+            return
+        if not pieces:  # a rank that others write for
+            self.room = {}
+            return
         sizes = [-(-piece.nbytes // PAGE) * PAGE for piece in pieces.values()]
         try:
-            memory = mmap.mmap(-1, max(PAGE, sum(sizes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             needed = bytes_text(sum(sizes))
             raise TrainingError(f"a snapshot takes {needed} of this machine's memory: {error.strerror}") from None
@@ -65,18 +74,18 @@ class Staging:
             lock.join()
 
     def take(self, pieces: Pieces) -> Snapshot:
-        if not self.room:
-            self.prepare(pieces)
-        if self.stream is None:
-            return Snapshot({name: self._copied(name, piece) for name, piece in pieces.items()})
+        self.prepare(pieces)
+        if self.stream is None or not pieces:
+            return Snapshot({name: self._copied(name, piece) for name, piece in pieces.items()}, self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             copies = {name: self._copied(name, piece) for name, piece in pieces.items()}
-            read = torch.cuda.Event(blocking=True)
-            read.record()
-        return Snapshot(copies, read)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        return Snapshot(copies, self.device, copied)
 
     def _copied(self, name: str, piece: Piece) -> Piece:
+        assert self.room is not None
         tensor = piece.make()
         if self.stream is not None:
             tensor.record_stream(self.stream)
@@ -92,10 +101,15 @@ def _view(memory: mmap.mmap, start: int, piece: Piece) -> Tensor:
 def _lock(owner: Staging, memory: mmap.mmap) -> None:
     """As long as its owner lives. Where the system refuses, memory stays as it is."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    with torch.cuda.device(owner.device), suppress(RuntimeError):
-        torch.cuda.synchronize()
-        if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), _FOR_ALL)) == 0:
+    with torch.cuda.device(owner.device):
+        error = torch.cuda.cudart().cudaHostRegister(address, len(memory), _FOR_ALL)
+        if int(error) == 0:
             weakref.finalize(owner, _unlock, address, owner.device).atexit = False  # a process takes its locks along
+            return
+    size = bytes_text(len(memory))
+    warnings.warn(
+        f"{size} of snapshots could not be locked (CUDA error {int(error)}): saves take longer", Note, stacklevel=2
+    )
 
 
 def _unlock(address: int, device: torch.device) -> None:

@@ -147,8 +147,6 @@ class Once(Checkpoints):
     def __init__(self, path: Path, trainer: Trainer, watch: Watch):
         super().__init__(Store(path / "checkpoints"), Control(trainer.mesh), trainer, lambda _: None)
         self.watch, self.snapshot, self.begun, self.writing = watch, 0.0, 0.0, 0.0
-        if trainer.mesh.device.type == "cuda":  # as in a run that saves every so many steps
-            self.saver.staging.prepare(self.pieces())
 
     def after(self, step: int, must: bool) -> None:
         if step != self.watch.wanted:

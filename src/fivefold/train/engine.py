@@ -27,7 +27,9 @@ class Engine(Network):
         self.context = Context(mesh)
         self.positions: dict[tuple[int, ...], Tensor] = {}
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
-        self.read: torch.cuda.Event | None = None  # when a snapshot of weights and moments has been copied
+        # When a snapshot of masters and moments has been copied: only `step` changes them. (Where masters are the
+        # model's weights, gathering those writes the same bits over them.)
+        self.copied: torch.cuda.Event | None = None
 
     def accumulate(self, batch: Batch) -> Tensor:
         """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it."""
@@ -81,9 +83,9 @@ class Engine(Network):
             return self.optimizer.gradient_norm(wish)
 
     def step(self, rate: float | None, norm: Tensor) -> None:
-        if self.read is not None:  # on the device: the host does not wait
-            self.read.wait()
-            self.read = None
+        if self.copied is not None:  # on the device: the host does not wait
+            self.copied.wait()
+            self.copied = None
         self.optimizer.step(rate, norm)
 
     @torch.no_grad()

@@ -22,13 +22,10 @@ class Checkpoints:
 
     def __init__(self, store: Store, control: Control, trainer: Trainer, say: Say):
         self.store, self.control, self.trainer, self.say = store, control, trainer, say
-        config, device = trainer.job.checkpoint, trainer.mesh.device
-        self.saver = Saver(store, control, config, device)
+        self.saver = Saver(store, control, trainer.job.checkpoint, trainer.mesh.device)
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
         self.data = fingerprint(trainer.sources)
         self.saved = 0  # the last step of which a save was begun, or that was loaded
-        if config.save and config.every and device.type == "cuda":  # a CPU would rather compute
-            self.saver.staging.prepare(self.pieces())
 
     def restore(self) -> Checkpoint | None:
         """Collective: the trainer as the newest good checkpoint has it, if there is one."""
@@ -47,6 +44,11 @@ class Checkpoints:
         self.saved = manifest.step
         return checkpoint
 
+    def prepare(self) -> None:
+        config = self.trainer.job.checkpoint
+        if config.save and config.every and self.trainer.mesh.device.type == "cuda":  # a CPU would rather compute
+            self.saver.staging.prepare(self.pieces())
+
     def after(self, step: int, must: bool) -> None:
         config = self.trainer.job.checkpoint
         if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
@@ -64,7 +66,7 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Collective. Returns when the snapshot is taken, or under way."""
         self.saved = step
-        self.trainer.engine.read = self.saver.start(self.pieces(), self.manifest(step))
+        self.trainer.engine.copied = self.saver.start(self.pieces(), self.manifest(step))
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank writes."""

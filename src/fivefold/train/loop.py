@@ -33,6 +33,9 @@ from fivefold.train.records import Evaluation, Step
 class Keeper(Protocol):
     """Whoever keeps the trainer's state."""
 
+    def prepare(self) -> None:
+        """Steps will follow: what can be done before the first is done now."""
+
     def after(self, step: int, must: bool) -> None:
         """A step is done; `must`: it is the last one for now."""
 
@@ -89,6 +92,8 @@ class Trainer:
         self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None, keeper: Keeper | None
     ) -> Evaluation | None:
         self.keeper = keeper
+        if keeper is not None:
+            keeper.prepare()
         every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self.reads())))
