@@ -31,6 +31,10 @@ class Achieved(Struct, frozen=True, kw_only=True):
     inside: float = 0.75  # of a link's bandwidth: large collectives within a node
     across: float = 0.80  # and between nodes
     launch: float = 4e-6  # seconds from the end of one kernel to the start of the next
+    # Of CPUs, where they were measured (0: not): seconds of Python and dispatch for a pass through a block, and of the
+    # gradient norm, clipping and AdamW for a parameter, which arithmetic bounds there, not memory.
+    host: float = 0.0
+    update: float = 0.0
     source: str = "assumed"
 
 

@@ -288,10 +288,10 @@ def _read_share(name: str, value: Any) -> Any:
     if name == "units":
         return _read_count(name, value)
     number = type(value) in (int, float)
-    if name in ("launch", "ramp"):
-        if number and 0 <= value < (1 if name == "launch" else 1e6):
+    if name in ("launch", "host", "update", "ramp"):
+        if number and 0 <= value < (1e6 if name == "ramp" else 1):
             return float(value)
-        wanted = "seconds, at least 0 and below 1" if name == "launch" else "steps, at least 0 and below a million"
+        wanted = "steps, at least 0 and below a million" if name == "ramp" else "seconds, at least 0 and below 1"
         raise UserError(f"{name}={value!r} must be a number of {wanted}")
     if number and 0 < value <= SHARE:
         return float(value)

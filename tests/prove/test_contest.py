@@ -13,13 +13,16 @@ from fivefold.errors import UserError
 from fivefold.prove import bench_train
 from fivefold.prove.contest import OURS, Contest, Result, base_job, check, layout_of
 from fivefold.prove.kernels import Profile
-from fivefold.prove.scaling import Core, layouts, predicted
+from fivefold.prove.scaling import layouts, predicted
 from fivefold.train.records import Step
 
 TINY = [
     *("model.layers=2", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.head_dim=32"),
     *("model.ffn=96", "model.vocab=256", "data.seq=32"),
 ]
+
+
+LARGER = [*TINY, "model.layers=4", "model.heads=16", "model.kv_heads=4", "model.head_dim=4"]
 
 
 def invoke(*words: str) -> dict[str, object]:
@@ -70,10 +73,25 @@ def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
         assert "differ" in result.output
 
 
+def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypatch) -> None:
+    def measured(contest: Contest) -> Result:
+        seconds = {system: [1.0, 1.5] for system in contest.systems}
+        return Result(seconds, {key: [5.0, 4.0] for key in contest.systems}, 2, "2", "here")
+
+    monkeypatch.setattr("fivefold.prove.contest.measure", measured)
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(app, ["bench", "scaling", "-o", "x.json", "--ranks", "16", *LARGER])
+    assert result.exit_code == 1
+    assert "x.json was not written: No space left on device" in result.output
+    assert "dp=4,tp=2,pp=2     16  1.250  1.250      1.00" in result.output
+    assert "takes up to 1.50 times its fastest" in result.output
+
+
 def test_layouts_that_do_not_fit_are_left_out() -> None:
     job = base_job(TINY, microbatches=1)
     assert layouts(job, 8, ["tp", "dp", "3d"]) == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
-    core = Core(find_accelerator("CPU"), host=1e-3)
+    core = find_accelerator("CPU")
     assert predicted(job, "fivefold dp=2", core) < predicted(job, OURS, core)
     assert layouts(job, 8, ["tp", "dp", "3d"], least=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
     with pytest.raises(UserError, match="with 16 to 8 ranks"):
@@ -97,6 +115,7 @@ def test_a_contest_has_one_world() -> None:
         ("peers --rounds 0", "--rounds 0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
         ("scaling --ranks 1", "leaves nothing to compare"),
+        ("scaling --ranks 3 --least 3", "no power of two is among them"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
         ("overhead train.dtype=bfloat16", "contests are in float32"),
         ("overhead model.qk_norm=true", "Hugging Face's Llama is another model"),

@@ -57,7 +57,7 @@ def context(
     from fivefold.plan.software import software_of
 
     spec, machines = _spec(model, heads, kv_heads, head_dim), Cluster.parse(cluster)
-    stack = software_of(software, machines.groups[0].accelerator.name)
+    stack = software_of(software)
     partial = stack.cp_attention or stack.attention
     case = replace(_case(spec, machines, seq, cp, tp), kernel=stack.attention, partial=partial)
     most = machines.world // case.wires.layout.tp

@@ -15,8 +15,8 @@ from rich.console import Console
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
+    from fivefold.accelerators import Accelerator
     from fivefold.prove.contest import Contest, Result
-    from fivefold.prove.scaling import Core
 
 Changes = Annotated[
     list[str] | None,
@@ -139,10 +139,12 @@ def scaling(
 
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
+    if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())) or least < 2:
+        raise UserError(f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     job = base_job([f"train.batch={batch}", "data.seq=128", *(changes or [])], microbatches=1)
     chosen = layouts(job, ranks, _words(only), least)
-    cores: dict[int, Core] = {}
+    cores: dict[int, Accelerator] = {}
     found: list[tuple[Contest, Result]] = []
     for pair in _measured(*contests(job, chosen, rounds)):
         found.append(pair)
@@ -150,10 +152,10 @@ def scaling(
             cores[busy] = cores[busy] if busy in cores else _core(busy)
         lines = rows(found, chosen, cores)
         shown = {"bench": "scaling"} | contest_report.scaling_json(found, lines, cores)
-        _keep(shown, output)  # after each number of ranks: who stops in the middle has what was measured
-    if _told(shown, output, as_json):
+        kept = _keep(shown, output)  # after each number of ranks: who stops in the middle has what was measured
+    if _told(shown, as_json):
         contest_report.report_scaling(Console(highlight=False), found, lines, predict)
-    raise typer.Exit(0 if all(result.agree for _, result in found) else 1)
+    raise typer.Exit(0 if kept and all(result.agree for _, result in found) else 1)
 
 
 def train(
@@ -202,8 +204,11 @@ def train(
     more = bench_train.More(checkpoint, profile)
     with Console(stderr=True, highlight=False).status("") as status:
         result = bench_train.measure(contestants, steps, turns, more, status.update)
-    if _told(bench_train.as_json(result), output, as_json):
+    shown = bench_train.as_json(result)
+    kept = _keep(shown, output)
+    if _told(shown, as_json):
         bench_train.report(Console(highlight=False), result, profile)
+    raise typer.Exit(0 if kept else 1)
 
 
 # ---- measuring and showing -------------------------------------------------------------------------------------------
@@ -225,39 +230,44 @@ def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
             yield contest, result
 
 
-def _core(busy: int) -> "Core":
+def _core(busy: int) -> "Accelerator":
+    """As one of so many that are at work."""
     from fivefold.prove.calibrate import calibrate_cores
-    from fivefold.prove.scaling import Core
 
     with Console(stderr=True, highlight=False).status(f"what a core reaches while {busy} are at work"):
         found = calibrate_cores(busy, quick=True)
-    return Core(found.accelerator, found.host)
+    return found.accelerator
 
 
 def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) -> None:
     from fivefold.prove import contest_report
 
     ((_, result),) = _measured(contest)
-    if _told({"bench": name} | contest_report.as_json(contest, result), output, as_json):
+    shown = {"bench": name} | contest_report.as_json(contest, result)
+    kept = _keep(shown, output)
+    if _told(shown, as_json):
         contest_report.report(Console(highlight=False), contest, result)
-    raise typer.Exit(0 if result.agree else 1)  # who computes something else is not faster
+    raise typer.Exit(0 if kept and result.agree else 1)  # who computes something else is not faster
 
 
-def _told(shown: dict[str, Any], output: Path | None, as_json: bool) -> bool:
-    """Kept in a file, and said to scripts; whether people are still to be told."""
-    _keep(shown, output)
+def _told(shown: dict[str, Any], as_json: bool) -> bool:
+    """Said to scripts; whether people are still to be told."""
     if as_json:
         typer.echo(json.dumps(shown))
     return not as_json
 
 
-def _keep(shown: dict[str, Any], output: Path | None) -> None:
-    if output is not None:
-        command = shlex.join(["fivefold", *sys.argv[1:]])
-        try:
-            output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
-        except OSError as error:  # what was measured is still told
-            Console(stderr=True).print(f"--output {output} was not written: {error.strerror}", markup=False)
+def _keep(shown: dict[str, Any], output: Path | None) -> bool:
+    """Whether it is in the file that was wished for. If not, what was measured is still told."""
+    if output is None:
+        return True
+    command = shlex.join(["fivefold", *sys.argv[1:]])
+    try:
+        output.write_text(json.dumps({"command": command} | shown, indent=1) + "\n")
+    except OSError as error:
+        Console(stderr=True).print(f"--output {output} was not written: {error.strerror}", markup=False)
+        return False
+    return True
 
 
 COMMANDS = (

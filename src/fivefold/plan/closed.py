@@ -14,7 +14,7 @@ from fivefold.layout import SPLIT, ContextKind, Layout, Recompute
 from fivefold.plan.activations import kept
 from fivefold.plan.footprint import CONTEXT, FRAGMENTATION, loss_held
 from fivefold.plan.memory import Accounting
-from fivefold.plan.time import FILL, Case
+from fivefold.plan.time import FILL, Case, updating
 from fivefold.spec import ModelSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -179,11 +179,9 @@ class Closed:
         return np.where((of.zero == 3) | (of.dp * of.cp == 1), 0.0, left)
 
     def _optimizer(self) -> Array:
-        stack, of = self.case.stack, self.of
+        of = self.of
         mine = self.parameters / np.where(of.zero > 0, of.dp * of.cp, 1)
-        moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
-        moved = moved + 2 * stack.gradient_bytes * (self.parameters - mine) * (of.zero < 2)
-        return moved / self.case.on.bandwidth
+        return np.asarray(updating(self.case, self.parameters, mine, of.zero < 2))
 
     def _data_links(self) -> tuple[Array, Array]:
         """Seconds per byte of a gather over dp x cp, and its latency, for where the ranks are."""

@@ -24,7 +24,7 @@ CUTS = (1, 2, 4, 8)  # of the inner dimension
 BACKWARD = 0.8  # of attention's forward rate, over 2.5 times its FLOPs (FlashAttention-2, arXiv 2307.08691, section 4)
 NARROW_HEAD = 0.75  # of the rate, with heads of 64: half the tensor core's work per element of the softmax
 QUERIES = 128  # of one attention tile
-CPU_QUERIES = 32  # likewise, of torch's kernel for CPUs, which has wider ones only for rows that fill them
+CPU_QUERIES = 32  # likewise, of torch's kernel for CPUs below 192 queries; from there 64, from 768 on 256
 
 # Bytes per score, forward and backward, where attention is not one kernel (2-byte scores; the GEMMs' own included):
 # fused: scale, mask and softmax in one kernel, and dropout; torch: each by itself, softmax in float32.
@@ -67,8 +67,10 @@ class Device:
     def gemm(self, m: int, n: int, k: int, precision: str = "bf16", batch: int = 1) -> float:
         """Seconds of [m, k] x [k, n], `batch` of them."""
         width = 1 if precision == "fp8" else 4 if precision == "fp32" else 2
-        moved = batch * (width * (m * k + k * n) + 2 * m * n)
-        waves = _waves(m, n, k, batch, self.reached.units, self.reached.ramp)
+        moved = batch * (width * (m * k + k * n) + max(2, width) * m * n)
+        waves = 2.0 * m * n * k * batch  # a core has no multiprocessors to fill
+        if self.accelerator.name != "CPU":
+            waves = _waves(m, n, k, batch, self.reached.units, self.reached.ramp)
         return max(waves / self.rate(precision), moved / self.bandwidth) + self.reached.launch
 
     def stream(self, moved: float, kernels: int = 1) -> float:

@@ -45,6 +45,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
     gradient_bytes: int = 4  # of a gradient when it is added up and reduced
     accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
+    takes_first: bool = False  # without dp, the first microbatch's gradient needs no adding
     lazy_gradients: bool = False  # they take memory from the first backward pass on
     step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
     state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
@@ -146,6 +147,9 @@ ON_CPUS = FIVEFOLD.but(
     overlap=Overlap(),
     pointwise="float32",
     norm="float32",
-    accumulate_bytes=0.0,  # the first gradient is taken as it is
+    accumulate_bytes=12.0,
+    takes_first=True,
+    logit_bytes=20.0,  # of 2-byte numbers, operator by operator: the maximum, exponentials, their sum, the slope
+    step_bytes=20.0,  # the norm, clipping, and the weight itself; where `calibrate` was not asked
     computes_itself=True,
 )

@@ -6,6 +6,7 @@ estimate(case).seconds
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from msgspec import structs
 
@@ -223,15 +224,24 @@ def closed_form(case: Case, ranks: list[float]) -> float:
 
 def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
     """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage."""
-    layout, stack = case.layout, case.stack
+    layout = case.layout
     count = rank_parameters(case) / layout.tp
     mine = count / case.wires.reaches["zero"].ranks if layout.zero else count
-    moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
-    moved += 2 * stack.gradient_bytes * (count - mine) * (layout.zero < 2)  # zeroed and normed before they are dealt
-    optimizer = case.on.stream(moved, 10) if case.spec.vocab > 1 else 0.0
+    optimizer = updating(case, count, mine, layout.zero < 2) + 10 * case.on.reached.launch
+    optimizer = optimizer if case.spec.vocab > 1 else 0.0
     if layout.dp * layout.cp == 1:
         return optimizer, 0.0
     return optimizer, _sharded_end(case, passes, count) if layout.zero == 3 else _replicated_end(case, passes, count)
+
+
+def updating(case: Case, count: Any, mine: Any, whole: Any) -> Any:
+    """Seconds of the optimizer for `mine` of `count` parameters; `whole`: all gradients are here. Also for arrays."""
+    stack, device = case.stack, case.on
+    if stack.computes_itself and device.reached.update:
+        return device.reached.update * mine
+    moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
+    moved = moved + 2 * stack.gradient_bytes * (count - mine) * whole  # zeroed and normed before they are dealt
+    return moved / device.bandwidth
 
 
 def _replicated_end(case: Case, passes: list[Passes], count: float) -> float:

@@ -113,7 +113,7 @@ class Work:
         late = Seconds(gemm=weights, memory=self._added(self.block_parameters))
         # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
         passes = 3 if self.layout.recompute == "full" else 2
-        launching = passes * self.stack.host * self.stack.software.host
+        launching = passes * (self.device.reached.host or self.stack.host * self.stack.software.host)
         behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total
         wait = max(0.0, launching - behind)
         share = 1 / passes
@@ -121,7 +121,9 @@ class Work:
 
     def _added(self, parameters: float) -> float:
         """Adding up gradients in kernels of their own."""
-        return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
+        m, alone = self.layout.microbatches, self.layout.dp * self.layout.cp == 1
+        share = (m - 1) / m if self.stack.takes_first and alone else 1.0
+        return self.device.stream(share * parameters * self.stack.accumulate_bytes, 0)
 
     @property
     def _forward_gemms(self) -> float:
@@ -257,7 +259,7 @@ class Work:
     @cached_property
     def bottom(self) -> Passes:
         """The embedding: rows looked up, and added into."""
-        moved = 4.0 * self.tokens * self.spec.hidden
+        moved = 2.0 * self.wide * self.tokens * self.spec.hidden
         tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
         look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
         table = self.spec.vocab * self.spec.hidden / self.layout.tp * (self.spec.vocab > 1)
@@ -270,17 +272,18 @@ class Work:
         spec, t = self.spec, self.layout.tp
         rows = -(-spec.vocab // t)
         shape = (self.tokens, rows, spec.hidden)
+        precision = "bf16" if self.precision == "fp8" else self.precision  # the head is never in 8 bits
         gathered = self.stack.gathers_logits and t > 1
-        moved = self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
+        moved = self.wide / 2 * self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
         payload = float(self.wide * self.tokens * spec.hidden)
         tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
         m, n, k = shape
         loss = self.device.stream(moved / 2, 6)
         trade = self.wires.time("all-gather", "tp", 2.0 * self.tokens * spec.vocab) if gathered else 0.0
         return Passes(
-            Seconds(gemm=self.device.gemm(m, n, k), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
-            Seconds(gemm=self.device.gemm(m, k, n), memory=loss, tp=tp),
-            Seconds(gemm=self.device.gemm(n, k, m), memory=self._added(rows * spec.hidden)),
+            Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
+            Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),
+            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self._added(rows * spec.hidden)),
         )
 
 

@@ -13,7 +13,7 @@ whose entry there is nominal, the best that was measured becomes the ceiling.
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class Samples:
     streams: dict[str, float]  # bytes/s
     launch: float
     host: tuple[float, float]  # a block's forward and backward pass
+    update: float  # of a parameter, on a CPU; 0 on a GPU, where memory bounds it
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def _fitted(device: torch.device, samples: Samples, links: tuple[int, list[Timin
     base = ceilings(device, max(p.rate for p in samples.products), max(samples.streams.values()))
     stream = short(median(samples.streams.values()) / base.memory_bandwidth)
     found = structs.replace(achieved(base.name), launch=short(samples.launch), units=samples.units, stream=stream)
+    if device.type == "cpu":  # what a kernel's launch takes is part of the host's time, which is added
+        found = structs.replace(found, launch=0.0, host=short(fmean(samples.host)), update=short(samples.update))
     rows: list[Row] = []
     found = fit_products(base, found, samples.products, rows)
     share = samples.alone / base.rate("bf16")
@@ -105,6 +108,8 @@ def _fitted(device: torch.device, samples: Samples, links: tuple[int, list[Timin
     rows.append(Row("launch", f"{samples.launch * 1e6:.2f} us", note="from one tiny kernel to the next"))
     ahead, back = (f"{seconds * 1e3:.3f} ms" for seconds in samples.host)
     rows.append(Row("host", ahead, note=f"to launch a block forward; backward {back}"))
+    if samples.update:
+        rows.append(Row("update", f"{samples.update * 1e9:.3g} ns", note="a parameter: norm, clipping and AdamW"))
     inside, found = fit_links(base, found, links, rows)
     kept = [row.what for row in rows if row.measured == "-"]
     source = f"measured by fivefold calibrate on {samples.name}, torch {torch.__version__}, {date.today()}"
@@ -139,7 +144,8 @@ def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> S
     next_step()
     launch, host = kernels.launch(), kernels.host()
     name, units = device_name(device), _units(device)
-    return Samples(name, units, alone, products, eighths, attention, blocks, streams, launch, host)
+    update = kernels.update() if device.type == "cpu" else 0.0
+    return Samples(name, units, alone, products, eighths, attention, blocks, streams, launch, host, update)
 
 
 def device_name(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from fivefold.prove.calibrate_kernels import Attended, Product
 from fivefold.prove.calibrate_links import Timing
 
 RAMPS = (0, 25, 50, 75, 100, 150, 200, 250, 300, 400, 500, 650, 800, 1000, 1300, 1700, 2200, 3000)
-NO_SHARES = ("ramp", "units", "launch", "source")
+NO_SHARES = ("ramp", "units", "launch", "host", "update", "source")
 ATTENTION = {"flash2": "torch's flash kernel", "flash3": "cuDNN's"}
 
 

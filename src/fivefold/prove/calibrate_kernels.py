@@ -221,12 +221,17 @@ class Kernels:
 
     def host(self) -> tuple[float, float]:
         """Seconds in which this host launches a block's forward and backward pass, with next to nothing to compute."""
-        spec = preset("llama3.2-1b", hidden=256, heads=4, kv_heads=1, ffn=512, vocab=256, layers=1)
+        narrow = self.device.type != "cuda"  # a CPU computes, too: there must be nothing to compute
+        sizes = (
+            {"hidden": 32, "head_dim": 16, "heads": 2, "ffn": 32} if narrow else {"hidden": 256, "heads": 4, "ffn": 512}
+        )
+        count = 1 if narrow else 16
+        spec = preset("llama3.2-1b", kv_heads=1, vocab=256, layers=1, **sizes)
         verbs = Local()
         block = Block(spec, verbs, 0, 0).to(self.device, self.dtype)
-        tokens = torch.zeros(1, 16, dtype=torch.long, device=self.device)
-        place, angles = Place.of(tokens), torch.rand(1, 1, 16, spec.head_dim // 2, device=self.device)
-        rotation, x = (angles.cos(), angles.sin()), self._random(1, 16, spec.hidden).requires_grad_()
+        tokens = torch.zeros(1, count, dtype=torch.long, device=self.device)
+        place, angles = Place.of(tokens), torch.rand(1, 1, count, spec.head_dim // 2, device=self.device)
+        rotation, x = (angles.cos(), angles.sin()), self._random(1, count, spec.hidden).requires_grad_()
         ahead, back, rounds = [], [], 30
         for _ in range(rounds):
             self.clock.synchronize()
@@ -237,6 +242,22 @@ class Kernels:
             back.append(time.perf_counter() - middle)
             ahead.append(middle - start)
         return sorted(ahead)[rounds // 2], sorted(back)[rounds // 2]
+
+    def update(self) -> float:
+        """Seconds a parameter of the gradient norm, clipping and AdamW, as the trainer calls them on a CPU."""
+        count = self.sizes.stream // 4
+        weight, slope, first, second = (torch.rand(count) for _ in range(4))
+        number = torch.ones(())
+
+        def step() -> None:
+            torch._foreach_norm([slope], 2, dtype=torch.float64)
+            torch._foreach_mul_([slope], torch.ones(()))
+            torch._fused_adamw_(
+                [weight], [slope], [first], [second], [], [number],
+                lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+        return self.clock.seconds(step) / count
 
 
 def _product(layout: str, x: Tensor, weight: Tensor, slope: Tensor) -> Tensor:

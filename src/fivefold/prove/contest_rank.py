@@ -4,6 +4,7 @@ import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
@@ -235,7 +236,15 @@ def run(rank: Rank, contest: Contest) -> Result:
     for number in range(contest.rounds):
         for name in contest.systems[:: -1 if number % 2 else 1]:  # what drifts meets first and last alike
             seconds[name].append(_time(systems.get(name)))
-    return Result(seconds, losses, cores(), str(torch.__version__), f"{platform.machine()} {platform.system()}")
+    return Result(seconds, losses, cores(), str(torch.__version__), machine())
+
+
+def machine() -> str:
+    """The processor's name, where the system tells it."""
+    kind, told = f"{platform.machine()} {platform.system()}", Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {kind}" if names else kind
 
 
 def build(contest: Contest, name: str, state: State, batch: Batch) -> System | None:

@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fivefold.accelerators import Accelerator
 from fivefold.plan.kernels import Device
 from fivefold.prove.contest import Contest, Result, rows
-from fivefold.prove.scaling import Core
 
 
 def columns(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> Table:
@@ -45,48 +45,49 @@ def report(console: Console, contest: Contest, result: Result) -> None:
     ]
     console.print(columns(headings, lines))
     console.print("of single: of the same system's step in one process; of bare: of the bare loop's; loss: the first")
-    _end(console, contest, result)
+    _end(console, (contest, result))
 
 
 def scaling_json(
-    found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]], cores: Mapping[int, Core]
+    found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]], cores: Mapping[int, Accelerator]
 ) -> dict[str, Any]:
     runs = [{"ranks": one.world, "agree": result.agree, "seconds": result.seconds} for one, result in found]
-    reached = {ranks: _reached(core) for ranks, core in sorted(cores.items())}
+    reached = {ranks: _reached(core, ranks) for ranks, core in sorted(cores.items())}
     return _machine(*found[0]) | {"layouts": lines, "runs": runs} | ({"cores_by_ranks": reached} if cores else {})
 
 
-def _reached(core: Core) -> dict[str, float]:
+def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
     """What the simulator knows of a core that has company."""
-    device = Device.of(core.accelerator)
-    link = core.accelerator.inside
-    return {
+    device, link = Device.of(core), core.inside
+    alone = {
         "products": device.rate("fp32"),  # FLOP/s
         "stream": device.bandwidth,  # bytes/s
-        "link": link.bandwidth,
-        "latency": link.latency,  # seconds
-        "launch_block": core.host,
+        "launch_block": device.reached.host,  # seconds
+        "update": device.reached.update,
     }
+    return alone | ({"link": link.bandwidth, "latency": link.latency} if ranks > 1 else {})
 
 
 def report_scaling(
     console: Console, found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]], simulates: bool
 ) -> None:
     console.print(_words(*found[0]))
-    headings = ("layout", "ranks", "one process", "step", "speed-up", "efficiency")
+    headings = ("layout", "ranks", "alone", "step", "speed-up", "efficiency")
     cells = [
         (
-            line["layout"],
+            line["layout"].partition(",microbatches=")[0],  # which the number of stages decides
             str(line["ranks"]),
-            *(f"{line[key]:.3f} s" for key in ("one_process_seconds", "seconds")),
+            *(f"{line[key]:.3f}" for key in ("one_process_seconds", "seconds")),
             f"{line['speed_up']:.2f}",
             f"{line['efficiency']:.0%}",
-            *([f"{line['predicted_seconds']:.3f} s", f"{line['predicted_speed_up']:.2f}"] if simulates else []),
+            *([f"{line['predicted_seconds']:.3f}", f"{line['predicted_speed_up']:.2f}"] if simulates else []),
         )
         for line in lines
     ]
     console.print(columns((*headings, *(["simulated", "speed-up"] if simulates else [])), cells))
-    _end(console, *max(found, key=lambda one: (not one[1].agree, one[0].world)))
+    also = "; simulated: its own step, and the speed-up over its own of one process" if simulates else ""
+    console.print(f"alone: seconds of one process beside them; stages take a sequence at a time{also}")
+    _end(console, *found)
 
 
 def _machine(contest: Contest, result: Result) -> dict[str, Any]:
@@ -114,10 +115,12 @@ def _words(contest: Contest, result: Result) -> str:
     return f"{size}; {batch} tokens, {job.train.dtype}, AdamW\n{machine}; {contest.rounds} rounds in turns, medians"
 
 
-def _end(console: Console, contest: Contest, result: Result) -> None:
-    how = "[green]agree[/]" if result.agree else "[bold red]differ[/]"
-    spread = max(result.spread(system) for system in contest.systems)
-    noise = f"the slowest round of a system takes up to {spread:.2f} times its fastest"
-    console.print(f"the losses of the first two steps {how}; {noise}")
-    if contest.world > result.cores:
-        console.print(f"{contest.world} ranks share {result.cores} cores: no speed-up beyond that can be seen here")
+def _end(console: Console, *found: tuple[Contest, Result]) -> None:
+    agree = all(result.agree for _, result in found)
+    how = "[green]agree[/]" if agree else "[bold red]differ[/]"
+    spread = max(result.spread(system) for contest, result in found for system in contest.systems)
+    console.print(f"the losses of the first two steps {how}")
+    console.print(f"the slowest round of a system takes up to {spread:.2f} times its fastest")
+    most, cores = max(contest.world for contest, _ in found), found[0][1].cores
+    if most > cores:
+        console.print(f"{most} ranks share {cores} cores: no speed-up beyond that can be seen here")

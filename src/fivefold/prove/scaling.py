@@ -1,10 +1,7 @@
 """Which layouts `fivefold bench scaling` takes from one rank to many, and what the simulator says of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from msgspec import structs
 
 from fivefold.accelerators import Accelerator
 from fivefold.cluster import Cluster, Group
@@ -56,25 +53,15 @@ def contests(job: Job, chosen: Sequence[str], rounds: int) -> list[Contest]:
     return [Contest(job, (OURS, *systems), rounds) for _, systems in sorted(by_world.items())]
 
 
-@dataclass(frozen=True)
-class Core:
-    """What one core reaches while several are at work."""
-
-    accelerator: Accelerator
-    host: float  # seconds in which it launches a block's forward pass
-
-
-def predicted(job: Job, text: str, core: Core) -> float:
+def predicted(job: Job, text: str, core: Accelerator) -> float:
     """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
     layout = layout_of(job, text)
-    software = structs.replace(ON_CPUS.software, host=core.host)
-    stack = ON_CPUS.but(software=software, host=1.0).computing_in("fp32")
-    cluster = Cluster((Group(1, layout.world, core.accelerator),))
+    cluster, stack = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
     return estimate(Case(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
 
 
 def rows(
-    found: Sequence[tuple[Contest, Result]], chosen: Sequence[str], cores: Mapping[int, Core]
+    found: Sequence[tuple[Contest, Result]], chosen: Sequence[str], cores: Mapping[int, Accelerator]
 ) -> list[dict[str, Any]]:
     """A line for each layout that was measured, in the order that they were chosen in; `cores` by ranks at work."""
     by_layout = {system: (contest, result) for contest, result in found for system in contest.systems[1:]}
