@@ -35,7 +35,7 @@ class Snapshot:
     copied: torch.cuda.Event | None = None  # when the device is done with it; None: it is
 
     def arrive(self) -> None:
-        """Wait for it, in whatever thread; a new one would look for the event on the first device."""
+        """Wait for it, in whatever thread; a new one would make itself at home on the first device."""
         if self.copied is not None:
             with torch.cuda.device(self.device):
                 self.copied.synchronize()
@@ -69,9 +69,13 @@ class Staging:
         if self.stream is not None:
             # CUDA remembers an error for the thread that met it: memory that could not be locked, which only makes
             # copies slower, must not be what a later kernel stumbles over.
-            lock = threading.Thread(target=_lock, args=(self, memory), name="lock")
+            refused: list[int] = []
+            lock = threading.Thread(target=_lock, args=(self, memory, refused), name="lock")
             lock.start()
             lock.join()
+            if refused:
+                said = f"{bytes_text(len(memory))} for snapshots are not locked (CUDA error {refused[0]}): saves wait"
+                warnings.warn(said, Note, stacklevel=2)
 
     def take(self, pieces: Pieces) -> Snapshot:
         self.prepare(pieces)
@@ -98,21 +102,22 @@ def _view(memory: mmap.mmap, start: int, piece: Piece) -> Tensor:
     return torch.frombuffer(memory, dtype=piece.dtype, count=shape.numel(), offset=start).view(shape)
 
 
-def _lock(owner: Staging, memory: mmap.mmap) -> None:
+def _lock(owner: Staging, memory: mmap.mmap, refused: list[int]) -> None:
     """As long as its owner lives. Where the system refuses, memory stays as it is."""
+    assert owner.stream is not None
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     with torch.cuda.device(owner.device):
-        error = torch.cuda.cudart().cudaHostRegister(address, len(memory), _FOR_ALL)
-        if int(error) == 0:
-            weakref.finalize(owner, _unlock, address, owner.device).atexit = False  # a process takes its locks along
-            return
-    size = bytes_text(len(memory))
-    warnings.warn(
-        f"{size} of snapshots could not be locked (CUDA error {int(error)}): saves take longer", Note, stacklevel=2
-    )
+        error = int(torch.cuda.cudart().cudaHostRegister(address, len(memory), _FOR_ALL))
+    if error:
+        refused.append(error)
+        return
+    # A process takes its locks along when it ends.
+    weakref.finalize(owner, _unlock, address, owner.stream).atexit = False
 
 
-def _unlock(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # copies that are under way
-        torch.cuda.cudart().cudaHostUnregister(address)
+def _unlock(address: int, stream: torch.cuda.Stream) -> None:
+    with torch.cuda.device(stream.device):
+        try:
+            stream.synchronize()  # copies that are under way
+        finally:
+            torch.cuda.cudart().cudaHostUnregister(address)

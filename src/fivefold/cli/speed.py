@@ -139,7 +139,7 @@ def scaling(
 
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
-    if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())) or least < 2:
+    if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
         raise UserError(f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     job = base_job([f"train.batch={batch}", "data.seq=128", *(changes or [])], microbatches=1)

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from fivefold.accelerators import Accelerator
 from fivefold.achieved import Achieved, achieved
-from fivefold.plan.stack import Attention
+from fivefold.plan.stack import WIDE, Attention
 
 # Rows, columns, and how much of the best tile's rate a multiprocessor reaches with it: smaller tiles read more.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
@@ -66,7 +66,7 @@ class Device:
 
     def gemm(self, m: int, n: int, k: int, precision: str = "bf16", batch: int = 1) -> float:
         """Seconds of [m, k] x [k, n], `batch` of them."""
-        width = 1 if precision == "fp8" else 4 if precision == "fp32" else 2
+        width = 1 if precision == "fp8" else WIDE.get(precision, 2)
         moved = batch * (width * (m * k + k * n) + max(2, width) * m * n)
         waves = 2.0 * m * n * k * batch  # a core has no multiprocessors to fill
         if self.accelerator.name != "CPU":

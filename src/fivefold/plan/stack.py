@@ -45,7 +45,6 @@ class Stack(Struct, frozen=True, kw_only=True):
     weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
     gradient_bytes: int = 4  # of a gradient when it is added up and reduced
     accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
-    takes_first: bool = False  # without dp, the first microbatch's gradient needs no adding
     lazy_gradients: bool = False  # they take memory from the first backward pass on
     step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
     state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
@@ -73,7 +72,10 @@ class Stack(Struct, frozen=True, kw_only=True):
         if wide is None:
             return self
         logits = 2.0 * wide if self.one_pass else self.peak_logit_bytes  # nothing is widened
-        return self.but(weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide, peak_logit_bytes=logits)
+        moved = self.logit_bytes * (wide / 2 if self.one_pass else 1.0)  # others widen their logits in any case
+        return self.but(
+            weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide, peak_logit_bytes=logits, logit_bytes=moved
+        )
 
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""
@@ -147,8 +149,7 @@ ON_CPUS = FIVEFOLD.but(
     overlap=Overlap(),
     pointwise="float32",
     norm="float32",
-    accumulate_bytes=12.0,
-    takes_first=True,
+    accumulate_bytes=10.0,  # a gradient is copied to its place, 8, or added to what is there, 12
     logit_bytes=20.0,  # of 2-byte numbers, operator by operator: the maximum, exponentials, their sum, the slope
     step_bytes=20.0,  # the norm, clipping, and the weight itself; where `calibrate` was not asked
     computes_itself=True,

@@ -113,17 +113,16 @@ class Work:
         late = Seconds(gemm=weights, memory=self._added(self.block_parameters))
         # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
         passes = 3 if self.layout.recompute == "full" else 2
-        launching = passes * (self.device.reached.host or self.stack.host * self.stack.software.host)
-        behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total
+        itself = self.stack.computes_itself
+        pace = (itself and self.device.reached.host) or self.stack.host * self.stack.software.host
+        launching, behind = passes * pace, 0.0 if itself else ahead.total + back.total + late.total
         wait = max(0.0, launching - behind)
         share = 1 / passes
         return Passes(ahead._replace(host=share * wait), back._replace(host=(1 - share) * wait), late)
 
     def _added(self, parameters: float) -> float:
         """Adding up gradients in kernels of their own."""
-        m, alone = self.layout.microbatches, self.layout.dp * self.layout.cp == 1
-        share = (m - 1) / m if self.stack.takes_first and alone else 1.0
-        return self.device.stream(share * parameters * self.stack.accumulate_bytes, 0)
+        return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
 
     @property
     def _forward_gemms(self) -> float:
@@ -274,12 +273,12 @@ class Work:
         shape = (self.tokens, rows, spec.hidden)
         precision = "bf16" if self.precision == "fp8" else self.precision  # the head is never in 8 bits
         gathered = self.stack.gathers_logits and t > 1
-        moved = self.wide / 2 * self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
+        moved = self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
         payload = float(self.wide * self.tokens * spec.hidden)
         tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
         m, n, k = shape
         loss = self.device.stream(moved / 2, 6)
-        trade = self.wires.time("all-gather", "tp", 2.0 * self.tokens * spec.vocab) if gathered else 0.0
+        trade = self.wires.time("all-gather", "tp", float(self.wide) * self.tokens * spec.vocab) if gathered else 0.0
         return Passes(
             Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),

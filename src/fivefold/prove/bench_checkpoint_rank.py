@@ -46,6 +46,7 @@ def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> 
         trainer.done = number
         return time.perf_counter() - start
 
+    keeper.prepare()
     for _ in range(2):
         step()
     times = Times()

@@ -148,6 +148,11 @@ class Once(Checkpoints):
         super().__init__(Store(path / "checkpoints"), Control(trainer.mesh), trainer, lambda _: None)
         self.watch, self.snapshot, self.begun, self.writing = watch, 0.0, 0.0, 0.0
 
+    def prepare(self) -> None:
+        """As in a run that saves every so many steps, whatever the job says."""
+        if self.trainer.mesh.device.type == "cuda":
+            self.saver.staging.prepare(self.pieces())
+
     def after(self, step: int, must: bool) -> None:
         if step != self.watch.wanted:
             return
