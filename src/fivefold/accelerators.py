@@ -48,6 +48,11 @@ class Accelerator(Struct, frozen=True, kw_only=True):
     across: Link
     achieved: Achieved | None = None  # measured on this very device; None: as `achieved.toml` says
 
+    @property
+    def is_cpu(self) -> bool:
+        """One core, which is its own host; in the catalogue, or measured."""
+        return self.name == "CPU"
+
     def rate(self, precision: str) -> float:
         """Peak FLOP/s in a precision; a sentence where the device has none."""
         if precision not in PRECISIONS:

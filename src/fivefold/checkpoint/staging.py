@@ -1,6 +1,6 @@
 """Snapshots: a rank's pieces, copied into host memory that is made once and kept.
 
-    staging.prepare(pieces)            # the room, before the first step: locking gigabytes takes seconds
+    staging.prepare(pieces)            # the room, before the first step: locking gigabytes for a GPU takes seconds
     snapshot = staging.take(pieces)    # on a GPU it returns at once, and the device copies while it computes
     engine.copied = snapshot.copied    # ... what it copies may change behind this event
     snapshot.arrive()                  # in the thread that writes it

@@ -13,7 +13,7 @@ from fivefold.errors import UserError
 from fivefold.words import si
 
 if TYPE_CHECKING:
-    from fivefold.plan.search import Option
+    from fivefold.plan.search import Option, Plan
     from fivefold.plan.time import Case
 
 PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
@@ -74,9 +74,7 @@ def plan(
       fivefold plan llama3-70b --cluster 8xH100 --inference
     """
     from fivefold.plan.advice import simplest
-    from fivefold.plan.explain import neighbours
     from fivefold.plan.search import search
-    from fivefold.plan.tables import to_dict
 
     if inference:
         from fivefold.cli.serve import serve
@@ -85,11 +83,9 @@ def plan(
         _refuse_training(training)
         serve(words, cluster, prompt, answer, concurrent, precision, (ttft, tpot), as_json)
         return
-    if ttft is not None or tpot is not None or concurrent is not None:
-        raise UserError("--ttft, --tpot and --concurrent are of serving; add --inference")
+    _refuse_serving(ttft, tpot, concurrent)
     _check_price(price)
-    if output is not None:
-        _check_output(output)
+    _check_output(output)
     if layout is not None and fix:
         raise UserError("--layout says everything, and --fix holds choices of a search; give one of them")
     case = _case(words, cluster, batch, seq, precision, software)
@@ -100,25 +96,33 @@ def plan(
     if output is not None:
         _write(explained, words, output)
     if as_json:
-        shown = {
-            "model": case.spec.name,
-            "cluster": str(case.cluster),
-            "batch": case.batch,
-            "seq": case.seq,
-            "software": case.stack.name,
-            "weighed": found.weighed,
-            "fitting": found.fitting,
-            "best": to_dict(chosen, price),
-            "options": [to_dict(option, price) for option in found.options[:top]],
-            "neighbours": [one.to_dict() for one in neighbours(explained)],
-        }
-        if given is not None:
-            shown["layout"] = to_dict(given, price)
-        typer.echo(json.dumps(shown))
+        typer.echo(json.dumps(_answer(case, found, chosen, given, top, price)))
         return
     _show(case, found.options[:top], chosen, given, found.weighed, found.fitting, price)
     if output is not None:
         Console().print(f"\nwritten to {output}: fivefold train {output} --nproc {explained.layout.world}")
+
+
+def _answer(
+    case: "Case", found: "Plan", chosen: "Option", given: "Option | None", top: int, price: float | None
+) -> dict[str, Any]:
+    """For scripts."""
+    from fivefold.plan.explain import neighbours
+    from fivefold.plan.tables import to_dict
+
+    shown: dict[str, Any] = {
+        "model": case.spec.name,
+        "cluster": str(case.cluster),
+        "batch": case.batch,
+        "seq": case.seq,
+        "software": case.stack.name,
+        "weighed": found.weighed,
+        "fitting": found.fitting,
+        "best": to_dict(chosen, price),
+        "options": [to_dict(option, price) for option in found.options[:top]],
+        "neighbours": [one.to_dict() for one in neighbours(given or chosen)],
+    }
+    return shown if given is None else shown | {"layout": to_dict(given, price)}
 
 
 def simulate(
@@ -198,10 +202,10 @@ def _case(words: list[str], cluster: str, batch: int | None, seq: int | None, pr
     if size < 1:
         raise UserError(f"--batch {size} must be at least 1")
     device = machines.groups[0].accelerator
-    kind = precision or ("fp32" if device.name == "CPU" else "bf16")
+    kind = precision or ("fp32" if device.is_cpu else "bf16")
     for group in machines.groups:
         group.accelerator.rate(kind)  # says which rates there are
-    return Case(spec, Layout(), machines, length, size, kind, software_of(software, device.name).computing_in(kind))
+    return Case(spec, Layout(), machines, length, size, kind, software_of(software, device).computing_in(kind))
 
 
 def _usual(world: int, seq: int) -> int:
@@ -231,6 +235,11 @@ def _refuse_training(options: dict[str, Any]) -> None:
         raise UserError(f"{', '.join(extra)} is of training, and --inference plans serving; leave one of them out")
 
 
+def _refuse_serving(*options: object) -> None:
+    if any(value is not None for value in options):
+        raise UserError("--ttft, --tpot and --concurrent are of serving; add --inference")
+
+
 def _check_price(price: float | None) -> None:
     if price is not None and not 0 <= price < 1e6:
         raise UserError(f"--price {price:g} must be dollars per GPU and hour, zero or more")
@@ -245,7 +254,9 @@ def _check_picture(path: Path) -> None:
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
 
 
-def _check_output(path: Path) -> None:
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
     if path.suffix != ".toml":
         raise UserError(f"{path} should end in .toml")
     if not path.parent.is_dir():

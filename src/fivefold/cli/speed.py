@@ -5,9 +5,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -148,14 +148,13 @@ def scaling(
     found: list[tuple[Contest, Result]] = []
     for pair in _measured(*contests(job, chosen, rounds)):
         found.append(pair)
-        for busy in {1, pair[0].world} if predict else ():
-            cores[busy] = cores[busy] if busy in cores else _core(busy)
+        if predict:
+            cores |= {busy: _core(busy) for busy in {1, pair[0].world} - cores.keys()}
         lines = rows(found, chosen, cores)
         shown = {"bench": "scaling"} | contest_report.scaling_json(found, lines, cores)
         kept = _keep(shown, output)  # after each number of ranks: who stops in the middle has what was measured
-    if _told(shown, as_json):
-        contest_report.report_scaling(Console(highlight=False), found, lines, predict)
-    raise typer.Exit(0 if kept and all(result.agree for _, result in found) else 1)
+    agree = all(result.agree for _, result in found)
+    _end(shown, as_json, lambda console: contest_report.report_scaling(console, found, lines, predict), kept and agree)
 
 
 def train(
@@ -205,10 +204,7 @@ def train(
     with Console(stderr=True, highlight=False).status("") as status:
         result = bench_train.measure(contestants, steps, turns, more, status.update)
     shown = bench_train.as_json(result)
-    kept = _keep(shown, output)
-    if _told(shown, as_json):
-        bench_train.report(Console(highlight=False), result, profile)
-    raise typer.Exit(0 if kept else 1)
+    _end(shown, as_json, lambda console: bench_train.report(console, result, profile), _keep(shown, output))
 
 
 # ---- measuring and showing -------------------------------------------------------------------------------------------
@@ -231,12 +227,10 @@ def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
 
 
 def _core(busy: int) -> "Accelerator":
-    """As one of so many that are at work."""
+    """What one reaches while so many are at work."""
     from fivefold.prove.calibrate import calibrate_cores
 
-    with Console(stderr=True, highlight=False).status(f"what a core reaches while {busy} are at work"):
-        found = calibrate_cores(busy, quick=True)
-    return found.accelerator
+    return calibrate_cores(busy, quick=True).accelerator
 
 
 def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) -> None:
@@ -244,17 +238,17 @@ def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) 
 
     ((_, result),) = _measured(contest)
     shown = {"bench": name} | contest_report.as_json(contest, result)
-    kept = _keep(shown, output)
-    if _told(shown, as_json):
-        contest_report.report(Console(highlight=False), contest, result)
-    raise typer.Exit(0 if kept and result.agree else 1)  # who computes something else is not faster
+    fine = _keep(shown, output) and result.agree  # who computes something else is not faster
+    _end(shown, as_json, lambda console: contest_report.report(console, contest, result), fine)
 
 
-def _told(shown: dict[str, Any], as_json: bool) -> bool:
-    """Said to scripts; whether people are still to be told."""
+def _end(shown: dict[str, Any], as_json: bool, report: Callable[[Console], None], fine: bool) -> NoReturn:
+    """Scripts are told, or people; then the command is over."""
     if as_json:
         typer.echo(json.dumps(shown))
-    return not as_json
+    else:
+        report(Console(highlight=False))
+    raise typer.Exit(0 if fine else 1)
 
 
 def _keep(shown: dict[str, Any], output: Path | None) -> bool:

@@ -62,14 +62,14 @@ class Device:
     @property
     def tile(self) -> int:
         """Queries, and keys, of one attention tile."""
-        return CPU_QUERIES if self.accelerator.name == "CPU" else QUERIES
+        return CPU_QUERIES if self.accelerator.is_cpu else QUERIES
 
     def gemm(self, m: int, n: int, k: int, precision: str = "bf16", batch: int = 1) -> float:
         """Seconds of [m, k] x [k, n], `batch` of them."""
         width = 1 if precision == "fp8" else WIDE.get(precision, 2)
         moved = batch * (width * (m * k + k * n) + max(2, width) * m * n)
         waves = 2.0 * m * n * k * batch  # a core has no multiprocessors to fill
-        if self.accelerator.name != "CPU":
+        if not self.accelerator.is_cpu:
             waves = _waves(m, n, k, batch, self.reached.units, self.reached.ramp)
         return max(waves / self.rate(precision), moved / self.bandwidth) + self.reached.launch
 

@@ -1,15 +1,16 @@
 """Stacks by name: this code, and the systems behind published runs, for those who want to know what theirs would do."""
 
+from fivefold.accelerators import Accelerator
 from fivefold.errors import UserError
 from fivefold.plan.stack import FIVEFOLD, ON_CPUS, Stack
 from fivefold.plan.systems import MEGATRON_2022, NEMO, TITAN
 from fivefold.words import did_you_mean
 
 
-def software_of(name: str, device: str = "") -> Stack:
-    """`device` is the accelerator's name: a CPU runs this code in another way than a GPU."""
+def software_of(name: str, device: Accelerator | None = None) -> Stack:
+    """On a device: a CPU runs this code in another way than a GPU."""
     known = {
-        "fivefold": ON_CPUS if device == "CPU" else FIVEFOLD,
+        "fivefold": ON_CPUS if device is not None and device.is_cpu else FIVEFOLD,
         "nemo": NEMO,
         "torchtitan": TITAN,
         "megatron": MEGATRON_2022,

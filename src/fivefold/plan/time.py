@@ -227,8 +227,8 @@ def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
     layout = case.layout
     count = rank_parameters(case) / layout.tp
     mine = count / case.wires.reaches["zero"].ranks if layout.zero else count
-    optimizer = updating(case, count, mine, layout.zero < 2) + 10 * case.on.reached.launch
-    optimizer = optimizer if case.spec.vocab > 1 else 0.0
+    learns = case.spec.vocab > 1
+    optimizer = updating(case, count, mine, layout.zero < 2) + 10 * case.on.reached.launch if learns else 0.0
     if layout.dp * layout.cp == 1:
         return optimizer, 0.0
     return optimizer, _sharded_end(case, passes, count) if layout.zero == 3 else _replicated_end(case, passes, count)

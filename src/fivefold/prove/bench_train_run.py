@@ -150,8 +150,7 @@ class Once(Checkpoints):
 
     def prepare(self) -> None:
         """As in a run that saves every so many steps, whatever the job says."""
-        if self.trainer.mesh.device.type == "cuda":
-            self.saver.staging.prepare(self.pieces())
+        self.saver.staging.prepare(self.pieces())
 
     def after(self, step: int, must: bool) -> None:
         if step != self.watch.wanted:

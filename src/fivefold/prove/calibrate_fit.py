@@ -112,12 +112,12 @@ def fit_attention(
         found = structs.replace(found, **{name: short(getattr(found, name) * off)})
     errors = sorted(abs(sum(predicted(found, one)) / (one.forward + one.backward) - 1) for one in timings)
     ahead, back = (
-        median(factor * one.flops / getattr(one, way) for one in timings if one.head_dim > 64 or base.name == "CPU")
+        median(factor * one.flops / getattr(one, way) for one in timings if one.head_dim > 64 or base.is_cpu)
         for way, factor in (("forward", 1.0), ("backward", 2.5))
     )
     note = f"forward {tera(ahead)}, backward {back / ahead:.2f} of it (planned {BACKWARD})"
     narrow = [one.flops / one.forward for one in timings if one.head_dim <= 64]
-    if narrow and base.name != "CPU":
+    if narrow and not base.is_cpu:
         note += f"; heads of 64 reach {median(narrow) / ahead:.2f} of it (planned {NARROW_HEAD})"
     share = getattr(found, name)
     rows.append(Row(f"{name}, in a sweep", tera(share * base.rate("bf16")), share, median(errors), errors[-1], note))
@@ -155,7 +155,7 @@ def fit_links(
     errors = sorted(
         abs(rounds(kind) * (world - 1) * (latency + size / world / bandwidth) / t - 1) for kind, size, t in timings
     )
-    if base.name == "CPU":
+    if base.is_cpu:
         link, share = Link(short(bandwidth), short(latency), "measured"), 1.0
     else:
         share = short(bandwidth / base.inside.bandwidth)

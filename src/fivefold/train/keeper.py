@@ -46,7 +46,7 @@ class Checkpoints:
 
     def prepare(self) -> None:
         config = self.trainer.job.checkpoint
-        if config.save and config.every and self.trainer.mesh.device.type == "cuda":  # a CPU would rather compute
+        if config.save and config.every:
             self.saver.staging.prepare(self.pieces())
 
     def after(self, step: int, must: bool) -> None:
