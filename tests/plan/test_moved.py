@@ -10,10 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.model import rope
-from fivefold.plan.stack import MOVED
+from fivefold.parallel.mesh import Mesh
+from fivefold.plan.stack import MOVED, ON_CPUS
+from fivefold.prove.batches import plain_batch
+from fivefold.train.config import read_job
+from fivefold.train.engine import Engine
 
 ROWS, WIDTH = 64, 128
-VIEWS = {"view", "transpose", "slice", "split", "expand", "unsqueeze", "detach", "alias"}
+VIEWS = {"view", "transpose", "permute", "slice", "split", "expand", "unsqueeze", "detach", "alias"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}  # are counted elsewhere
+SPARSE = {"gather", "scatter_"}  # touch one number of a row
 
 
 class Moves(TorchDispatchMode):
@@ -25,7 +31,7 @@ class Moves(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if function.overloadpacket.__name__ not in VIEWS:
+        if function.overloadpacket.__name__ not in VIEWS | PRODUCTS | SPARSE:
             tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
             self.bytes += sum(one.nbytes for one in tensors if 0 not in one.stride())
         return out
@@ -64,3 +70,16 @@ def test_bytes_of_float32_operators_are_counted(name: str, compute: Callable[...
     assert ahead.bytes / count / wide == pytest.approx(planned[0], rel=0.05)
     if name != "residual":  # whose slopes are the same tensor; the sum is where the two ways meet, in the block
         assert back.bytes / count / wide == pytest.approx(planned[1], rel=0.05)
+
+
+def test_bytes_of_a_logit_are_counted() -> None:
+    """By how much a step moves more for a larger vocabulary: what grows with it is logits, but for a narrow table."""
+    moved = []
+    for vocab in (2048, 4096):
+        job = read_job(None, ["model=tiny", "model.layers=1", f"model.vocab={vocab}", "data.seq=512", "train.batch=2"])
+        engine = Engine(job, Mesh.of(job.layout, torch.device("cpu")))
+        with Moves() as step:
+            engine.accumulate(plain_batch(vocab, 2, 512))
+        moved.append(step.bytes)
+    wide = 2  # the figure is of 2-byte numbers
+    assert (moved[1] - moved[0]) / (1024 * 2048) / wide == pytest.approx(ON_CPUS.logit_bytes, rel=0.15)
