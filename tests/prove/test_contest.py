@@ -52,7 +52,7 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word() -> None:
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "pp=2,microbatches=4"]
-    assert all(line["predicted_seconds"] > 0 and line["predicted_speed_up"] > 0 for line in lines)
+    assert all(line["predicted_seconds"] > 0 and line["predicted_one_process_seconds"] > 0 for line in lines)
     cores = found["cores_by_ranks"]
     assert isinstance(cores, dict)
     assert set(cores) == {"1", "2"}
@@ -191,12 +191,13 @@ def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train
 
 
 def test_of_turns_every_rounds_own_ratio_counts() -> None:
-    saved = bench_train.Saved(bytes=12, snapshot=1.0, writing=9.0, lost=2.0)
+    saved = bench_train.Saved(bytes=12, snapshot=1.0, writing=4.5, beside=[3.0, 2.0])
     job = bench_train.job_of(["tiny", "checkpoint.every=4"])
     turns = {"fivefold": [turn(1.0, 1.0, 9.0, saved=saved), turn(2.0)], "Hugging Face": [turn(2.0), turn(6.0)]}
     result = bench_train.Result(job, turns)
     assert result.step("fivefold") == 1.5
     assert result.faster("Hugging Face") == pytest.approx((1 / 2 + 2 / 6) / 2)
-    assert result.with_checkpoints(saved) == 2.0
+    assert result.with_checkpoints(saved, every=4) == (3 + 2 + 1.5 + 1.5) / 4
+    assert result.with_checkpoints(saved, every=1) == 5.0, "the next one waits until this one is written"
     flops = job.train.batch * job.data.seq * job.model.flops_per_token(job.data.seq)
     assert result.mfu(1.5) == pytest.approx(flops / 1.5 / 989e12, rel=1e-2)

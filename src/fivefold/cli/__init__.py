@@ -35,6 +35,7 @@ from fivefold.cli import (
     zero,
 )
 from fivefold.errors import Note, PeerLost, TrainingError, UserError
+from fivefold.train.allocator import keep_freed_memory
 
 app = typer.Typer(
     name="fivefold",
@@ -86,6 +87,7 @@ def main() -> None:
     """Run; bad input ends in a sentence per problem and exit code 2, a run that broke in 1, or 3 for want of a peer."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _speak_notes(console)
+    keep_freed_memory()
     try:
         app()
     except UserError as error:

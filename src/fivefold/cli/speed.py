@@ -13,9 +13,11 @@ import typer
 from rich.console import Console
 
 from fivefold.errors import UserError
+from fivefold.words import counted
 
 if TYPE_CHECKING:
     from fivefold.accelerators import Accelerator
+    from fivefold.prove.calibrate import Samples
     from fivefold.prove.contest import Contest, Result
 
 Changes = Annotated[
@@ -145,16 +147,17 @@ def scaling(
     job = base_job([f"train.batch={batch}", "data.seq=128", *(changes or [])], microbatches=1)
     chosen = layouts(job, ranks, _words(only), least)
     cores: dict[int, Accelerator] = {}
+    lone: list[Samples] = []  # of one core, from all over the run
     found: list[tuple[Contest, Result]] = []
     for pair in _measured(*contests(job, chosen, rounds)):
         found.append(pair)
         if predict:
-            cores |= {busy: _core(busy) for busy in {1, pair[0].world} - cores.keys()}
+            cores |= _cores(lone, pair[0].world)
         lines = rows(found, chosen, cores)
         shown = {"bench": "scaling"} | contest_report.scaling_json(found, lines, cores)
         kept = _keep(shown, output)  # after each number of ranks: who stops in the middle has what was measured
     agree = all(result.agree for _, result in found)
-    _end(shown, as_json, lambda console: contest_report.report_scaling(console, found, lines, predict), kept and agree)
+    _end(shown, as_json, lambda console: contest_report.report_scaling(console, found, lines), kept and agree)
 
 
 def train(
@@ -218,7 +221,8 @@ def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
         for contest in contests:
-            what = f"{len(contest.systems)} systems, {contest.rounds} rounds in turns, up to {contest.world} ranks"
+            rounds = counted(contest.rounds, "round")
+            what = f"{len(contest.systems)} systems, {rounds} in turns, up to {contest.world} ranks"
             status.update(what)
             start = time.monotonic()
             result = measure(contest)
@@ -226,11 +230,12 @@ def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
             yield contest, result
 
 
-def _core(busy: int) -> "Accelerator":
-    """What one reaches while so many are at work."""
-    from fivefold.prove.calibrate import calibrate_cores
+def _cores(lone: "list[Samples]", busy: int) -> "dict[int, Accelerator]":
+    """What one reaches by itself, to which this adds a moment, and while so many are at work."""
+    from fivefold.prove.calibrate import core_samples, usual_core
 
-    return calibrate_cores(busy, quick=True).accelerator
+    lone += core_samples(1)
+    return {1: usual_core(lone, 1), busy: usual_core(core_samples(busy), busy)}
 
 
 def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) -> None:

@@ -37,7 +37,7 @@ class Saved:
     bytes: int
     snapshot: float  # seconds until steps went on
     writing: float  # seconds from there to its manifest
-    lost: float  # seconds by which the steps meanwhile were longer than usual, and the snapshot
+    beside: list[float]  # seconds of the steps meanwhile, the first of which waited for the snapshot
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Result:
         done = self.tokens * self.job.model.flops_per_token(self.job.data.seq)
         return None if self.peak is None else done / seconds / self.peak
 
-    def with_checkpoints(self, saved: Saved) -> float:
-        """Seconds of a step, if every so many of them share what a checkpoint takes."""
-        return self.step(OURS) + saved.lost / max(1, self.job.checkpoint.every)
+    def with_checkpoints(self, saved: Saved, every: int) -> float:
+        """Seconds of a step on average, with a checkpoint in so many. The next one waits until this one is written."""
+        return (sum(saved.beside) + max(0, every - len(saved.beside)) * self.step(OURS)) / every
 
 
 def job_of(words: list[str]) -> Job:
@@ -250,11 +250,21 @@ def _profile(kernels: list[dict[str, Any]]) -> Table:
 
 
 def _checkpoint(result: Result, saved: Saved) -> str:
-    step, every = result.with_checkpoints(saved), result.job.checkpoint.every
-    share = result.mfu(step)
-    mean = f", with one every {every} steps {1e3 * step:.1f} ms a step" if every else ""
-    mean += "" if share is None or not every else f", {share:.1%} MFU"
-    return (
-        f"a checkpoint of {bytes_text(saved.bytes)}: steps wait {saved.snapshot:.2f} s for the snapshot, its writing "
-        f"takes {saved.writing:.1f} s beside them; {saved.lost:.2f} s are lost in all{mean}"
+    every, steps = result.job.checkpoint.every, len(saved.beside)
+    words = (
+        f"a checkpoint of {bytes_text(saved.bytes)}: steps wait {saved.snapshot:.2f} s for the snapshot; its writing "
+        f"takes {saved.writing:.1f} s, {counted(steps, 'step')} beside it {_mean(result, sum(saved.beside) / steps)}"
     )
+    if every > steps:
+        words += (
+            f"; with one every {every} steps (checkpoint.every) {_mean(result, result.with_checkpoints(saved, every))}"
+        )
+    elif every:
+        wait = _mean(result, result.with_checkpoints(saved, every))
+        words += f"; one every {every} steps (checkpoint.every) would have to wait for the disk, {wait}"
+    return words
+
+
+def _mean(result: Result, seconds: float) -> str:
+    share = result.mfu(seconds)
+    return f"{1e3 * seconds:.1f} ms each" + ("" if share is None else f", {share:.1%} MFU")

@@ -9,7 +9,6 @@ from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -97,8 +96,7 @@ def _ours(
     trainer = Trainer(job, sources, Mesh.of(job.layout, device))
     metrics, keeper = MetricsFile(path / "metrics.jsonl"), Once(path, trainer, watch) if more.checkpoint else None
     _until(trainer, keeper.written if keeper else watch.done, [metrics, watch], keeper)
-    usual, beside = watch.times[_WARM : watch.wanted], watch.times[watch.wanted :]
-    saved = keeper.cost(beside, median(usual)) if keeper else None
+    saved = keeper.cost(watch.times[watch.wanted :]) if keeper else None
     if not more.profile:
         return saved, []
     profile = Profile(trainer.done + 1, _PROFILED, device)
@@ -168,11 +166,10 @@ class Once(Checkpoints):
     def written(self) -> bool:
         return self.writing > 0
 
-    def cost(self, beside: list[float], usual: float) -> Saved:
-        """Of the steps from the save on; the first of them has waited for the snapshot."""
+    def cost(self, beside: list[float]) -> Saved:
         self.saver.finish()
         size = sum(file.bytes for file in self.store.complete()[0].manifest.files)
-        return Saved(size, self.snapshot, self.writing, sum(beside) - len(beside) * usual)
+        return Saved(size, self.snapshot, self.writing, beside)
 
 
 def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch) -> None:

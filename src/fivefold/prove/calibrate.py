@@ -3,7 +3,7 @@
     calibration = calibrate(torch.device("cuda"), quick=False, told=print)
     calibration.accelerator                   # with them in it, for the planner
     calibration.rows                          # what was measured, of which ceiling, and how well it is reproduced
-    calibrate_cores(16, quick=True)           # a core of this machine while sixteen are at work
+    usual_core(core_samples(16), 16)          # a core of this machine while sixteen are at work
 
 Every constant is the one with which the planner's own formula gives the measured times best; how well it does is part
 of the answer. Where the catalogue knows the device, its ceilings stand and shares are of them. Otherwise, and on a CPU,
@@ -81,14 +81,20 @@ def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) ->
     return _fitted(device, samples, _links(device, quick, world))
 
 
-def calibrate_cores(busy: int, quick: bool) -> Calibration:
-    """One core of this machine while `busy` of them do the same: they share its memory, so each has less of it."""
-    by_rank: list[list[Samples]] = ranks.run(busy, "fivefold.prove.calibrate_rank:run", quick, timeout=600)
-    every = sorted((one for mine in by_rank for one in mine), key=lambda one: one.blocks["flash2"].products)
+def core_samples(busy: int) -> list[Samples]:
+    """Of cores of this machine while `busy` of them do the same: they share its memory, so each has less of it."""
+    by_rank: list[list[Samples]] = ranks.run(busy, "fivefold.prove.calibrate_rank:run", timeout=600)
+    return [one for mine in by_rank for one in mine]
+
+
+def usual_core(found: list[Samples], busy: int) -> Accelerator:
+    """The median one. The more moments of a noisy machine they are of, the better."""
+    every = sorted(found, key=lambda one: one.blocks["flash2"].products)
     usual = every[len(every) // 2]
     ahead, back = (median(one.host[way] for one in every) for way in (0, 1))  # short, and so the noisiest
     usual = replace(usual, host=(ahead, back), update=median(one.update for one in every))
-    return _fitted(torch.device("cpu"), usual, _links(torch.device("cpu"), quick, world=busy))
+    cpu = torch.device("cpu")
+    return _fitted(cpu, usual, _links(cpu, quick=True, world=busy)).accelerator
 
 
 def _fitted(device: torch.device, samples: Samples, links: tuple[int, list[Timing]]) -> Calibration:

@@ -9,6 +9,7 @@ from rich.table import Table
 from fivefold.accelerators import Accelerator
 from fivefold.plan.kernels import Device
 from fivefold.prove.contest import Contest, Result, rows
+from fivefold.words import counted
 
 
 def columns(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> Table:
@@ -68,11 +69,9 @@ def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
     return alone | ({"link": link.bandwidth, "latency": link.latency} if ranks > 1 else {})
 
 
-def report_scaling(
-    console: Console, found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]], simulates: bool
-) -> None:
+def report_scaling(console: Console, found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]]) -> None:
     console.print(_words(*found[0]))
-    headings = ("layout", "ranks", "alone", "step", "speed-up", "efficiency")
+    headings = ("layout", "ranks", "alone", "step", "speed-up", "efficiency", "simulated", "alone")
     cells = [
         (
             line["layout"].partition(",microbatches=")[0],  # which the number of stages decides
@@ -80,14 +79,24 @@ def report_scaling(
             *(f"{line[key]:.3f}" for key in ("one_process_seconds", "seconds")),
             f"{line['speed_up']:.2f}",
             f"{line['efficiency']:.0%}",
-            *([f"{line['predicted_seconds']:.3f}", f"{line['predicted_speed_up']:.2f}"] if simulates else []),
+            *_simulated(line),
         )
         for line in lines
     ]
-    console.print(columns((*headings, *(["simulated", "speed-up"] if simulates else [])), cells))
-    also = "; simulated: its own step, and the speed-up over its own of one process" if simulates else ""
+    console.print(columns(headings, cells))
+    also = (
+        "; simulated: the simulator's step, and how far off step and alone are" if lines[0]["predicted_seconds"] else ""
+    )
     console.print(f"alone: seconds of one process beside them; stages take a sequence at a time{also}")
     _end(console, *found)
+
+
+def _simulated(line: dict[str, Any]) -> tuple[str, str]:
+    """The simulator's seconds of a step and how far off they are, and how far off its one process is."""
+    if line["predicted_seconds"] is None:
+        return "", ""
+    step, alone = (line[f"predicted_{key}"] / line[key] - 1 for key in ("seconds", "one_process_seconds"))
+    return f"{line['predicted_seconds']:.3f} {step:+4.0%}", f"{alone:+.0%}"
 
 
 def _machine(contest: Contest, result: Result) -> dict[str, Any]:
@@ -112,7 +121,8 @@ def _words(contest: Contest, result: Result) -> str:
     m, size_of_one = job.layout.microbatches, job.train.batch // job.layout.microbatches
     batch = f"{f'{m} microbatches of ' if m > 1 else ''}{size_of_one} x {job.data.seq}"
     machine = f"torch {result.version}, {result.cores} cores of {result.machine}, {contest.threads} thread a rank"
-    return f"{size}; {batch} tokens, {job.train.dtype}, AdamW\n{machine}; {contest.rounds} rounds in turns, medians"
+    how = f"{machine}; {counted(contest.rounds, 'round')} in turns, medians"
+    return f"{size}; {batch} tokens, {job.train.dtype}, AdamW\n{how}"
 
 
 def _end(console: Console, *found: tuple[Contest, Result]) -> None:

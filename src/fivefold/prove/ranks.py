@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fivefold.errors import TrainingError, UserError
+from fivefold.train.allocator import keep_freed_memory
 
 # torch imports these late, and each rank would for itself: torch.optim, FSDP2 and checkpoints import dynamo.
 _PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.prove.measure"]
@@ -97,6 +98,7 @@ def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
     """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // world)))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
+    keep_freed_memory()
     context = get_context(_METHOD)
     if _METHOD == "forkserver":
         context.set_forkserver_preload(_PRELOAD)

@@ -65,7 +65,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """A line for each layout that was measured, in the order that they were chosen in; `cores` by ranks at work."""
     by_layout = {system: (contest, result) for contest, result in found for system in contest.systems[1:]}
-    alone = predicted(found[0][0].job, OURS, cores[1]) if cores else 0.0
+    alone = predicted(found[0][0].job, OURS, cores[1]) if cores else None
     lines = []
     for text in chosen:
         system = f"{OURS} {text}"
@@ -83,7 +83,8 @@ def rows(
                 "speed_up": 1 / ratio,
                 "efficiency": 1 / ratio / contest.world,
                 "predicted_seconds": seconds,
-                "predicted_speed_up": alone / seconds if seconds else None,
+                "predicted_one_process_seconds": alone,
+                "predicted_speed_up": alone / seconds if alone and seconds else None,
             }
         )
     return lines
