@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fivefold.accelerators import find_accelerator
 from fivefold.cli import app, speed
-from fivefold.errors import UserError
+from fivefold.errors import Note, UserError
 from fivefold.prove import bench_train
 from fivefold.prove.contest import OURS, Contest, Result, base_job, check, layout_of
 from fivefold.prove.kernels import Profile
@@ -88,6 +88,7 @@ def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypat
     assert "takes up to 1.50 times its fastest" in result.output
 
 
+@pytest.mark.filterwarnings("ignore::fivefold.errors.Note")
 def test_layouts_that_do_not_fit_are_left_out() -> None:
     job = base_job(TINY, microbatches=1)
     assert layouts(job, 8, ["tp", "dp", "3d"]) == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
@@ -98,6 +99,8 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
         layouts(job, 8, ["dp"], least=16)
     with pytest.raises(UserError, match="--only zp is not a choice"):
         layouts(job, 4, ["zp"])
+    with pytest.warns(Note, match=r"dp=2 is left out: .*batch"):
+        assert layouts(base_job([*TINY, "train.batch=3"], microbatches=1), 2, ["dp", "tp"]) == ["tp=2"]
 
 
 def test_a_contest_has_one_world() -> None:
@@ -133,6 +136,9 @@ def test_a_contest_has_one_world() -> None:
         ("train tiny train.dtype=float32 --against fp8", "fivefold, 8-bit products: train.fp8=true rounds from"),
         ("train tiny --steps 0", "--steps 0 must be at least 1"),
         ("train tiny train.batch=0", "train.batch=0 must be at least 1"),
+        ("train tiny layout=tp=2", "layout=tp=2 has 2 ranks, and the job is to be one process's"),
+        ("train tiny train.compile=off --against eager", "leave one of the two out"),
+        ("peers --only tp model.kv_heads=1", "DTensor tp=2: it splits whole heads, and model.kv_heads=1 is not"),
     ],
 )
 def test_bad_wishes_get_a_sentence(words: str, sentence: str) -> None:

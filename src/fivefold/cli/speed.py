@@ -118,7 +118,7 @@ def scaling(
     batch: Annotated[int, typer.Option(help="Sequences of a step, whatever the number of ranks.")] = 16,
     only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
     predict: Annotated[
-        bool, typer.Option("--predict", help="Measure this machine's cores first, and show what the simulator says.")
+        bool, typer.Option("--predict", help="Measure this machine's cores, too, and show what the simulator says.")
     ] = False,
     output: Output = None,
     as_json: AsJson = False,
@@ -222,7 +222,7 @@ def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
     with console.status("") as status:
         for contest in contests:
             rounds = counted(contest.rounds, "round")
-            what = f"{len(contest.systems)} systems, {rounds} in turns, up to {contest.world} ranks"
+            what = f"{len(contest.systems)} systems, {rounds} in turns, up to {counted(contest.world, 'rank')}"
             status.update(what)
             start = time.monotonic()
             result = measure(contest)

@@ -19,7 +19,7 @@ from rich.table import Table
 from fivefold.accelerators import find_accelerator
 from fivefold.errors import UserError
 from fivefold.prove import ranks
-from fivefold.prove.contest import HUGGING_FACE, OURS, only_ours
+from fivefold.prove.contest import HUGGING_FACE, OURS, of_one_process, only_ours
 from fivefold.prove.contest_report import columns
 from fivefold.train.config import Job, TraceConfig, read_job
 from fivefold.train.preflight import run_directory_problems
@@ -35,9 +35,9 @@ class Saved:
     """A checkpoint in the middle of the steps."""
 
     bytes: int
-    snapshot: float  # seconds until steps went on
+    snapshot: float  # seconds of the call; a GPU copies on, beside the next step, whose update waits for it
     writing: float  # seconds from there to its manifest
-    beside: list[float]  # seconds of the steps meanwhile, the first of which waited for the snapshot
+    beside: list[float]  # seconds of the steps meanwhile; what the snapshot stops is in the first two
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def job_of(words: list[str]) -> Job:
     asked = any(change.startswith("train.deterministic=") for change in changes) or _says_deterministic(path)
     train = job.train if asked else structs.replace(job.train, deterministic=False)
     job = structs.replace(job, train=train, trace=TraceConfig())
-    if problems := job.problems(world=1):
+    if problems := of_one_process(job):
         raise UserError(problems)
     return job
 
@@ -144,6 +144,8 @@ def systems(job: Job, against: str) -> dict[str, Job]:
         "hf": job.train,
     }
     found = {OURS: job} | {AGAINST[word]: structs.replace(job, train=changed[word]) for word in wanted}
+    if "eager" in wanted and job.train.compile == "off":
+        raise UserError("--against eager: the job has train.compile=off itself; leave one of the two out")
     if problems := [f"{name}: {one}" for name, its in found.items() for one in its.problems(world=1)]:
         raise UserError(problems)
     return found
@@ -250,21 +252,19 @@ def _profile(kernels: list[dict[str, Any]]) -> Table:
 
 
 def _checkpoint(result: Result, saved: Saved) -> str:
-    every, steps = result.job.checkpoint.every, len(saved.beside)
+    every, steps = result.job.checkpoint.every if result.job.checkpoint.save else 0, len(saved.beside)
     words = (
-        f"a checkpoint of {bytes_text(saved.bytes)}: steps wait {saved.snapshot:.2f} s for the snapshot; its writing "
-        f"takes {saved.writing:.1f} s, {counted(steps, 'step')} beside it {_mean(result, sum(saved.beside) / steps)}"
+        f"a checkpoint of {bytes_text(saved.bytes)}: its call takes {saved.snapshot:.2f} s and its writing "
+        f"{saved.writing:.1f} s; the step after the call takes {1e3 * saved.beside[0]:.1f} ms, and "
+        f"{counted(steps, 'step')} beside the writing {_mean(result, sum(saved.beside) / steps)}"
     )
-    if every > steps:
-        words += (
-            f"; with one every {every} steps (checkpoint.every) {_mean(result, result.with_checkpoints(saved, every))}"
-        )
-    elif every:
-        wait = _mean(result, result.with_checkpoints(saved, every))
-        words += f"; one every {every} steps (checkpoint.every) would have to wait for the disk, {wait}"
+    if every:
+        waits = "" if every >= steps else ", as the next one waits for the disk"
+        step = _mean(result, result.with_checkpoints(saved, every))
+        words += f"; with checkpoint.every={every} {step}{waits}"
     return words
 
 
 def _mean(result: Result, seconds: float) -> str:
     share = result.mfu(seconds)
-    return f"{1e3 * seconds:.1f} ms each" + ("" if share is None else f", {share:.1%} MFU")
+    return f"{1e3 * seconds:.1f} ms a step" + ("" if share is None else f", {share:.1%} MFU")

@@ -46,7 +46,7 @@ _PROFILED = 2  # steps
 def run(rank: Rank, job: Job, hugging_face: bool, steps: int, more: More, path: Path) -> Timed:
     device = choose_device(job.train.device)
     if slow := check_bfloat16(device, job.train.dtype):
-        raise UserError(slow)
+        raise UserError(f"nothing is measured: {slow}")
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     make_repeatable(job.train)

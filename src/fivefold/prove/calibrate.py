@@ -88,7 +88,7 @@ def core_samples(busy: int) -> list[Samples]:
 
 
 def usual_core(found: list[Samples], busy: int) -> Accelerator:
-    """The median one. The more moments of a noisy machine they are of, the better."""
+    """The median one, with links as they are measured now. The more moments of a noisy machine, the better."""
     every = sorted(found, key=lambda one: one.blocks["flash2"].products)
     usual = every[len(every) // 2]
     ahead, back = (median(one.host[way] for one in every) for way in (0, 1))  # short, and so the noisiest

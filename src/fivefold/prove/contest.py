@@ -87,9 +87,17 @@ def base_job(changes: list[str], defaults: tuple[str, ...] = MODEL, microbatches
     # Without decay: which parameters it spares is a matter of taste, and no matter of speed.
     settings = [f"layout=microbatches={microbatches}", "train.compile=off", "optimizer.weight_decay=0"]
     job = read_job(None, [*defaults, *settings, *changes])
-    if problems := [*job.problems(world=1), *unfair(job)]:
+    if problems := [*of_one_process(job), *unfair(job)]:
         raise UserError(problems)
     return job
+
+
+def of_one_process(job: Job) -> list[str]:
+    """What is wrong with a job that is measured without other ranks."""
+    if job.layout.world > 1:
+        ranks_asked = f"layout={job.layout} has {job.layout.world} ranks, and the job is to be one process's"
+        return [f"{ranks_asked}; layouts are measured by: fivefold bench scaling, fivefold bench peers"]
+    return job.problems(world=1)
 
 
 def unfair(job: Job) -> list[str]:
@@ -132,6 +140,11 @@ def check(contest: Contest) -> None:
         layout, job = layout_of(contest.job, system), contest.job
         found = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)
         problems += [f"{system}: {problem}" for problem in found]
+        if system.startswith(PEERS["tp"]) and job.model.kv_heads % layout.tp:  # ours copies them
+            problems.append(
+                f"{system}: it splits whole heads, and model.kv_heads={job.model.kv_heads} is not a multiple of "
+                f"{layout.tp}; nearest: model.kv_heads={layout.tp * (job.model.kv_heads // layout.tp + 1)}"
+            )
     if problems:
         raise UserError(problems)
 
@@ -143,6 +156,8 @@ def measure(contest: Contest) -> Result:
 
 def own_single(system: str) -> str:
     """What a system is compared with: its own step in one process."""
+    if system == HUGGING_FACE:
+        return system
     return OURS if system.startswith(OURS) else "bare loop"
 
 

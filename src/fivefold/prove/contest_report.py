@@ -45,7 +45,9 @@ def report(console: Console, contest: Contest, result: Result) -> None:
         for line in rows(result)
     ]
     console.print(columns(headings, lines))
-    console.print("of single: of the same system's step in one process; of bare: of the bare loop's; loss: the first")
+    console.print(
+        "of single: of its own step in one process, PyTorch's being the bare loop; of bare: of that; loss: the first"
+    )
     _end(console, (contest, result))
 
 
@@ -71,7 +73,7 @@ def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
 
 def report_scaling(console: Console, found: Sequence[tuple[Contest, Result]], lines: list[dict[str, Any]]) -> None:
     console.print(_words(*found[0]))
-    headings = ("layout", "ranks", "alone", "step", "speed-up", "efficiency", "simulated", "alone")
+    headings = ("layout", "ranks", "alone", "step", "speed-up", "efficiency", "simulated")
     cells = [
         (
             line["layout"].partition(",microbatches=")[0],  # which the number of stages decides
@@ -79,24 +81,20 @@ def report_scaling(console: Console, found: Sequence[tuple[Contest, Result]], li
             *(f"{line[key]:.3f}" for key in ("one_process_seconds", "seconds")),
             f"{line['speed_up']:.2f}",
             f"{line['efficiency']:.0%}",
-            *_simulated(line),
+            _simulated(line),
         )
         for line in lines
     ]
     console.print(columns(headings, cells))
-    also = (
-        "; simulated: the simulator's step, and how far off step and alone are" if lines[0]["predicted_seconds"] else ""
-    )
+    one = lines[0]["predicted_one_process_seconds"]
+    also = "" if one is None else f"; simulated: the simulator's step, and how far off; alone it says {one:.3f}"
     console.print(f"alone: seconds of one process beside them; stages take a sequence at a time{also}")
     _end(console, *found)
 
 
-def _simulated(line: dict[str, Any]) -> tuple[str, str]:
-    """The simulator's seconds of a step and how far off they are, and how far off its one process is."""
-    if line["predicted_seconds"] is None:
-        return "", ""
-    step, alone = (line[f"predicted_{key}"] / line[key] - 1 for key in ("seconds", "one_process_seconds"))
-    return f"{line['predicted_seconds']:.3f} {step:+4.0%}", f"{alone:+.0%}"
+def _simulated(line: dict[str, Any]) -> str:
+    seconds = line["predicted_seconds"]
+    return "" if seconds is None else f"{seconds:.3f} {seconds / line['seconds'] - 1:+4.0%}"
 
 
 def _machine(contest: Contest, result: Result) -> dict[str, Any]:
@@ -130,7 +128,8 @@ def _end(console: Console, *found: tuple[Contest, Result]) -> None:
     how = "[green]agree[/]" if agree else "[bold red]differ[/]"
     spread = max(result.spread(system) for contest, result in found for system in contest.systems)
     console.print(f"the losses of the first two steps {how}")
-    console.print(f"the slowest round of a system takes up to {spread:.2f} times its fastest")
+    if found[0][0].rounds > 1:
+        console.print(f"the slowest round of a system takes up to {spread:.2f} times its fastest")
     most, cores = max(contest.world for contest, _ in found), found[0][1].cores
     if most > cores:
         console.print(f"{most} ranks share {cores} cores: no speed-up beyond that can be seen here")

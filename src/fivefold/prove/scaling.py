@@ -1,11 +1,12 @@
 """Which layouts `fivefold bench scaling` takes from one rank to many, and what the simulator says of them."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fivefold.accelerators import Accelerator
 from fivefold.cluster import Cluster, Group
-from fivefold.errors import UserError
+from fivefold.errors import Note, UserError
 from fivefold.layout import Layout
 from fivefold.plan.stack import ON_CPUS
 from fivefold.plan.time import Case, estimate
@@ -30,6 +31,9 @@ def layouts(job: Job, most: int, wanted: list[str], least: int = 2) -> list[str]
         found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
     cut = [_cut(job, text) for text in found]
     fitting = [text for text in cut if not _problems(job, text)]
+    for text in cut:
+        if text not in fitting:
+            warnings.warn(Note(f"{text} is left out: {_problems(job, text)[0]}"), stacklevel=2)
     if not fitting:
         ranks = f"{least} to {most}" if least > 2 else f"up to {most}"
         raise UserError(f"no layout of {', '.join(wanted)} with {ranks} ranks fits this model and batch")

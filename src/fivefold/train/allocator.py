@@ -15,9 +15,10 @@ _LARGEST = 32 << 20  # bytes: glibc lets no larger block be reused
 def keep_freed_memory() -> None:
     """In this process, if torch is not yet imported, and in those that it starts. Who has set something is obeyed."""
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
-    if any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    wanted = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_THRESHOLD_": str(_LARGEST)}
+    if wanted.keys() & os.environ.keys() or "_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         return
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_THRESHOLD_": str(_LARGEST)}
+    os.environ |= wanted
     with suppress(OSError, AttributeError, TypeError):  # read at a process's start; this one has to be told
         library = ctypes.CDLL(None)
         library.mallopt(_TRIM, -1)  # both: the one alone would freeze the other at 128 KiB
