@@ -1,15 +1,20 @@
 """The faults that docs/faults.md promises to survive, injected into real ranks."""
 
 import os
+import re
 import resource
+import time
 from pathlib import Path
 
 import pytest
 
+from fivefold.checkpoint import save
+from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.errors import UserError
 from fivefold.faults import parse
-from tests.checkpoint.runs import loaded, small_job, train
+from fivefold.train import keeper
+from tests.checkpoint.runs import Run, loaded, small_job, train
 from tests.ranks import RankFailure, run_ranks
 
 
@@ -179,8 +184,6 @@ def test_a_fault_that_is_not_one_is_refused() -> None:
 
 def mutate_after_save(rank: int, world: int, job, directory: Path) -> dict[str, str]:
     """The state that was saved; it is changed as soon as `save` has returned."""
-    from tests.checkpoint.runs import Run
-
     run = Run(job, world, directory)
     state = run.state()
     run.keeper.save(1)
@@ -197,3 +200,21 @@ def test_what_is_written_is_the_snapshot(tokens: Path, tmp_path: Path) -> None:
     job = small_job(tokens, "layout=dp=2,zero=1", "model.hidden=64")
     want = run_ranks(2, mutate_after_save, job, tmp_path)[0]
     assert run_ranks(2, loaded, job, tmp_path)[0][1] == want
+
+
+def test_steps_that_wait_for_the_disk_say_so_once(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: object) -> Path:
+        time.sleep(0.3)
+        return write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(save, "write", slow)
+    monkeypatch.setattr(keeper, "_LONG", 0.1)
+    run = Run(small_job(tokens, "checkpoint.every=2"), 1, tmp_path)
+    run.trainer.run([], keeper=run.keeper)
+    (said,) = run.said
+    found = re.fullmatch(r"step 4 waited 0\.\d s for the disk: .* took 0\.\d s to write; with .*every=(\d+) .*", said)
+    assert found is not None, said
+    assert int(found[1]) > 2
+    assert [one.step for one in Store(tmp_path).complete()] == [6, 4]

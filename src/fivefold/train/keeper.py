@@ -1,6 +1,8 @@
 """A trainer and its checkpoints: where it goes on from, and when it saves."""
 
 import hashlib
+import math
+import time
 
 import msgspec
 
@@ -16,6 +18,8 @@ from fivefold.train.control import Control
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import Sources
 
+_LONG = 1.0  # seconds of waiting that are worth a word
+
 
 class Checkpoints:
     """The `Keeper` of a run that has a directory."""
@@ -26,6 +30,8 @@ class Checkpoints:
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
         self.data = fingerprint(trainer.sources)
         self.saved = 0  # the last step of which a save was begun, or that was loaded
+        self.begun = 0.0  # when it was
+        self.waited = False
 
     def restore(self) -> Checkpoint | None:
         """Collective: the trainer as the newest good checkpoint has it, if there is one."""
@@ -52,6 +58,8 @@ class Checkpoints:
     def after(self, step: int, must: bool) -> None:
         config = self.trainer.job.checkpoint
         if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
+            if not must:
+                self._before(step)
             self.save(step)
         if must:
             self.saver.finish()
@@ -63,9 +71,23 @@ class Checkpoints:
     def settle(self) -> None:
         self.saver.finish()
 
+    def _before(self, step: int) -> None:
+        """For the save before this one, with all steps waiting: said once, with how many steps between would do."""
+        start, every = time.monotonic(), self.trainer.job.checkpoint.every
+        self.saver.finish()
+        waited, writing = time.monotonic() - start, time.monotonic() - self.begun
+        if waited < _LONG or self.waited:
+            return
+        self.waited = True
+        enough = math.ceil(every * writing / (writing - waited))
+        self.say(
+            f"step {step} waited {waited:.1f} s for the disk: the checkpoint before took {writing:.1f} s to "
+            f"write; with checkpoint.every={enough} steps would not wait"
+        )
+
     def save(self, step: int) -> None:
         """Collective. Returns when the snapshot is taken, or under way."""
-        self.saved = step
+        self.saved, self.begun = step, time.monotonic()
         self.trainer.engine.copied = self.saver.start(self.pieces(), self.manifest(step))
 
     def pieces(self) -> dict[str, Piece]:
