@@ -73,6 +73,7 @@ def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
         assert "differ" in result.output
 
 
+@pytest.mark.filterwarnings("ignore::fivefold.errors.Note")
 def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypatch) -> None:
     def measured(contest: Contest) -> Result:
         seconds = {system: [1.0, 1.5] for system in contest.systems}
