@@ -52,7 +52,8 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word() -> None:
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "pp=2,microbatches=4"]
-    assert all(line["predicted_seconds"] > 0 and line["predicted_one_process_seconds"] > 0 for line in lines)
+    predicted_keys = ("predicted_seconds", "predicted_one_process_seconds", "predicted_speed_up")
+    assert all(line[key] > 0 for line in lines for key in predicted_keys)
     cores = found["cores_by_ranks"]
     assert isinstance(cores, dict)
     assert set(cores) == {"1", "2"}

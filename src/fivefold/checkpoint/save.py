@@ -10,9 +10,10 @@ import os
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -43,6 +44,7 @@ class Saving:
     """A save that is under way or over."""
 
     manifest: Manifest
+    begun: float = field(default_factory=time.monotonic)
     error: BaseException | None = None
 
 

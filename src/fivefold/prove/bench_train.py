@@ -138,14 +138,14 @@ def systems(job: Job, against: str) -> dict[str, Job]:
         raise UserError(f"--against hf: {sentence}" for sentence in unlike)
     if "fp8" in wanted and job.train.fp8:
         raise UserError("--against fp8: the job has train.fp8=true itself; leave one of the two out")
+    if "eager" in wanted and job.train.compile == "off":
+        raise UserError("--against eager: the job has train.compile=off itself; leave one of the two out")
     changed = {
         "fp8": structs.replace(job.train, fp8=True),
         "eager": structs.replace(job.train, compile="off"),
         "hf": job.train,
     }
     found = {OURS: job} | {AGAINST[word]: structs.replace(job, train=changed[word]) for word in wanted}
-    if "eager" in wanted and job.train.compile == "off":
-        raise UserError("--against eager: the job has train.compile=off itself; leave one of the two out")
     if problems := [f"{name}: {one}" for name, its in found.items() for one in its.problems(world=1)]:
         raise UserError(problems)
     return found
@@ -253,9 +253,10 @@ def _profile(kernels: list[dict[str, Any]]) -> Table:
 
 def _checkpoint(result: Result, saved: Saved) -> str:
     every, steps = result.job.checkpoint.every if result.job.checkpoint.save else 0, len(saved.beside)
+    first = " and ".join(f"{1e3 * seconds:.1f}" for seconds in saved.beside[:2])  # with what the snapshot stops
     words = (
         f"a checkpoint of {bytes_text(saved.bytes)}: its call takes {saved.snapshot:.2f} s and its writing "
-        f"{saved.writing:.1f} s; the step after the call takes {1e3 * saved.beside[0]:.1f} ms, and "
+        f"{saved.writing:.1f} s; right after the call steps take {first} ms, and "
         f"{counted(steps, 'step')} beside the writing {_mean(result, sum(saved.beside) / steps)}"
     )
     if every:

@@ -30,10 +30,11 @@ def layouts(job: Job, most: int, wanted: list[str], least: int = 2) -> list[str]
         found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
         found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
     cut = [_cut(job, text) for text in found]
-    fitting = [text for text in cut if not _problems(job, text)]
-    for text in cut:
-        if text not in fitting:
-            warnings.warn(Note(f"{text} is left out: {_problems(job, text)[0]}"), stacklevel=2)
+    problems = {text: layout_of(job, text).problems(job.model, seq=job.data.seq, batch=job.train.batch) for text in cut}
+    for text, wrong in problems.items():
+        if wrong:
+            warnings.warn(Note(f"{text} is left out: {wrong[0]}"), stacklevel=2)
+    fitting = [text for text, wrong in problems.items() if not wrong]
     if not fitting:
         ranks = f"{least} to {most}" if least > 2 else f"up to {most}"
         raise UserError(f"no layout of {', '.join(wanted)} with {ranks} ranks fits this model and batch")
@@ -43,10 +44,6 @@ def layouts(job: Job, most: int, wanted: list[str], least: int = 2) -> list[str]
 def _cut(job: Job, text: str) -> str:
     layout = Layout.parse(text)
     return text if layout.pp == 1 else f"{text},microbatches={max(1, job.train.batch // layout.dp)}"
-
-
-def _problems(job: Job, text: str) -> list[str]:
-    return layout_of(job, text).problems(job.model, seq=job.data.seq, batch=job.train.batch)
 
 
 def contests(job: Job, chosen: Sequence[str], rounds: int) -> list[Contest]:

@@ -1,7 +1,7 @@
 """Memory that a step gives back stays with the process: the next step wants as much.
 
 Allocators hand freed memory to the operating system, which clears every page before it lends it out again. On CPU ranks
-that was a tenth of a step. PyTorch's allocator is mimalloc on Arm, and the C library's elsewhere.
+that was up to a tenth of a step. PyTorch's allocator is mimalloc on Arm, and the C library's elsewhere.
 """
 
 import ctypes

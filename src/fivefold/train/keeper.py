@@ -30,8 +30,7 @@ class Checkpoints:
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
         self.data = fingerprint(trainer.sources)
         self.saved = 0  # the last step of which a save was begun, or that was loaded
-        self.begun = 0.0  # when it was
-        self.waited = False
+        self.told = False  # that steps wait for the disk
 
     def restore(self) -> Checkpoint | None:
         """Collective: the trainer as the newest good checkpoint has it, if there is one."""
@@ -59,7 +58,7 @@ class Checkpoints:
         config = self.trainer.job.checkpoint
         if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
             if not must:
-                self._before(step)
+                self._finish_last(step)
             self.save(step)
         if must:
             self.saver.finish()
@@ -71,23 +70,23 @@ class Checkpoints:
     def settle(self) -> None:
         self.saver.finish()
 
-    def _before(self, step: int) -> None:
-        """For the save before this one, with all steps waiting: said once, with how many steps between would do."""
-        start, every = time.monotonic(), self.trainer.job.checkpoint.every
+    def _finish_last(self, step: int) -> None:
+        """If steps have to wait for the save before this one, that is said, once, with how many between would do."""
+        last, start = self.saver.saving, time.monotonic()
         self.saver.finish()
-        waited, writing = time.monotonic() - start, time.monotonic() - self.begun
-        if waited < _LONG or self.waited:
+        waited = time.monotonic() - start
+        if last is None or waited < _LONG or self.told:
             return
-        self.waited = True
-        enough = math.ceil(every * writing / (writing - waited))
+        self.told = True
+        steps, every = start - last.begun, self.trainer.job.checkpoint.every
         self.say(
-            f"step {step} waited {waited:.1f} s for the disk: the checkpoint before took {writing:.1f} s to "
-            f"write; with checkpoint.every={enough} steps would not wait"
+            f"step {step} waited {waited:.1f} s for the disk: the checkpoint before took {steps + waited:.1f} s to "
+            f"write; with checkpoint.every={math.ceil(every * (steps + waited) / steps)} steps would not wait"
         )
 
     def save(self, step: int) -> None:
         """Collective. Returns when the snapshot is taken, or under way."""
-        self.saved, self.begun = step, time.monotonic()
+        self.saved = step
         self.trainer.engine.copied = self.saver.start(self.pieces(), self.manifest(step))
 
     def pieces(self) -> dict[str, Piece]:
