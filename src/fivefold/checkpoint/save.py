@@ -6,8 +6,6 @@ copied = saver.start(pieces, manifest)     # parameters may change from there on
 saver.finish()                             # waits for the one under way, and raises what went wrong with it
 """
 
-import os
-import resource
 import shutil
 import threading
 import time
@@ -15,25 +13,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan as Plan
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.futures import Future
 
-from fivefold import faults
 from fivefold.checkpoint.pieces import Pieces, SavePlan, quietly
 from fivefold.checkpoint.staging import Snapshot, Staging
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
-from fivefold.errors import TrainingError, UserError
-from fivefold.files import Progress, hashed
+from fivefold.checkpoint.writer import Writer, planned
+from fivefold.errors import TrainingError
+from fivefold.files import File, Progress, hashed
 from fivefold.train.config import CheckpointConfig
 from fivefold.train.control import Control
+from fivefold.train.cores import for_files
 from fivefold.words import bytes_text
 
 T = TypeVar("T")
@@ -99,10 +94,8 @@ def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) ->
     path = together(control, lambda: _room(store, manifest.step, sum(control.from_all(needed)), control.rank))[0]
     assert path is not None
     try:
-        _dcp(path, control, pieces)
-        mine = [path / ".metadata"] if control.rank == 0 else []
-        mine += sorted(path.glob(f"__{control.rank}_*.distcp"))
-        files = together(control, lambda: [hashed(file) for file in mine])
+        mine = _dcp(path, control, pieces)
+        files = together(control, lambda: [hashed(path / ".metadata"), *mine] if control.rank == 0 else mine)
         whole = msgspec.structs.replace(manifest, files=[file for of_rank in files for file in of_rank])
         together(control, lambda: store.commit(path, whole) if control.rank == 0 else None)
     except BaseException:
@@ -126,7 +119,7 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
     path = _room(store, manifest.step, sum(piece.nbytes for part in parts for piece in part.values()), 0)
     assert path is not None
     try:
-        planners, writers, plans = [SavePlan() for _ in parts], [_Writer(path) for _ in parts], []
+        planners, writers, plans = [SavePlan() for _ in parts], [Writer(path) for _ in parts], []
         for rank, (planner, writer, part) in enumerate(zip(planners, writers, parts, strict=True)):
             planner.set_up_planner(dict(part), is_coordinator=rank == 0)
             writer.set_up_storage_writer(rank == 0)
@@ -136,10 +129,10 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
         results = []
         for planner, writer, plan in zip(planners, writers, plans, strict=True):
             results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
-            progress(_planned(plan))
+            progress(planned(plan))
         writers[0].finish(metadata, results)
-        names = [*sorted(path.glob("__*.distcp")), path / ".metadata"]
-        store.commit(path, msgspec.structs.replace(manifest, files=[hashed(file) for file in names]))
+        files = [*(file for writer in writers for file in writer.files), hashed(path / ".metadata")]
+        store.commit(path, msgspec.structs.replace(manifest, files=files))
     except BaseException:
         _drop(path)
         raise
@@ -170,12 +163,14 @@ def together(control: Control, do: Callable[[], T]) -> list[T]:
     return [cast(T, value) for value, _ in found]
 
 
-def _dcp(path: Path, control: Control, pieces: Pieces) -> None:
+def _dcp(path: Path, control: Control, pieces: Pieces) -> list[File]:
+    """This rank's files."""
+    writer = Writer(path, for_files())
     try:
         with quietly():
             save(
                 dict(pieces),
-                storage_writer=_Writer(path),
+                storage_writer=writer,
                 planner=SavePlan(),
                 process_group=control.group,
                 no_dist=control.size == 1,
@@ -183,37 +178,4 @@ def _dcp(path: Path, control: Control, pieces: Pieces) -> None:
     except CheckpointException as error:
         rank, (failure, _) = min(error.failures.items())
         raise OSError(f"rank {rank}: {failure}" if control.size > 1 else str(failure)) from None
-
-
-class _Writer(FileSystemWriter):
-    """DCP's, with words of its own where a file cannot be written: torch's speak of positions in an archive."""
-
-    def __init__(self, path: Path):
-        super().__init__(path, overwrite=False)
-        self.directory = path
-
-    def write_data(self, plan: Plan, planner: SavePlanner) -> Future[Any]:
-        faults.strike("write")
-        try:
-            return super().write_data(plan, planner)
-        except UserError:  # of a piece that could not be made
-            raise
-        except Exception as error:
-            raise OSError(_why(error, self.directory, _planned(plan))) from None
-
-
-def _planned(plan: Plan) -> int:
-    """Bytes of the tensors of a plan."""
-    data = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-    return sum(one.chunk.sizes.numel() * one.properties.dtype.itemsize for one in data)
-
-
-def _why(error: BaseException, directory: Path, needed: int) -> str:
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
-        cause = cause.__cause__ or cause.__context__
-    free = shutil.disk_usage(directory).free
-    said = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else str(error)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    allowed = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
-    return f"{said}: {bytes_text(needed)} go into {directory}, {bytes_text(free)} are free there{allowed}"
+    return writer.files

@@ -12,6 +12,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from msgspec import field
 from fivefold import __version__, faults
 from fivefold.errors import UserError
 from fivefold.files import File, Progress, digest, sync
+from fivefold.train.cores import for_files
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -105,16 +107,17 @@ class Checkpoint:
 
     def damage(self, files: Iterable[File] | None = None, progress: Progress | None = None) -> list[str]:
         """What is wrong with some of its files (all), every byte read."""
-        problems = []
-        for file in self.manifest.files if files is None else files:
-            problem = self._misfit(file)
-            if problem is None and (found := digest(self.path / file.name, progress)) != file.sha256:
-                problem = (
-                    f"{self.path / file.name} is damaged: its sha256 is {found[:16]}..., and the manifest promises "
-                    f"{file.sha256[:16]}..."
-                )
-            problems += [problem] if problem else []
-        return problems
+        with ThreadPoolExecutor(for_files()) as pool:
+            chosen = self.manifest.files if files is None else files
+            found = pool.map(lambda file: self._misfit(file) or self._damage(file, progress), chosen)
+        return [problem for problem in found if problem]
+
+    def _damage(self, file: File, progress: Progress | None) -> str | None:
+        found = digest(self.path / file.name, progress)
+        if found == file.sha256:
+            return None
+        promised = f"the manifest promises {file.sha256[:16]}..."
+        return f"{self.path / file.name} is damaged: its sha256 is {found[:16]}..., and {promised}"
 
 
 class Store:

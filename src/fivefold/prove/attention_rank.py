@@ -16,7 +16,8 @@ from fivefold.parallel.tensor import TensorParallel
 from fivefold.parallel.verbs import verbs_of
 from fivefold.parallel.whole import whole
 from fivefold.prove.attention import ASKED, Result, Shape
-from fivefold.prove.ranks import Rank, cores
+from fivefold.prove.ranks import Rank
+from fivefold.train.cores import cores
 from fivefold.train.device import DTYPES
 
 

@@ -23,13 +23,14 @@ from fivefold.parallel.whole import whole
 from fivefold.prove.batches import plain_batch
 from fivefold.prove.bench_pipeline import SCHEDULES, Result, Shape
 from fivefold.prove.placed import Placed
-from fivefold.prove.ranks import Rank, cores
+from fivefold.prove.ranks import Rank
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedule.catalogue import placement
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.simulate import simulate
 from fivefold.stages import stages_of
 from fivefold.train.config import DataConfig, Job, TrainConfig
+from fivefold.train.cores import cores
 from fivefold.train.engine import Engine
 
 _CPU = torch.device("cpu")

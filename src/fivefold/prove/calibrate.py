@@ -39,6 +39,7 @@ from fivefold.prove.calibrate_fit import (
 )
 from fivefold.prove.calibrate_kernels import Attended, Kernels, Product
 from fivefold.prove.calibrate_links import Timing
+from fivefold.train.cores import cores
 from fivefold.train.room import host_memory
 
 STEPS = (
@@ -77,7 +78,7 @@ def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) ->
     ceilings(device, 1.0, 1.0).rate("bf16")  # refused before minutes are spent: the planner counts in it
     samples = measure(device, quick, told)
     told(STEPS[-1])
-    world = torch.cuda.device_count() if device.type == "cuda" else min(2, ranks.cores())
+    world = torch.cuda.device_count() if device.type == "cuda" else min(2, cores())
     return _fitted(device, samples, _links(device, quick, world))
 
 

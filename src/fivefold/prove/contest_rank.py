@@ -31,9 +31,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.prove.batches import plain_batch
 from fivefold.prove.contest import ALONE, HUGGING_FACE, OURS, Contest, Result, layout_of
 from fivefold.prove.placed import Placed
-from fivefold.prove.ranks import Rank, cores
+from fivefold.prove.ranks import Rank
 from fivefold.stages import stages_of
 from fivefold.train.config import Job
+from fivefold.train.cores import cores
 from fivefold.train.engine import Engine
 
 _CPU = torch.device("cpu")

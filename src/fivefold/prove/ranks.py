@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from fivefold.errors import TrainingError, UserError
 from fivefold.train.allocator import keep_freed_memory
+from fivefold.train.cores import cores
 
 # torch imports these late, and each rank would for itself: torch.optim, FSDP2 and checkpoints import dynamo.
 _PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.prove.measure"]
@@ -209,11 +210,6 @@ def _live(rank: Rank, pipe: Connection, function: str, args: tuple[Any, ...]) ->
         known = error if isinstance(error, UserError) else None
         pipe.send(("raised", known, f"{type(error).__name__}: {error}", traceback.format_exc()))
     threading.Event().wait()  # our sockets outlive the peers that still read from them, until the caller ends us
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def named(name: str) -> Callable[..., Any]:

@@ -34,6 +34,14 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
     return world
 
 
+def ranks_here(env: Mapping[str, str] = os.environ) -> int:
+    """Of this node; one where the environment does not say."""
+    try:
+        return max(1, _from_environment(env).local_size)
+    except ValueError:
+        return 1
+
+
 def _from_environment(env: Mapping[str, str]) -> World:
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
         size = int(env["WORLD_SIZE"])

@@ -1,0 +1,120 @@
+"""A rank's pieces in several files at a time: equal bits, true sums, and an error in any of them is the save's."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.checkpoint import save, writer
+from fivefold.checkpoint.load import load
+from fivefold.checkpoint.pieces import Piece, Pieces
+from fivefold.checkpoint.save import write
+from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.files import hashed
+from fivefold.train import cores
+from fivefold.train.control import Control
+
+SHAPES = {"table": (300, 40), "up": (96, 40), "down": (40, 96), "norm": (40,), "step": ()}
+
+
+class Alone(Control):
+    def __init__(self) -> None:
+        self.rank, self.size, self.group = 0, 1, None
+
+
+def tensors() -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=noise) for name, shape in SHAPES.items()}
+
+
+def pieces(of: dict[str, Tensor]) -> Pieces:
+    return {name: Piece.whole(tensor) for name, tensor in of.items()}
+
+
+def manifest() -> Manifest:
+    return Manifest(step=1, samples=8, updates=1, optimizer=True, data="", job={})
+
+
+@pytest.fixture
+def three_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "LEAST", 1 << 10)
+    monkeypatch.setattr(save, "for_files", lambda: 3)
+
+
+@pytest.mark.usefixtures("three_files")
+def test_several_files_hold_every_bit_and_their_sums_are_of_what_is_on_the_disk(tmp_path: Path) -> None:
+    of = tensors()
+    path = write(Store(tmp_path), Alone(), pieces(of), manifest())
+    found = Checkpoint(path).manifest.files
+    assert [file.name for file in found] == [".metadata", *(f"__0_{number}_0.distcp" for number in range(3))]
+    assert found == [hashed(path / file.name) for file in found]
+    assert not Checkpoint(path).damage()
+    sizes = sorted(file.bytes for file in found[1:])
+    assert sizes[0] > 15_000  # the two matrices; the table, the largest by far, is by itself
+    back = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    load(Checkpoint(path), pieces(back))
+    assert all(torch.equal(back[name], tensor) for name, tensor in of.items())
+
+
+@pytest.mark.usefixtures("three_files")
+@pytest.mark.parametrize("full", range(3))
+def test_what_fails_in_one_of_the_files_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    """DCP's own threads would lose the error, and the file's pieces with it."""
+    real = writer._Hashed.write
+
+    def refuse(stream: Any, data: Any) -> int:
+        if stream._path.name == f"__0_{full}_0.distcp" and stream.tell() > 1000:
+            raise OSError(28, os.strerror(28))
+        return real(stream, data)
+
+    monkeypatch.setattr(writer._Hashed, "write", refuse)
+    with pytest.raises(OSError, match=f"No space left on device.*go into {tmp_path}"):
+        write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
+    assert not list(tmp_path.iterdir())  # nothing half is left
+
+
+def test_small_pieces_stay_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "for_files", lambda: 8)
+    path = write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
+    assert [file.name for file in path.glob("*.distcp")] == ["__0_0.distcp"]
+
+
+def test_the_system_may_take_less_of_a_write_than_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does with more than two gigabytes at a time."""
+    real = writer._Hashed(tmp_path / "file.distcp")
+    monkeypatch.setattr(real, "_raw", Sips(real._raw))
+    data = os.urandom(10_000)
+    assert real.write(data) == 10_000
+    assert real.tell() == 10_000
+    real.close()
+    assert (tmp_path / "file.distcp").read_bytes() == data
+    assert real.file == hashed(tmp_path / "file.distcp")
+
+
+class Sips:
+    def __init__(self, raw: Any):
+        self.raw = raw
+
+    def write(self, data: memoryview) -> int:
+        return self.raw.write(data[:777])
+
+    def close(self) -> None:
+        self.raw.close()
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "threads"),
+    [(2, "1", 1), (16, "1", 8), (16, "4", 2), (16, "16", 1), (192, "8", 8), (16, "x", 8)],
+)
+def test_files_take_half_of_a_rank_s_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, machine: int, ranks: str, threads: int
+) -> None:
+    monkeypatch.setattr(cores, "cores", lambda: machine)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, ranks)
+    assert cores.for_files() == threads
