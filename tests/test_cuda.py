@@ -1,5 +1,6 @@
 """What holds across devices; skipped where there is no GPU."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +11,19 @@ from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.state import written
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.model import random
+from fivefold.model.compiled import compilation, compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.dropout import Dropout
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
+from fivefold.model.local import Local
 from fivefold.model.place import Place
+from fivefold.model.tiles import Tiles
 from fivefold.parallel.mesh import Mesh
 from fivefold.presets import preset
 from fivefold.prove.batches import plain_batch
-from fivefold.train.config import OptimizerConfig, read_job
+from fivefold.train.config import OptimizerConfig, TrainConfig, read_job
 from fivefold.train.device import make_repeatable
 from fivefold.train.loop import Trainer
 from fivefold.train.preflight import preflight
@@ -78,6 +82,56 @@ def test_the_same_run_twice_gives_the_same_bits_on_cuda(tmp_path: Path, model: s
         assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    make_repeatable(TrainConfig())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("length", [128, 640])
+@pytest.mark.parametrize("width", [64, 128])
+def test_repeatable_attention_computes_attention(kv_heads: int, length: int, width: int) -> None:
+    """Against float64; no further from it than PyTorch's own kernels are, and a little."""
+    noise = torch.Generator("cuda").manual_seed(5)
+    shapes = [(2, heads, length, width) for heads in (4, kv_heads, kv_heads, 4)]
+    *qkv, grad = (torch.randn(shape, generator=noise, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    place = Place.of(torch.zeros(2, length, dtype=torch.int64, device="cuda"))
+    sight = Local().sight(place)
+    assert isinstance(sight, Tiles)
+    found = []
+    for dtype, attend in (
+        (torch.float64, Local().attend),
+        (torch.bfloat16, Local().attend),  # eager: what scaled_dot_product_attention takes
+        (torch.bfloat16, compiled(Local().attend)),
+    ):
+        inputs = [x.to(dtype).requires_grad_() for x in qkv]
+        out = attend(*inputs, sight)
+        found.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
+    true, usual, ours = ([x.double() for x in some] for some in found)
+    for want, plain, got in zip(true, usual, ours, strict=True):
+        assert (got - want).norm() <= 1.5 * (plain - want).norm()
+    assert compilation()[1] == {}
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_runs_with_tiles_give_the_same_bits_and_what_flash_attention_gives(
+    tmp_path: Path, recompute: str
+) -> None:
+    changes = ["model=tiny", "model.hidden=256", "model.head_dim=64", "train.dtype=bfloat16", "data.seq=256"]
+    losses = []
+    for compile in ("on", "on", "off"):
+        more = [f"data.path={stdlib_corpus(tmp_path)}", f"layout.recompute={recompute}", f"train.compile={compile}"]
+        job = read_job(None, [*changes, *more, "train.steps=8"])
+        trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device("cuda")))
+        losses.append([trainer.step(step, read()).loss for step, read in enumerate(trainer.reads(), start=1)])
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[2], rel=2e-3)  # bf16 rounds at other places
 
 
 def test_a_float64_run_on_cuda_is_the_run_on_the_cpu(tmp_path: Path) -> None:

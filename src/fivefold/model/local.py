@@ -5,11 +5,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.model import attention
+from fivefold.model import attention, tiles
 from fivefold.model.attention import Sight
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Aim, Vocabulary, head_loss
 from fivefold.model.place import Place
+from fivefold.model.tiles import Tiles
 
 
 class Local:
@@ -49,8 +50,10 @@ class Local:
 
     def sight(self, place: Place) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers."""
-        on_gpu = place.documents is not None and place.documents.is_cuda
-        return Sight(place) if on_gpu else place.mask()
+        device = place.positions.device
+        if place.documents is None:
+            return tiles.causal(device, place.length) if tiles.wanted(device, place.length) else None
+        return Sight(place) if device.type == "cuda" else place.mask()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
@@ -58,6 +61,10 @@ class Local:
             if attention.flashes(q):
                 return attention.packed_attention(q, k, v, sight.spans)
             sight = sight.mask
+        if isinstance(sight, Tiles):
+            if tiles.fit(q, sight):
+                return tiles.attend(q, k, v, sight)
+            sight = None
         grouped = k.shape[1] < q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
 

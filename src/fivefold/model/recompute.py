@@ -33,6 +33,8 @@ _EXPENSIVE = {
     _aten._flash_attention_forward.default,
 }
 
+_TILED = "flex_attention"  # the operator itself comes with the compiler, whose import takes seconds
+
 # Between ranks; a compiled block has no other way to keep them than by name.
 _SUMS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
 
@@ -89,7 +91,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def _policy_of_a_graph(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    wanted = op in _EXPENSIVE or op in _SUMS
+    wanted = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
