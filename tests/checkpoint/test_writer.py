@@ -1,6 +1,7 @@
 """A rank's pieces in several files at a time: equal bits, true sums, and an error in any of them is the save's."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,29 @@ def test_what_fails_in_one_of_the_files_fails_the_save(
     with pytest.raises(OSError, match=f"No space left on device.*go into {tmp_path}"):
         write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
     assert not list(tmp_path.iterdir())  # nothing half is left
+
+
+def test_work_is_spread_over_threads_and_comes_back_in_order() -> None:
+    meet = threading.Barrier(3, timeout=30)  # three are at work at a time, or it breaks
+
+    def do(number: int) -> int:
+        meet.wait()
+        return number * number
+
+    assert cores.side_by_side(do, range(9), 3) == [number * number for number in range(9)]
+    assert cores.side_by_side(str, [], 3) == []
+
+
+def test_after_an_error_nothing_more_is_begun() -> None:
+    begun = []
+
+    def do(number: int) -> None:
+        begun.append(number)
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match=r"^[01]$"):
+        cores.side_by_side(do, range(100), 2)
+    assert len(begun) <= 2
 
 
 def test_small_pieces_stay_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -25,7 +24,7 @@ from msgspec import field
 from fivefold import __version__, faults
 from fivefold.errors import UserError
 from fivefold.files import File, Progress, digest, sync
-from fivefold.train.cores import for_files
+from fivefold.train.cores import for_files, side_by_side
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -107,9 +106,8 @@ class Checkpoint:
 
     def damage(self, files: Iterable[File] | None = None, progress: Progress | None = None) -> list[str]:
         """What is wrong with some of its files (all), every byte read."""
-        with ThreadPoolExecutor(for_files()) as pool:
-            chosen = self.manifest.files if files is None else files
-            found = pool.map(lambda file: self._misfit(file) or self._damage(file, progress), chosen)
+        chosen = self.manifest.files if files is None else list(files)
+        found = side_by_side(lambda file: self._misfit(file) or self._damage(file, progress), chosen, for_files())
         return [problem for problem in found if problem]
 
     def _damage(self, file: File, progress: Progress | None) -> str | None:

@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.futures import Future
 from fivefold import faults
 from fivefold.errors import UserError
 from fivefold.files import File
+from fivefold.train.cores import side_by_side
 from fivefold.words import bytes_text
 
 _CHUNK = 1 << 22  # bytes, hashed and then written while the cache has them
@@ -50,15 +50,14 @@ class Writer(FileSystemWriter):
         faults.strike("write")
         write, parts = super().write_data, divide(plan, self.threads)
         try:
-            with ThreadPoolExecutor(len(parts), thread_name_prefix="write") as pool:
-                under_way = [pool.submit(write, part, planner) for part in parts]
-            whole: Future[Any] = Future()
-            whole.set_result([result for one in under_way for result in one.result().wait()])
-            return whole
+            written = side_by_side(lambda part: write(part, planner).wait(), parts, self.threads)
         except UserError:  # of a piece that could not be made
             raise
         except Exception as error:
             raise OSError(_why(error, self.directory, planned(plan))) from None
+        whole: Future[Any] = Future()
+        whole.set_result([result for of_part in written for result in of_part])
+        return whole
 
 
 def planned(plan: SavePlan) -> int:

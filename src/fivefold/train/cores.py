@@ -1,9 +1,14 @@
-"""This machine's cores, and what a rank may take of them beside its step."""
+"""This machine's cores, what a rank may take of them beside its step, and work that is spread over them."""
 
 import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from fivefold.train.world import ranks_here
 
+T = TypeVar("T")
+Result = TypeVar("Result")
 _MOST = 8  # threads: a disk takes no more than a few of them write
 
 
@@ -13,5 +18,37 @@ def cores() -> int:
 
 
 def for_files() -> int:
-    """Threads that hash, read and write files: half of a rank's share of the cores, as the other half trains."""
+    """Threads that hash and write files: half of a rank's share of the cores, as the other half trains."""
     return max(1, min(_MOST, cores() // ranks_here() // 2))
+
+
+def side_by_side(do: Callable[[T], Result], items: Sequence[T], most: int) -> list[Result]:
+    """What `do` makes of each, by up to `most` threads. After an error no more are begun, and it is raised.
+
+    Not a pool of concurrent.futures: Ctrl-C, and the end of the process, would wait for all that is left.
+    """
+    if min(most, len(items)) <= 1:
+        return [do(item) for item in items]
+    todo, lock = iter(enumerate(items)), threading.Lock()
+    done: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                number, item = next(todo, (None, None))
+            if number is None:
+                return
+            try:
+                done[number] = do(item)  # type: ignore[arg-type]
+            except BaseException as error:
+                errors.append(error)
+
+    workers = [threading.Thread(target=work, name=f"files {n}", daemon=True) for n in range(min(most, len(items)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return [done[number] for number in range(len(items))]
