@@ -19,7 +19,7 @@ from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
 from fivefold.model.local import Local
 from fivefold.model.place import Place
-from fivefold.model.tiles import Tiles
+from fivefold.model.repeatable import Tiles
 from fivefold.parallel.mesh import Mesh
 from fivefold.presets import preset
 from fivefold.prove.batches import plain_batch
@@ -89,6 +89,7 @@ def repeatable() -> Iterator[None]:
     make_repeatable(TrainConfig())
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.mark.usefixtures("repeatable")

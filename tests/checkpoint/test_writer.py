@@ -1,6 +1,8 @@
 """A rank's pieces in several files at a time: equal bits, true sums, and an error in any of them is the save's."""
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.files import hashed
 from fivefold.train import cores
+from fivefold.train.config import Job
 from fivefold.train.control import Control
+from tests.checkpoint.runs import loaded, small_job, train
+from tests.ranks import run_ranks
 
 SHAPES = {"table": (300, 40), "up": (96, 40), "down": (40, 96), "norm": (40,), "step": ()}
 
@@ -102,6 +107,31 @@ def test_after_an_error_nothing_more_is_begun() -> None:
     assert len(begun) <= 2
 
 
+def test_a_process_does_not_wait_for_its_threads() -> None:
+    """Ctrl-C in the middle of a save: the files are of no use without their manifest."""
+    slow = "import threading, time; from fivefold.train.cores import side_by_side"
+    save = "threading.Thread(target=lambda: side_by_side(time.sleep, [60, 60], 2), daemon=True).start()"
+    subprocess.run([sys.executable, "-c", f"{slow}; {save}; time.sleep(0.2)"], timeout=30, check=True)
+
+
+def train_in_parts(rank: int, world: int, job: Job, path: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "LEAST", 1 << 12)
+        patch.setattr(save, "for_files", lambda: 3)
+        return train(rank, world, job, path)
+
+
+def test_several_files_of_several_ranks_are_read_in_another_layout(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, "train.steps=2", "layout=dp=2,zero=1")
+    written = run_ranks(2, train_in_parts, job, tmp_path)
+    files = [file.name for file in Store(tmp_path).complete()[0].manifest.files]
+    assert files == [".metadata", *(f"__{rank}_{part}_0.distcp" for rank in range(2) for part in range(3))]
+    reader = small_job(tokens, "train.steps=2", "layout=tp=2")
+    step, state, said = run_ranks(2, loaded, reader, tmp_path)[0]
+    assert (step, said) == (2, [])
+    assert state == written[0][1]
+
+
 def test_small_pieces_stay_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save, "for_files", lambda: 8)
     path = write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
@@ -132,13 +162,23 @@ class Sips:
 
 
 @pytest.mark.parametrize(
-    ("machine", "ranks", "threads"),
-    [(2, "1", 1), (16, "1", 8), (16, "4", 2), (16, "16", 1), (192, "8", 8), (16, "x", 8)],
+    ("machine", "mine", "ranks", "threads"),
+    [
+        (2, 2, "1", 1),
+        (16, 16, "1", 8),
+        (16, 16, "4", 2),
+        (16, 16, "16", 1),
+        (192, 192, "8", 8),
+        (128, 16, "8", 8),  # each bound to its own
+        (16, 4, "1", 2),
+        (16, 16, "x", 8),
+    ],
 )
 def test_files_take_half_of_a_rank_s_share_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch, machine: int, ranks: str, threads: int
+    monkeypatch: pytest.MonkeyPatch, machine: int, mine: int, ranks: str, threads: int
 ) -> None:
-    monkeypatch.setattr(cores, "cores", lambda: machine)
+    monkeypatch.setattr(cores, "cores", lambda: mine)
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, ranks)
     assert cores.for_files() == threads

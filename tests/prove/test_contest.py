@@ -13,7 +13,7 @@ from fivefold.errors import Note, UserError
 from fivefold.prove import bench_train
 from fivefold.prove.contest import OURS, Contest, Result, base_job, check, layout_of
 from fivefold.prove.kernels import Profile
-from fivefold.prove.scaling import layouts, predicted
+from fivefold.prove.scaling import layouts, limit, predicted
 from fivefold.train.records import Step
 
 TINY = [
@@ -40,6 +40,19 @@ def test_all_systems_take_the_same_step() -> None:
     assert {"DDP dp=2", "FSDP2 dp=2,zero=3", "DTensor tp=2", "pipelining pp=2", "fivefold cp=2"} < set(names)
     assert found["agree"] is True
     assert all(one["seconds"] > 0 for one in systems)
+    assert [one["limit"] for one in systems[:2]] == [None, None]
+    assert all(0.5 <= one["limit"] < 1 for one in systems[2:])
+
+
+def test_a_limit_has_what_ranks_repeat_and_bubbles_and_nothing_that_is_sent() -> None:
+    job = base_job([])
+    assert limit(job, OURS) == 1
+    assert limit(job, "FSDP2 dp=2,zero=3") == pytest.approx(0.5, rel=1e-4)
+    assert 0.5 < limit(job, "fivefold dp=2") < 0.52  # the whole update on each
+    assert limit(job, "DTensor tp=2") == limit(job, "fivefold tp=2") > 0.5  # norms
+    # 4 microbatches through 5 layers, and through 3 and the head: a fifth of the time waits.
+    assert limit(job, "fivefold pp=2") == pytest.approx(0.634, abs=0.005)
+    assert 0.5 < limit(job, "fivefold pp=2,schedule=zb-h1") < 0.6
 
 
 def test_one_process_beside_a_bare_loop_and_hugging_face() -> None:
@@ -139,7 +152,12 @@ def test_a_contest_has_one_world() -> None:
         ("train tiny --steps 0", "--steps 0 must be at least 1"),
         ("train tiny train.batch=0", "train.batch=0 must be at least 1"),
         ("train tiny layout=tp=2", "layout=tp=2 has 2 ranks, and the job is to be one process's"),
-        ("train tiny train.compile=off --against eager", "leave one of the two out"),
+        ("train tiny train.compile=off --against eager", "is not compiled here itself"),
+        ("train tiny train.device=cpu --against eager", "with train.compile=auto the job is not compiled here itself"),
+        ("train tiny train.deterministic=true --against deterministic", "leave one of the two out"),
+        ("peers layout.tp=2", "several are measured with: --ranks 2"),
+        ("scaling train.batch=3 --batch 5", "say the same thing twice"),
+        ("overhead -o /proc/x.json", "/proc/x.json: No such file"),
         ("peers --only tp model.kv_heads=1", "DTensor tp=2: it splits whole heads, and model.kv_heads=1 is not"),
     ],
 )
@@ -172,8 +190,10 @@ def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: 
 
 def test_what_is_named_twice_takes_part_once() -> None:
     assert speed._words("tp, dp,tp,") == ["tp", "dp"]
-    job = bench_train.job_of(["tiny"])
-    assert list(bench_train.systems(job, "eager,none,eager")) == ["fivefold", "fivefold, eager"]
+    job = bench_train.job_of(["tiny", "train.compile=on"])
+    found = bench_train.systems(job, "eager,none,eager,deterministic")
+    assert list(found) == ["fivefold", "fivefold, eager", "fivefold, the same bits every time"]
+    assert [one.train.deterministic for one in found.values()] == [False, False, True]
 
 
 def test_a_profile_ends_where_the_devices_counters_cannot_be_read(monkeypatch) -> None:

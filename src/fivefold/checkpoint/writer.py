@@ -43,7 +43,7 @@ class Writer(FileSystemWriter):
 
     @property
     def files(self) -> list[File]:
-        """Those with pieces, whole and synced."""
+        """Of pieces, whole and synced; a rank without any has an empty one."""
         return sorted(self._hashing.written, key=lambda file: file.name)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:

@@ -38,6 +38,13 @@ def _writable(path: Path | None) -> Path | None:
         raise UserError(f"--output {path}: there is no directory {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"--output {path}: {'is a directory' if path.is_dir() else 'cannot be written'}; name a file")
+    new = not path.exists()
+    try:
+        path.open("a").close()  # what may be written is not always what can
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"--output {path}: {error.strerror}; name a file") from None
     return path
 
 
@@ -115,7 +122,9 @@ def scaling(
     ranks: Annotated[int, typer.Option(help="The most; smaller powers of two are measured, too.")] = 2,
     least: Annotated[int, typer.Option(help="And the fewest.")] = 2,
     rounds: Rounds = 3,
-    batch: Annotated[int, typer.Option(help="Sequences of a step, whatever the number of ranks.")] = 16,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step, whatever the number of ranks; 16.", show_default=False)
+    ] = None,
     only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
     predict: Annotated[
         bool, typer.Option("--predict", help="Measure this machine's cores, too, and show what the simulator says.")
@@ -143,8 +152,11 @@ def scaling(
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
         raise UserError(f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2")
+    if batch is not None and (told := [one for one in changes or [] if one.startswith("train.batch=")]):
+        raise UserError(f"--batch {batch} and {told[0]} say the same thing twice; leave one out")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
-    job = base_job([f"train.batch={batch}", "data.seq=128", *(changes or [])], microbatches=1)
+    sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
+    job = base_job([*sizes, *(changes or [])], microbatches=1)
     chosen = layouts(job, ranks, _words(only), least)
     cores: dict[int, Accelerator] = {}
     lone: list[Samples] = []  # of one core, from all over the run
@@ -165,8 +177,8 @@ def train(
     against: Annotated[
         str,
         typer.Option(
-            help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit products), eager (not compiled), "
-            "with commas."
+            help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit products), deterministic (the same "
+            "bits every time), eager (not compiled), with commas."
         ),
     ] = "none",
     steps: Annotated[int, typer.Option(help="Timed steps of a turn; medians are shown.")] = 10,

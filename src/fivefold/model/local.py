@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.model import attention, tiles
+from fivefold.model import attention, repeatable
 from fivefold.model.attention import Sight
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Aim, Vocabulary, head_loss
 from fivefold.model.place import Place
-from fivefold.model.tiles import Tiles
+from fivefold.model.repeatable import Tiles
 
 
 class Local:
@@ -52,7 +52,7 @@ class Local:
         """What `attend` has to know of who may look at whom; made once for all layers."""
         device = place.positions.device
         if place.documents is None:
-            return tiles.causal(device, place.length) if tiles.wanted(device, place.length) else None
+            return repeatable.causal(device, place.length) if repeatable.wanted(device, place.length) else None
         return Sight(place) if device.type == "cuda" else place.mask()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
@@ -62,8 +62,8 @@ class Local:
                 return attention.packed_attention(q, k, v, sight.spans)
             sight = sight.mask
         if isinstance(sight, Tiles):
-            if tiles.fit(q, sight):
-                return tiles.attend(q, k, v, sight)
+            if repeatable.fit(q, sight):
+                return repeatable.attend(q, k, v, sight)
             sight = None
         grouped = k.shape[1] < q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)

@@ -27,7 +27,12 @@ from fivefold.words import bytes_text, counted, did_you_mean, si
 
 CPU = "CPU"
 _PATIENCE = 24 * 3600.0  # seconds: whoever waits for a measurement ends it
-AGAINST = {"fp8": "fivefold, 8-bit products", "eager": "fivefold, eager", "hf": HUGGING_FACE}
+AGAINST = {
+    "fp8": "fivefold, 8-bit products",
+    "deterministic": "fivefold, the same bits every time",
+    "eager": "fivefold, eager",
+    "hf": HUGGING_FACE,
+}
 
 
 @dataclass(frozen=True)
@@ -138,10 +143,15 @@ def systems(job: Job, against: str) -> dict[str, Job]:
         raise UserError(f"--against hf: {sentence}" for sentence in unlike)
     if "fp8" in wanted and job.train.fp8:
         raise UserError("--against fp8: the job has train.fp8=true itself; leave one of the two out")
-    if "eager" in wanted and job.train.compile == "off":
-        raise UserError("--against eager: the job has train.compile=off itself; leave one of the two out")
+    if "deterministic" in wanted and job.train.deterministic:
+        raise UserError(
+            "--against deterministic: the job has train.deterministic=true itself; leave one of the two out"
+        )
+    if "eager" in wanted and not _compiled(job):
+        raise UserError(f"--against eager: with train.compile={job.train.compile} the job is not compiled here itself")
     changed = {
         "fp8": structs.replace(job.train, fp8=True),
+        "deterministic": structs.replace(job.train, deterministic=True),
         "eager": structs.replace(job.train, compile="off"),
         "hf": job.train,
     }
@@ -149,6 +159,14 @@ def systems(job: Job, against: str) -> dict[str, Job]:
     if problems := [f"{name}: {one}" for name, its in found.items() for one in its.problems(world=1)]:
         raise UserError(problems)
     return found
+
+
+def _compiled(job: Job) -> bool:
+    if job.train.compile != "auto":
+        return job.train.compile == "on"
+    from fivefold.train.device import choose_device, compiles  # torch knows which device there is
+
+    return compiles(job.train, choose_device(job.train.device))
 
 
 def measure(contestants: dict[str, Job], steps: int, rounds: int, more: More, told: Callable[[str], None]) -> Result:

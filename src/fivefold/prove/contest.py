@@ -96,7 +96,7 @@ def of_one_process(job: Job) -> list[str]:
     """What is wrong with a job that is measured without other ranks."""
     if job.layout.world > 1:
         ranks_asked = f"layout={job.layout} has {job.layout.world} ranks, and the job is to be one process's"
-        return [f"{ranks_asked}; layouts are measured by: fivefold bench scaling, fivefold bench peers"]
+        return [f"{ranks_asked}; several are measured with: --ranks {job.layout.world}, of bench scaling or peers"]
     return job.problems(world=1)
 
 

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from fivefold.accelerators import Accelerator
 from fivefold.plan.kernels import Device
-from fivefold.prove.contest import Contest, Result, rows
+from fivefold.prove.contest import Contest, Result, layout_of, rows
+from fivefold.prove.scaling import limit
 from fivefold.words import counted
 
 
@@ -27,26 +28,35 @@ def as_json(contest: Contest, result: Result) -> dict[str, Any]:
     return _machine(contest, result) | {
         "agree": result.agree,
         "seconds": result.seconds,
-        "systems": rows(result),
+        "systems": _lines(contest, result),
     }
+
+
+def _lines(contest: Contest, result: Result) -> list[dict[str, Any]]:
+    """With what a system of several ranks could take of its single step at best."""
+    worlds = {system: layout_of(contest.job, system).world for system in contest.systems}
+    limits = {system: limit(contest.job, system) if world > 1 else None for system, world in worlds.items()}
+    return [line | {"limit": limits[line["system"]]} for line in rows(result)]
 
 
 def report(console: Console, contest: Contest, result: Result) -> None:
     console.print(_words(contest, result))
-    headings = ("system", "s/step", "range", "of single", "of bare", "loss")
+    headings = ("system", "s/step", "slowest", "of single", "limit", "of bare", "loss")
     lines = [
         (
             line["system"],
             f"{line['seconds']:.3f}",
-            f"{line['fastest']:.3f}-{line['slowest']:.3f}",
-            *("" if line[key] is None else f"{line[key]:.3f}" for key in ("of_its_single", "of_bare")),
+            f"{line['slowest']:.3f}",
+            *("" if line[key] is None else f"{line[key]:.3f}" for key in ("of_its_single", "limit", "of_bare")),
             f"{line['losses'][0]:.4f}",
         )
-        for line in rows(result)
+        for line in _lines(contest, result)
     ]
     console.print(columns(headings, lines))
+    bound = "; limit: that, if nothing that is sent took time (simulated)" if contest.world > 1 else ""
     console.print(
-        "of single: of its own step in one process, PyTorch's being the bare loop; of bare: of that; loss: the first"
+        f"of single: of its own step in one process, PyTorch's being the bare loop{bound}; of bare: of the bare loop; "
+        "loss: the first"
     )
     _end(console, (contest, result))
 

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from fivefold.errors import TrainingError, UserError
 from fivefold.train.allocator import keep_freed_memory
 from fivefold.train.cores import cores
+from fivefold.train.world import HERE
 
 # torch imports these late, and each rank would for itself: torch.optim, FSDP2 and checkpoints import dynamo.
 _PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.prove.measure"]
@@ -204,6 +205,7 @@ def _live(rank: Rank, pipe: Connection, function: str, args: tuple[Any, ...]) ->
     try:
         import torch
 
+        os.environ[HERE] = str(rank.world)
         torch.set_num_threads(max(1, cores() // rank.world))
         pipe.send(("returned", named(function)(rank, *args)))
     except BaseException as error:

@@ -4,7 +4,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fivefold.accelerators import Accelerator
+from msgspec import structs
+
+from fivefold.accelerators import Accelerator, Link, find_accelerator
 from fivefold.cluster import Cluster, Group
 from fivefold.errors import Note, UserError
 from fivefold.layout import Layout
@@ -59,6 +61,13 @@ def predicted(job: Job, text: str, core: Accelerator) -> float:
     layout = layout_of(job, text)
     cluster, stack = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
     return estimate(Case(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
+
+
+def limit(job: Job, system: str) -> float:
+    """What it could take of one process's step if nothing that is sent took time: what ranks repeat, and bubbles."""
+    core, at_once = find_accelerator("CPU"), Link(1e30, 0.0, "at once")
+    core = structs.replace(core, inside=at_once, across=at_once)
+    return predicted(job, system, core) / predicted(job, OURS, core)
 
 
 def rows(

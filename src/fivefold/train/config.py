@@ -55,7 +55,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
     fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor
-    deterministic: bool = True  # the same run twice gives the same bits; on CUDA that is 3 to 5% slower
+    deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)
     eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
     eval_samples: int = 64  # held-out sequences per look
     log_every: int = 10  # steps between printed lines where there is no terminal

@@ -18,8 +18,12 @@ def cores() -> int:
 
 
 def for_files() -> int:
-    """Threads that hash and write files: half of a rank's share of the cores, as the other half trains."""
-    return max(1, min(_MOST, cores() // ranks_here() // 2))
+    """Threads that hash and write files: half of a rank's share of the cores, as the other half trains.
+
+    A rank that is bound to cores of its own (Slurm's tasks are) has its share already.
+    """
+    share = min(cores(), (os.cpu_count() or 1) // ranks_here())
+    return max(1, min(_MOST, share // 2))
 
 
 def side_by_side(do: Callable[[T], Result], items: Sequence[T], most: int) -> list[Result]:

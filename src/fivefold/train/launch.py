@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 
 from fivefold.errors import PeerLost
 from fivefold.train.cores import cores
+from fivefold.train.world import HERE
 
 _GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
 _SAVING = 600.0  # seconds for a last checkpoint after SIGTERM
@@ -39,7 +40,7 @@ def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambd
     `place` says where a rank stands in the layout. SIGTERM is handed on to the ranks, which save before they end.
     """
     threads = str(max(1, cores() // nproc))
-    shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    shared = {"WORLD_SIZE": nproc, HERE: nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     env = {"OMP_NUM_THREADS": threads} | os.environ | {name: str(value) for name, value in shared.items()}
     ranks: list[BaseProcess] = []
     told: list[int] = []

@@ -10,6 +10,7 @@ from fivefold.errors import UserError
 # torchrun's words, and our launcher's.
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
 RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
+HERE = "LOCAL_WORLD_SIZE"  # ranks of this node
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
 def ranks_here(env: Mapping[str, str] = os.environ) -> int:
     """Of this node; one where the environment does not say."""
     try:
-        return max(1, _from_environment(env).local_size)
+        return max(1, int(env.get(HERE) or _from_environment(env).local_size))
     except ValueError:
         return 1
 
@@ -45,7 +46,7 @@ def ranks_here(env: Mapping[str, str] = os.environ) -> int:
 def _from_environment(env: Mapping[str, str]) -> World:
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
         size = int(env["WORLD_SIZE"])
-        local = int(env.get("LOCAL_WORLD_SIZE", size))
+        local = int(env.get(HERE, size))
         return World(int(env["RANK"]), size, int(env.get("LOCAL_RANK", 0)), local, joined=True)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # srun; the batch script itself is no rank and has no step
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
