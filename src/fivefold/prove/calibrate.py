@@ -42,6 +42,7 @@ from fivefold.prove.calibrate_links import Timing
 from fivefold.train.cores import cores
 from fivefold.train.room import host_memory
 
+ROUNDS = 3  # of a core: a machine that has other work for a moment spoils one
 STEPS = (
     *("products for seconds", "a sweep of products", "fp8", "attention", "a block in training"),
     *("streams", "launches", "collectives"),
@@ -84,7 +85,7 @@ def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) ->
 
 def core_samples(busy: int) -> list[Samples]:
     """Of cores of this machine while `busy` of them do the same: they share its memory, so each has less of it."""
-    by_rank: list[list[Samples]] = ranks.run(busy, "fivefold.prove.calibrate_rank:run", timeout=600)
+    by_rank: list[list[Samples]] = ranks.run(busy, "fivefold.prove.calibrate_rank:run", ROUNDS, timeout=600)
     return [one for mine in by_rank for one in mine]
 
 

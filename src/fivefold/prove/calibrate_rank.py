@@ -6,12 +6,10 @@ import torch.distributed as dist
 from fivefold.prove.calibrate import Samples, measure
 from fivefold.prove.ranks import Rank
 
-ROUNDS = 3  # a machine that has other work for a moment spoils one
 
-
-def run(rank: Rank) -> list[Samples]:
+def run(rank: Rank, rounds: int) -> list[Samples]:
     torch.set_num_threads(1)
     if rank.world > 1:
         rank.join("gloo")
         dist.barrier()
-    return [measure(torch.device("cpu"), quick=True, told=lambda _: None) for _ in range(ROUNDS)]
+    return [measure(torch.device("cpu"), quick=True, told=lambda _: None) for _ in range(rounds)]
