@@ -1,11 +1,13 @@
 """Files that are known by their bytes: sums, and directories that are made whole or not at all."""
 
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,6 +39,54 @@ def digest(path: Path, progress: Progress | None = None) -> str:
 
 def hashed(path: Path) -> File:
     return File(path.name, path.stat().st_size, digest(path))
+
+
+class HashedFile(io.RawIOBase):
+    """A new file that knows its sum when it is written, without being read again.
+
+    Without a buffer: who syncs it syncs all of it.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._raw = path, path.open("wb", buffering=0)
+        self._sum, self._bytes = hashlib.sha256(), 0
+
+    @property
+    def file(self) -> File:
+        return File(self._path.name, self._bytes, self._sum.hexdigest())
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Anything that is bytes in one piece."""
+        whole = memoryview(data)
+        if not whole.nbytes:  # which cannot be cast
+            return 0
+        whole = whole.cast("B")
+        for start in range(0, len(whole), _CHUNK):  # hashed and then written while the cache has them
+            rest = whole[start : start + _CHUNK]
+            self._sum.update(rest)
+            while rest:  # an unbuffered write may take less than it was given
+                rest = rest[self._raw.write(rest) :]
+        self._bytes += len(whole)
+        return len(whole)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+    def finish(self) -> File:
+        """What it is, once its bytes are on the disk."""
+        with self:
+            os.fsync(self.fileno())
+        return self.file
 
 
 def sync(path: Path) -> None:

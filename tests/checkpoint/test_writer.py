@@ -16,7 +16,7 @@ from fivefold.checkpoint.load import load
 from fivefold.checkpoint.pieces import Piece, Pieces
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
-from fivefold.files import hashed
+from fivefold.files import HashedFile, hashed
 from fivefold.train import cores
 from fivefold.train.config import Job
 from fivefold.train.control import Control
@@ -71,14 +71,14 @@ def test_what_fails_in_one_of_the_files_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int
 ) -> None:
     """DCP's own threads would lose the error, and the file's pieces with it."""
-    real = writer._Hashed.write
+    real = HashedFile.write
 
     def refuse(stream: Any, data: Any) -> int:
         if stream._path.name == f"__0_{full}_0.distcp" and stream.tell() > 1000:
             raise OSError(28, os.strerror(28))
         return real(stream, data)
 
-    monkeypatch.setattr(writer._Hashed, "write", refuse)
+    monkeypatch.setattr(HashedFile, "write", refuse)
     with pytest.raises(OSError, match=f"No space left on device.*go into {tmp_path}"):
         write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
     assert not list(tmp_path.iterdir())  # nothing half is left
@@ -140,7 +140,7 @@ def test_small_pieces_stay_in_one_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_system_may_take_less_of_a_write_than_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does with more than two gigabytes at a time."""
-    real = writer._Hashed(tmp_path / "file.distcp")
+    real = HashedFile(tmp_path / "file.distcp")
     monkeypatch.setattr(real, "_raw", Sips(real._raw))
     data = os.urandom(10_000)
     assert real.write(data) == 10_000

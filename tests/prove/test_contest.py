@@ -158,7 +158,7 @@ def test_a_contest_has_one_world() -> None:
         ("train tiny train.deterministic=true --against deterministic", "leave one of the two out"),
         ("peers layout.tp=2", "several are measured with: --ranks 2"),
         ("scaling train.batch=3 --batch 5", "say the same thing twice"),
-        ("overhead -o /proc/x.json", "/proc/x.json: No such file"),
+        ("overhead -o /proc/x.json", "/proc/x.json: no such file"),
         ("peers --only tp model.kv_heads=1", "DTensor tp=2: it splits whole heads, and model.kv_heads=1 is not"),
     ],
 )
@@ -193,7 +193,7 @@ def test_what_is_named_twice_takes_part_once() -> None:
     assert speed._words("tp, dp,tp,") == ["tp", "dp"]
     job = bench_train.job_of(["tiny", "train.compile=on"])
     found = bench_train.systems(job, "eager,none,eager,deterministic")
-    assert list(found) == ["fivefold", "fivefold, eager", "fivefold, the same bits every time"]
+    assert list(found) == ["fivefold", "fivefold, eager", "fivefold, same bits"]
     assert [one.train.deterministic for one in found.values()] == [False, False, True]
 
 

@@ -5,13 +5,12 @@ save(pieces, storage_writer=writer, planner=SavePlan())
 writer.files                                  # with their sums: nothing is read again
 """
 
-import hashlib
 import io
 import os
 import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,10 @@ from torch.futures import Future
 
 from fivefold import faults
 from fivefold.errors import UserError
-from fivefold.files import File
+from fivefold.files import File, HashedFile
 from fivefold.train.cores import side_by_side
 from fivefold.words import bytes_text
 
-_CHUNK = 1 << 22  # bytes, hashed and then written while the cache has them
 LEAST = 1 << 28  # bytes: what is smaller than two of these is not worth a second file
 
 
@@ -98,44 +96,9 @@ class _Hashing(FileSystem):
             with super().create_stream(path, mode) as plain:
                 yield plain
             return
-        with closing(_Hashed(Path(path))) as stream:
+        with HashedFile(Path(path)) as stream:
             yield stream
         self.written.append(stream.file)
-
-
-class _Hashed(io.RawIOBase):
-    """A new file. Without a buffer: DCP syncs what the system has, and would leave a buffer's rest to luck."""
-
-    def __init__(self, path: Path):
-        self._path, self._raw = path, path.open("wb", buffering=0)
-        self._sum, self._size = hashlib.sha256(), 0
-
-    @property
-    def file(self) -> File:
-        return File(self._path.name, self._size, self._sum.hexdigest())
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        whole = memoryview(data).cast("B")
-        for start in range(0, len(whole), _CHUNK):
-            rest = whole[start : start + _CHUNK]
-            self._sum.update(rest)
-            while rest:
-                rest = rest[self._raw.write(rest) :]
-        self._size += len(whole)
-        return len(whole)
-
-    def tell(self) -> int:
-        return self._size
-
-    def fileno(self) -> int:
-        return self._raw.fileno()
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 def _why(error: BaseException, directory: Path, needed: int) -> str:

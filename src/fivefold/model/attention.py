@@ -23,7 +23,7 @@ from fivefold.model.place import Place
 from fivefold.model.spans import Spans, causal_spans, check_runs
 
 _aten = torch.ops.aten
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans | None = None) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 def flashes(q: Tensor) -> bool:
     """Flash attention on a GPU takes it."""
-    return q.is_cuda and q.dtype in _HALF
+    return q.is_cuda and q.dtype in HALF
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

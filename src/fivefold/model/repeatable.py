@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.model.attention import HALF
+
 _SIDE = 128  # of a tile
 _WIDTHS = (64, 128)  # of heads, for which there are tuned kernels
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def fit(q: Tensor, tiles: Tiles) -> bool:
     """Whether `attend` takes it. Outside of a compiled block FlexAttention would hold all scores."""
-    known = q.dtype in _HALF and q.shape[-1] in _WIDTHS and q.shape[2] == tiles.length
+    known = q.dtype in HALF and q.shape[-1] in _WIDTHS and q.shape[2] == tiles.length
     return known and torch.compiler.is_compiling()
 
 

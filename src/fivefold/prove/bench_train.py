@@ -29,7 +29,7 @@ CPU = "CPU"
 _PATIENCE = 24 * 3600.0  # seconds: whoever waits for a measurement ends it
 AGAINST = {
     "fp8": "fivefold, 8-bit products",
-    "deterministic": "fivefold, the same bits every time",
+    "deterministic": "fivefold, same bits",
     "eager": "fivefold, eager",
     "hf": HUGGING_FACE,
 }

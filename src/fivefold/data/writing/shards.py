@@ -1,44 +1,14 @@
 """Write a split as shards: tokens, where documents begin, and a loss mask if one is needed."""
 
-import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.index import Shard
-from fivefold.files import File
+from fivefold.files import HashedFile
 
 _ONES = 1 << 20  # how many ones of a late loss mask are written at a time
-
-
-class HashedFile:
-    """A file that knows its checksum when it is closed, without being read again."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = path.open("wb", buffering=0)  # what is written are whole batches
-        self._hash = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, values: NDArray[np.generic]) -> None:
-        """Append an array's bytes."""
-        data = memoryview(np.ascontiguousarray(values).view(np.uint8).data)
-        self._hash.update(data)
-        self._bytes += len(data)
-        while len(data):  # an unbuffered write may take less than it was given
-            data = data[self._file.write(data) :]
-
-    def close(self) -> File:
-        """The file's entry in the index, once its bytes are on the disk."""
-        with self._file as file:
-            os.fsync(file.fileno())
-        return File(self._path.name, self._bytes, self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Close after a failure."""
-        self._file.close()
 
 
 class ShardWriter:
@@ -73,29 +43,29 @@ class ShardWriter:
     def abandon(self) -> None:
         """Close what is open after a failure; its directory is about to be removed."""
         for file in self._files.values():
-            file.abandon()
+            file.close()
 
     def _append(self, tokens: NDArray[np.generic], starts: NDArray[np.int64], loss: NDArray[np.bool_] | None) -> None:
         if not len(tokens):
             return
         if loss is not None and "loss" not in self._files and not loss.all():
             for begin in range(0, self._tokens, _ONES):
-                self._open("loss").write(np.ones(min(_ONES, self._tokens - begin), np.uint8))
+                self._write("loss", np.ones(min(_ONES, self._tokens - begin), np.uint8))
         if "loss" in self._files or (loss is not None and not loss.all()):
-            self._open("loss").write(np.ones(len(tokens), np.uint8) if loss is None else loss.astype(np.uint8))
-        self._open("tokens").write(tokens.astype(self._dtype, copy=False))
-        self._open("documents").write((starts + self._tokens).astype("<i8"))
+            self._write("loss", np.ones(len(tokens), np.uint8) if loss is None else loss.astype(np.uint8))
+        self._write("tokens", tokens.astype(self._dtype, copy=False))
+        self._write("documents", (starts + self._tokens).astype("<i8"))
         self._tokens += len(tokens)
         self._documents += len(starts)
 
-    def _open(self, kind: str) -> HashedFile:
+    def _write(self, kind: str, values: NDArray[np.generic]) -> None:
         if kind not in self._files:
             name = f"{self._split}-{len(self._shards):05d}.{kind}"
             self._files[kind] = HashedFile(self._directory / name)
-        return self._files[kind]
+        self._files[kind].write(np.ascontiguousarray(values).view(np.uint8))
 
     def _finish(self) -> None:
-        files = {kind: file.close() for kind, file in self._files.items()}
+        files = {kind: file.finish() for kind, file in self._files.items()}
         shard = Shard(self._tokens, self._documents, files["tokens"], files["documents"], loss_file=files.get("loss"))
         self._shards.append(shard)
         self._files, self._tokens, self._documents = {}, 0, 0

@@ -9,10 +9,10 @@ import fivefold
 from fivefold.data.index import NAME, SPLITS, VERSION, Index
 from fivefold.data.mix import uniform
 from fivefold.data.writing.encode import Encoded
-from fivefold.data.writing.shards import HashedFile, ShardWriter
+from fivefold.data.writing.shards import ShardWriter
 from fivefold.data.writing.tokenizer import Tokenizer
 from fivefold.errors import UserError
-from fivefold.files import File
+from fivefold.files import File, HashedFile
 
 
 class Sink:
@@ -65,8 +65,8 @@ class Sink:
         )
         text = msgspec.json.format(msgspec.json.encode(index), indent=1)
         file = HashedFile(self._directory / NAME)
-        file.write(np.frombuffer(text, np.uint8))
-        file.close()
+        file.write(text)
+        file.finish()
 
     def close(self) -> None:
         """Let go of what is still open (after a failure)."""
@@ -99,5 +99,5 @@ class Sink:
         if self._tokenizer.file is None:
             return None
         file = HashedFile(self._directory / "tokenizer.json")
-        file.write(np.frombuffer(self._tokenizer.file.read_bytes(), np.uint8))
-        return file.close()
+        file.write(self._tokenizer.file.read_bytes())
+        return file.finish()
