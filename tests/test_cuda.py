@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.checkpoint.staging import Staging
+from fivefold.checkpoint.host_staging import Staging
 from fivefold.checkpoint.state import written
 from fivefold.data.corpus import stdlib_corpus
+from fivefold.job.config import OptimizerConfig, TrainConfig, read_job
+from fivefold.job.preflight import preflight
+from fivefold.launch.device import make_repeatable
 from fivefold.model import random
 from fivefold.model.compiled import compilation, compiled
 from fivefold.model.decoder import Decoder
+from fivefold.model.deterministic_attention import Tiles
 from fivefold.model.dropout import Dropout
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
-from fivefold.model.local import Local
-from fivefold.model.place import Place
-from fivefold.model.repeatable import Tiles
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
-from fivefold.presets import preset
-from fivefold.prove.batches import plain_batch
-from fivefold.train.config import OptimizerConfig, TrainConfig, read_job
-from fivefold.train.device import make_repeatable
+from fivefold.spec.presets import preset
 from fivefold.train.loop import Trainer
-from fivefold.train.preflight import preflight
+from fivefold.verify.batches import plain_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -52,8 +52,8 @@ def test_a_hundred_million_normals_are_the_same_bits_on_cpu_and_cuda() -> None:
 def test_dropout_masks_are_the_same_bits_on_cpu_and_cuda() -> None:
     dropout = Dropout(0.1, seed=0, name="layers.0.mlp")
     tokens = torch.zeros(8, 128)
-    place = replace(Place.of(tokens), samples=torch.arange(8) + 2**33)
-    there = Place(place.positions.cuda(), place.samples.cuda(), place.length)
+    place = replace(TokenPositions.of(tokens), samples=torch.arange(8) + 2**33)
+    there = TokenPositions(place.positions.cuda(), place.samples.cuda(), place.length)
     x = torch.ones(8, 128, 512)
     assert torch.equal(dropout(x, place), dropout(x.cuda(), there).cpu())
 
@@ -101,14 +101,14 @@ def test_repeatable_attention_computes_attention(kv_heads: int, length: int, wid
     noise = torch.Generator("cuda").manual_seed(5)
     shapes = [(2, heads, length, width) for heads in (4, kv_heads, kv_heads, 4)]
     *qkv, grad = (torch.randn(shape, generator=noise, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-    place = Place.of(torch.zeros(2, length, dtype=torch.int64, device="cuda"))
-    sight = Local().sight(place)
+    place = TokenPositions.of(torch.zeros(2, length, dtype=torch.int64, device="cuda"))
+    sight = LocalOps().sight(place)
     assert isinstance(sight, Tiles)
     found = []
     for dtype, attend in (
-        (torch.float64, Local().attend),
-        (torch.bfloat16, Local().attend),  # eager: what scaled_dot_product_attention takes
-        (torch.bfloat16, compiled(Local().attend)),
+        (torch.float64, LocalOps().attend),
+        (torch.bfloat16, LocalOps().attend),  # eager: what scaled_dot_product_attention takes
+        (torch.bfloat16, compiled(LocalOps().attend)),
     ):
         inputs = [x.to(dtype).requires_grad_() for x in qkv]
         out = attend(*inputs, sight)
@@ -164,7 +164,7 @@ def test_compiled_blocks_compute_what_eager_ones_do(tmp_path: Path, model: str, 
 @pytest.mark.parametrize("size", [7, 1000, 4096 * 33])
 def test_the_kernel_of_adamw_is_torchs_adamw(size: int) -> None:
     """Clipping by a half, five steps; and the rounded copy is the master's."""
-    from fivefold.train.fused import adamw
+    from fivefold.optimizers.fused_adamw import adamw
 
     random = torch.Generator("cuda").manual_seed(0)
     ours = torch.nn.Parameter(torch.randn(size, device="cuda", generator=random))

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
 

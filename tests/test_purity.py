@@ -7,17 +7,20 @@ import time
 import pytest
 
 PURE = [
-    "fivefold.spec", "fivefold.presets", "fivefold.hf_config", "fivefold.layout", "fivefold.cluster",
-    "fivefold.accelerators", "fivefold.reading", "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli",
-    "fivefold.train.config", "fivefold.train.rate", "fivefold.train.preflight", "fivefold.train.world",
-    "fivefold.data.prepare", "fivefold.data.batch", "fivefold.sharding", "fivefold.buckets", "fivefold.wire",
-    "fivefold.plan.traffic", "fivefold.plan.memory", "fivefold.plan.context", "fivefold.plan.context_report",
-    "fivefold.plan.search", "fivefold.plan.explain", "fivefold.plan.serve", "fivefold.truth.score", "fivefold.achieved",
-    "fivefold.prove.verify", "fivefold.prove.layouts", "fivefold.prove.curve", "fivefold.prove.attention",
-    "fivefold.prove.bench_steps", "fivefold.prove.accelerator_file", "fivefold.prove.contest", "fivefold.prove.scaling",
-    "fivefold.prove.bench_train", "fivefold.cli.speed", "fivefold.generate.ask", "fivefold.generate.taste",
-    "fivefold.stages", "fivefold.faults", "fivefold.files", "fivefold.checkpoint.store", "fivefold.checkpoint.find",
-    "fivefold.prove.trace", "fivefold.trace.chrome", "fivefold.trace.report",
+    "fivefold.spec.model", "fivefold.spec.presets", "fivefold.spec.hf_config", "fivefold.layout.layout",
+    "fivefold.hardware.cluster", "fivefold.hardware.accelerators", "fivefold.support.reading",
+    "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli", "fivefold.job.config",
+    "fivefold.job.learning_rate", "fivefold.job.preflight", "fivefold.launch.world", "fivefold.data.prepare",
+    "fivefold.data.batch", "fivefold.layout.sharding", "fivefold.layout.buckets",
+    "fivefold.layout.collective_cost", "fivefold.plan.cost.traffic", "fivefold.plan.cost.memory",
+    "fivefold.plan.context.methods", "fivefold.plan.context.report", "fivefold.plan.search.search",
+    "fivefold.plan.search.explain", "fivefold.plan.serving.serve", "fivefold.truth.score",
+    "fivefold.hardware.efficiency", "fivefold.verify.verify", "fivefold.verify.layouts",
+    "fivefold.verify.curve", "fivefold.bench.attention", "fivefold.bench.steps",
+    "fivefold.calibrate.accelerator_file", "fivefold.bench.comparison", "fivefold.bench.scaling",
+    "fivefold.bench.train", "fivefold.cli.speed", "fivefold.generate.request", "fivefold.generate.sampling",
+    "fivefold.layout.stages", "fivefold.launch.faults", "fivefold.support.files", "fivefold.checkpoint.store",
+    "fivefold.checkpoint.find", "fivefold.train.traced", "fivefold.trace.chrome", "fivefold.trace.report",
 ]  # fmt: skip
 
 

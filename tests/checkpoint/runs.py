@@ -6,13 +6,13 @@ import torch
 
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import preflight
+from fivefold.parallel.control import Control
+from fivefold.parallel.gather_full import digest, whole
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.whole import digest, whole
-from fivefold.train.config import Job, read_job
-from fivefold.train.control import Control
-from fivefold.train.keeper import Checkpoints
+from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.loop import Trainer
-from fivefold.train.preflight import preflight
 from fivefold.train.records import Evaluation, Step
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.ffn=48", "data.seq=16", "train.batch=8", "train.steps=6",
@@ -39,7 +39,7 @@ class Recorder:
 
 
 class Run:
-    """A trainer, its keeper and what it has said so far."""
+    """A trainer, its checkpointing and what it has said so far."""
 
     def __init__(self, job: Job, world: int, directory: Path):
         mesh = Mesh.of(job.layout, torch.device("cpu"), job.train.timeout)
@@ -70,7 +70,7 @@ def train(rank: int, world: int, job: Job, directory: Path) -> Story:
     run = Run(job, world, directory)
     run.keeper.restore()
     if run.trainer.done < job.train.steps:
-        run.trainer.run([run.recorder], keeper=run.keeper)
+        run.trainer.run([run.recorder], checkpointing=run.keeper)
     return run.recorder.losses, run.state(), run.samples
 
 

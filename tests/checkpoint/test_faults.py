@@ -11,9 +11,9 @@ import pytest
 from fivefold.checkpoint import save
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import MANIFEST, Store
-from fivefold.errors import UserError
-from fivefold.faults import parse
-from fivefold.train import keeper
+from fivefold.launch.faults import parse
+from fivefold.support.errors import UserError
+from fivefold.train import checkpointing as checkpointing
 from tests.checkpoint.runs import Run, loaded, small_job, train
 from tests.ranks import RankFailure, run_ranks
 
@@ -210,9 +210,9 @@ def test_steps_that_wait_for_the_disk_say_so_once(
         return write(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(save, "write", slow)
-    monkeypatch.setattr(keeper, "_LONG", 0.1)
+    monkeypatch.setattr(checkpointing, "_LONG", 0.1)
     run = Run(small_job(tokens, "checkpoint.every=2"), 1, tmp_path)
-    run.trainer.run([], keeper=run.keeper)
+    run.trainer.run([], checkpointing=run.keeper)
     (said,) = run.said
     found = re.fullmatch(r"step 4 waited 0\.\d s for the disk: .* took 0\.\d s to write; with .*every=(\d+) .*", said)
     assert found is not None, said

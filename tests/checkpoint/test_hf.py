@@ -18,12 +18,12 @@ from fivefold.checkpoint.find import find
 from fivefold.checkpoint.hf import HuggingFace, export_hf, import_hf
 from fivefold.checkpoint.job import job_of
 from fivefold.checkpoint.store import Store
-from fivefold.errors import UserError
 from fivefold.generate.rank import alone
-from fivefold.hf_config import read_hf_config, spec_from_hf, to_hf_config
+from fivefold.job.config import Job, TrainConfig
 from fivefold.model.decoder import Decoder
-from fivefold.presets import preset
-from fivefold.train.config import Job, TrainConfig
+from fivefold.spec.hf_config import read_hf_config, spec_from_hf, to_hf_config
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
 from tests.checkpoint.runs import small_job, train
 from tests.ranks import run_ranks
 
@@ -101,12 +101,12 @@ def test_what_was_trained_under_tp_and_pp_is_read_by_transformers(tokens: Path, 
     run_ranks(4, train, job, tmp_path / "checkpoints")
     one = find(tmp_path)
     export_hf(one, job.model, tmp_path / "out", "float32", 10**9, None, None, quiet)
-    speaker = alone(Job(model=job.model, train=TrainConfig(device="cpu")), one.path, 16)
+    generator = alone(Job(model=job.model, train=TrainConfig(device="cpu")), one.path, 16)
     logits = theirs(tmp_path / "out")
     for row, want in zip(TOKENS.tolist(), logits, strict=True):
-        speaker.cache.forget()
+        generator.cache.forget()
         with torch.no_grad():
-            found = speaker._next(row, 0)
+            found = generator._next(row, 0)
         assert found is not None
         assert torch.allclose(found, want[-1], atol=1e-5)
 

@@ -7,7 +7,7 @@ import pytest
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.reshard import boxes_of, reshard
 from fivefold.checkpoint.store import Store
-from fivefold.layout import Layout
+from fivefold.layout.layout import Layout
 from tests.checkpoint.runs import gathered, loaded, small_job, train
 from tests.ranks import run_ranks
 

@@ -6,8 +6,8 @@ import pytest
 
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
-from fivefold.errors import UserError
-from fivefold.files import hashed
+from fivefold.support.errors import UserError
+from fivefold.support.files import hashed
 
 
 def save(store: Store, step: int, text: str = "weights", finish: bool = True) -> Path:

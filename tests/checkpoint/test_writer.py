@@ -16,10 +16,10 @@ from fivefold.checkpoint.load import load
 from fivefold.checkpoint.pieces import Piece, Pieces
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
-from fivefold.files import HashedFile, hashed
-from fivefold.train import cores
-from fivefold.train.config import Job
-from fivefold.train.control import Control
+from fivefold.job.config import Job
+from fivefold.launch import cores
+from fivefold.parallel.control import Control
+from fivefold.support.files import HashedFile, hashed
 from tests.checkpoint.runs import loaded, small_job, train
 from tests.ranks import run_ranks
 
@@ -109,7 +109,7 @@ def test_after_an_error_nothing_more_is_begun() -> None:
 
 def test_a_process_does_not_wait_for_its_threads() -> None:
     """Ctrl-C in the middle of a save: the files are of no use without their manifest."""
-    slow = "import threading, time; from fivefold.train.cores import side_by_side"
+    slow = "import threading, time; from fivefold.launch.cores import side_by_side"
     save = "threading.Thread(target=lambda: side_by_side(time.sleep, [60, 60], 2), daemon=True).start()"
     subprocess.run([sys.executable, "-c", f"{slow}; {save}; time.sleep(0.2)"], timeout=30, check=True)
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fivefold.checkpoint.store import Store
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 FAST = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=2", "model.hidden=32", "model.ffn=48",
         "train.device=cpu", "optimizer.schedule=constant", "train.log_every=1"]  # fmt: skip

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.presets import PRESETS
-from fivefold.train.config import read_job
+from fivefold.job.config import read_job
+from fivefold.spec.presets import PRESETS
 
 FAST = ["train.steps=3", "train.batch=2", "data.seq=16", "train.eval_samples=2", "model.layers=1", "train.device=cpu"]
 

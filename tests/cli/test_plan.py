@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
-from fivefold.errors import UserError
-from fivefold.train.config import read_job
+from fivefold.job.config import read_job
+from fivefold.support.errors import UserError
 
 
 def run(line: str) -> Result:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 from tests.cli.test_cli import fivefold, refused
 
 SMALL = ["model.hidden=32", "model.ffn=24", "--seq", "16", "--steps", "2"]

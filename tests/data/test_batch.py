@@ -13,7 +13,7 @@ from fivefold.data.order import window_of, windows
 from fivefold.data.prefetch import prefetch
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import Split, TokenStore
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.data.order import window_of, windows
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 
 def epochs(n: int, count: int, seed: int = 1) -> np.ndarray:

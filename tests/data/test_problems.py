@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fivefold.data.prepare import prepare
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 Jsonl = Callable[..., Path]
 

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 Jsonl = Callable[..., Path]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,19 @@ import pytest
 import torch
 import transformers
 
-from fivefold.errors import UserError
-from fivefold.generate.ask import Question, ask
 from fivefold.generate.choose import Chooser
-from fivefold.generate.taste import Taste
+from fivefold.generate.request import Question, ask
+from fivefold.generate.sampling import Sampling
+from fivefold.support.errors import UserError
 from tests.checkpoint.test_hf import made
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def question(source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **taste: float) -> Question:
-    return Question(source, None, layout, dtype, "cpu", count, Taste(**taste), 60.0)  # type: ignore[arg-type]
+def question(
+    source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **sampling: float
+) -> Question:
+    return Question(source, None, layout, dtype, "cpu", count, Sampling(**sampling), 60.0)  # type: ignore[arg-type]
 
 
 def said(*arguments, **settings) -> list[int]:
@@ -47,8 +49,8 @@ def test_the_same_seed_draws_the_same_in_every_layout(tmp_path: Path) -> None:
 def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
     logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
 
-    def drawn(**taste: float) -> list[float]:
-        choose = Chooser(Taste(**taste))  # type: ignore[arg-type]
+    def drawn(**sampling: float) -> list[float]:
+        choose = Chooser(Sampling(**sampling))  # type: ignore[arg-type]
         count = [0] * 4
         for _ in range(2000):
             count[choose(logits)] += 1

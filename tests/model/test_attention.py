@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model import attention
 from fivefold.model.dtypes import wide
-from fivefold.model.local import Local
-from fivefold.model.place import Place
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import Spans, causal_spans, check_runs, full_spans
 
 CPU = torch.device("cpu")
@@ -143,12 +143,12 @@ def test_a_part_with_far_larger_scores_takes_over_without_overflow() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_documents_on_a_gpu_look_at_the_same_as_on_a_cpu(dtype: torch.dtype) -> None:
     documents = torch.tensor([[0, 0, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0]])
-    place = Place(torch.arange(6).expand(2, 6), torch.zeros(2, dtype=torch.int64), 6, documents)
-    there = Place(place.positions.cuda(), place.samples.cuda(), 6, documents.cuda())
+    place = TokenPositions(torch.arange(6).expand(2, 6), torch.zeros(2, dtype=torch.int64), 6, documents)
+    there = TokenPositions(place.positions.cuda(), place.samples.cuda(), 6, documents.cuda())
     q, k, v, grad = inputs(6, 6, dtype, "cuda")
     expected = reference(q, k, v, grad, place.mask())
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = Local().attend(q, k, v, Local().sight(there))
+    out = LocalOps().attend(q, k, v, LocalOps().sight(there))
     gradients = torch.autograd.grad(out, (q, k, v), grad)
     for ours, theirs in zip((out, *gradients), (expected[0], *expected[2:]), strict=True):
         assert worst(ours, theirs) <= BOUND[dtype]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fivefold.layout import Recompute
+from fivefold.layout.layout import Recompute
 from fivefold.model import compiled, head
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Aim
-from fivefold.presets import preset
+from fivefold.model.head import Targets
+from fivefold.spec.presets import preset
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,9 @@ def test_blocks_and_loss_are_three_graphs_without_a_break(recompute: Recompute) 
     plain = Decoder(spec, recompute).double()
     quick = Decoder(spec, recompute, compile=True).double()
     quick.load_state_dict(plain.state_dict())
-    quick.verbs.compiled = True
+    quick.ops.compiled = True
     tokens = torch.randint(0, spec.vocab, (2, 32))
-    aim = Aim(tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool))
+    aim = Targets(tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool))
     losses = []
     for model in (plain, quick):
         loss = model(tokens, aim=aim)

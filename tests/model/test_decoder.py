@@ -12,9 +12,9 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.dropout import Dropout
 from fivefold.model.init import draw, initialise
 from fivefold.model.loss import loss_sum
-from fivefold.model.place import Place
-from fivefold.presets import preset
-from fivefold.spec import ModelSpec
+from fivefold.model.positions import TokenPositions
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import preset
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 61, "context": 64}
 SPECS = {
@@ -32,7 +32,7 @@ def build(spec: ModelSpec, recompute: str = "none", dtype: torch.dtype = torch.f
     return model
 
 
-def gradients(model: Decoder, place: Place | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(model: Decoder, place: TokenPositions | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     loss = loss_sum(model(TOKENS, place), TOKENS.roll(-1, 1), torch.ones_like(TOKENS, dtype=torch.bool))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -136,13 +136,13 @@ def live_bytes_after_forward(how: str) -> int:
 def test_dropout_is_a_function_of_sample_and_position_not_of_the_batch() -> None:
     dropout = Dropout(0.25, seed=1, name="layers.0.mlp")
     x = torch.ones(4, 16, 30, dtype=torch.float64)
-    place = replace(Place.of(torch.zeros(4, 16)), samples=torch.tensor([5, 6, 7, 2**40]))
+    place = replace(TokenPositions.of(torch.zeros(4, 16)), samples=torch.tensor([5, 6, 7, 2**40]))
     whole = dropout(x, place)
     kept = whole != 0
     assert set(whole[kept].unique().tolist()) == {1 / 0.75}
     assert abs(kept.double().mean().item() - 0.75) < 5 * (0.75 * 0.25 / kept.numel()) ** 0.5
 
-    part = Place(place.positions[1:3, 4:9], place.samples[1:3], length=16)
+    part = TokenPositions(place.positions[1:3, 4:9], place.samples[1:3], length=16)
     assert torch.equal(dropout(x[1:3, 4:9], part), whole[1:3, 4:9])
     assert not torch.equal(Dropout(0.25, seed=2, name="layers.0.mlp")(x, place), whole)
     assert not torch.equal(Dropout(0.25, seed=1, name="layers.1.mlp")(x, place), whole)
@@ -160,7 +160,7 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     """With rotary positions, which are relative, a packed document computes what it would alone."""
     model = build(SPECS[name])
     documents = torch.tensor([[0] * 10 + [1] * 14]).expand(3, -1)
-    packed = model(TOKENS, replace(Place.of(TOKENS), documents=documents))
+    packed = model(TOKENS, replace(TokenPositions.of(TOKENS), documents=documents))
     assert torch.allclose(packed[:, :10], model(TOKENS[:, :10]), rtol=1e-12, atol=1e-12)
     assert torch.allclose(packed[:, 10:], model(TOKENS[:, 10:]), rtol=1e-12, atol=1e-12)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fivefold.job.config import read_job
 from fivefold.model.fp8 import SLOPES, VALUES, fp8_linear, rounded
-from fivefold.train.config import read_job
 
 
 def test_products_are_off_by_the_formats_roundings() -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fivefold import sharding
-from fivefold.model.head import Aim, Vocabulary, head_loss
+from fivefold.layout import sharding
+from fivefold.layout.sharding import slices
+from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.loss import loss_sum
-from fivefold.sharding import slices
 
 E, V = 16, 37
 
@@ -25,7 +25,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
 ) -> None:
     monkeypatch.setattr(sharding, "SLICE", logits_at_a_time)
     x, weight, targets, mask = given(torch.float64)
-    found = head_loss(x, weight, Aim(targets, mask, **extras), Vocabulary(V))
+    found = head_loss(x, weight, Targets(targets, mask, **extras), Vocabulary(V))
     (found / 7).backward()  # what comes back is not 1
     gradients = x.grad, weight.grad
     x.grad = weight.grad = None
@@ -43,7 +43,7 @@ def test_a_sure_answer_leaves_a_small_slope_that_bfloat16_does_not_lose() -> Non
     x = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[7.625], [0.0]], dtype=torch.bfloat16, requires_grad=True)
     head_loss(
-        x, weight, Aim(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)), Vocabulary(2)
+        x, weight, Targets(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)), Vocabulary(2)
     ).backward()
     assert weight.grad is not None
     assert weight.grad[0].item() == pytest.approx(-1 / (1 + 2.718281828**7.625), rel=2**-7)
@@ -52,7 +52,7 @@ def test_a_sure_answer_leaves_a_small_slope_that_bfloat16_does_not_lose() -> Non
 def test_several_slices_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "SLICE", 2 * V)
     x, weight, targets, mask = given(torch.bfloat16)
-    head_loss(x, weight, Aim(targets, mask), Vocabulary(V)).backward()
+    head_loss(x, weight, Targets(targets, mask), Vocabulary(V)).backward()
     exact, table = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     loss_sum(exact @ table.T, targets, mask).backward()
     assert weight.grad is not None
@@ -65,7 +65,7 @@ def test_several_slices_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_comes_back_is_not_rounded_to_bfloat16() -> None:
     """1 / 14413 in bfloat16 is 0.3% too large, and would scale every gradient so."""
     x, weight, targets, mask = given(torch.bfloat16)
-    whole, part = (head_loss(x, weight, Aim(targets, mask), Vocabulary(V)) for _ in range(2))
+    whole, part = (head_loss(x, weight, Targets(targets, mask), Vocabulary(V)) for _ in range(2))
     (gradient,) = torch.autograd.grad(whole, weight)
     (small,) = torch.autograd.grad(part / 14413, weight)
     scale = (small.double() * gradient.double()).sum() / gradient.double().square().sum()
@@ -75,7 +75,7 @@ def test_what_comes_back_is_not_rounded_to_bfloat16() -> None:
 def test_nothing_is_kept_where_nothing_is_learned() -> None:
     x, weight, targets, mask = given(torch.float64)
     with torch.no_grad():
-        loss = head_loss(x, weight, Aim(targets, mask), Vocabulary(V))
+        loss = head_loss(x, weight, Targets(targets, mask), Vocabulary(V))
     assert not loss.requires_grad
     assert torch.allclose(loss, loss_sum(x @ weight.T, targets, mask))
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from fivefold.hf_config import spec_from_hf
 from fivefold.model.decoder import Decoder
 from fivefold.model.hf import from_hf, source, to_hf
 from fivefold.model.loss import loss_sum
 from fivefold.model.rope import frequencies
+from fivefold.spec.hf_config import spec_from_hf
 
 LLAMA = {
     "vocab_size": 97,

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fivefold.data.batch import Batch
-from fivefold.layout import CHUNKED, SCHEDULES, Layout
+from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.layout.layout import CHUNKED, SCHEDULES, Layout
 from fivefold.parallel.channels import Message
 from fivefold.parallel.mesh import Mesh
-from fivefold.presets import preset
-from fivefold.prove.batches import make_batch
 from fivefold.schedule.actions import Action
-from fivefold.train.config import DataConfig, Job, TrainConfig
+from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
+from fivefold.verify.batches import make_batch
 
 CPU = torch.device("cpu")
-Place = tuple[int, int]  # stage, microbatch
+StageMicrobatch = tuple[int, int]  # stage, microbatch
 
 
 def job(layout: Layout, dtype: str = "float64", batch: int = 0, documents: bool = True, **model: Any) -> Job:
@@ -55,7 +55,9 @@ class Watched:
     """What an engine did: its actions in order, and the most that it held."""
 
     actions: list[Action] = field(default_factory=list)
-    live: Counter[Place] = field(default_factory=Counter)  # tensors that autograd has saved for a backward pass
+    live: Counter[StageMicrobatch] = field(
+        default_factory=Counter
+    )  # tensors that autograd has saved for a backward pass
     peak: int = 0  # places with any, or with put-off weight gradients
     in_flight: int = 0  # the most receives of one channel that are posted and not consumed
     engine: Engine | None = None
@@ -77,7 +79,7 @@ class Watched:
 class Saved:
     """A tensor that autograd keeps; it counts itself as long as it lives."""
 
-    def __init__(self, tensor: Tensor, live: Counter[Place], place: Place):
+    def __init__(self, tensor: Tensor, live: Counter[StageMicrobatch], place: StageMicrobatch):
         # Parameters live anyway.
         self.tensor, self.live, self.place, self.counts = tensor, live, place, not isinstance(tensor, nn.Parameter)
         live[place] += self.counts

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from fivefold.layout import Layout
+from fivefold.job.config import Job, read_job
+from fivefold.layout.layout import Layout
 from fivefold.model import compiled
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Aim
+from fivefold.model.head import Targets
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.verbs import verbs_of
-from fivefold.presets import preset
-from fivefold.prove.batches import plain_batch
-from fivefold.train.config import Job, read_job
+from fivefold.parallel.ops import verbs_of
+from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
+from fivefold.verify.batches import plain_batch
 from tests.ranks import run_ranks
 
 
@@ -22,14 +22,14 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
     spec, layout = preset("tiny", layers=layers), Layout(tp=world, sp=True)
     mesh = Mesh.of(layout, torch.device("cpu"))
     tokens = torch.arange(64).reshape(2, 32) % spec.vocab
-    aim = Aim(tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool))
+    aim = Targets(tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool))
     losses = []
     for quick in (False, True):
-        verbs = verbs_of(spec, mesh)
-        verbs.compiled = quick
+        ops = verbs_of(spec, mesh)
+        ops.compiled = quick
         with torch.device("meta"):
-            model = Decoder(spec, verbs=verbs, compile=quick)
-        verbs.adopt(model)
+            model = Decoder(spec, ops=ops, compile=quick)
+        ops.adopt(model)
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         for parameter in model.parameters():

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fivefold.layout import Layout
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import schedule_of
 from fivefold.schedule.actions import RECEIVES, SENDS, WEIGHT_GRAD
 from fivefold.schedule.catalogue import CATALOGUE, build
 from fivefold.schedule.schedule import peak_live
-from fivefold.stages import schedule_of
-from fivefold.train.config import Job
 from tests.parallel.pipelines import Meshes, Run, all_schedules, alone, job, run
 from tests.ranks import run_ranks
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from fivefold.data.prepare import prepare
-from fivefold.layout import Layout
+from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.prove.batches import make_batch
 from fivefold.schedule.actions import Action
 from fivefold.schedule.catalogue import build
-from fivefold.spec import ModelSpec
-from fivefold.train.config import DataConfig, Job, TrainConfig
+from fivefold.spec.model import ModelSpec
 from fivefold.train.engine import Engine
+from fivefold.verify.batches import make_batch
 from tests.ranks import RankEnd, RankFailure, run_ranks
 
 pytestmark = pytest.mark.alone

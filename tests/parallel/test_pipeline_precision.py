@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from fivefold.layout import Layout
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Aim
+from fivefold.model.head import Targets
 from fivefold.model.init import initialise
-from fivefold.model.place import Place
+from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
-from fivefold.prove.batches import make_batch
-from fivefold.prove.compare import bound_of
-from fivefold.train.config import Job
+from fivefold.verify.batches import make_batch
+from fivefold.verify.compare import bound_of
 from tests.parallel.pipelines import CPU, alone, job, run
 from tests.ranks import run_ranks
 
@@ -30,9 +30,9 @@ def one_by_one(case: Job) -> dict[str, list[Tensor]]:
         tokens, targets, mask, samples, documents = map(
             torch.from_numpy, (part.tokens, part.targets, part.loss_mask, part.samples, part.documents)
         )
-        place = Place(Place.of(tokens).positions, samples, tokens.shape[1], documents)
+        place = TokenPositions(TokenPositions.of(tokens).positions, samples, tokens.shape[1], documents)
         model.zero_grad()
-        (model(tokens, place, Aim(targets, mask)) / batch.loss_tokens).backward()
+        (model(tokens, place, Targets(targets, mask)) / batch.loss_tokens).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             found[name].append(parameter.grad.clone())

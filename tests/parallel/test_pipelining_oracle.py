@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining as theirs
 
-from fivefold.layout import Layout
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
 from fivefold.model.loss import loss_sum
-from fivefold.model.place import Place
+from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
-from fivefold.prove.batches import make_batch
 from fivefold.schedule.catalogue import placement
-from fivefold.stages import stages_of
 from fivefold.train.engine import Engine
+from fivefold.verify.batches import make_batch
 from tests.parallel.pipelines import CPU, gradients_of, job
 from tests.ranks import run_ranks
 
@@ -42,7 +42,7 @@ class Part(nn.Module):
         self.decoder = decoder
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(x, Place.of(x[..., 0] if x.ndim == 3 else x))
+        return self.decoder(x, TokenPositions.of(x[..., 0] if x.ndim == 3 else x))
 
 
 def oracle(rank: int, layout: Layout, name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:

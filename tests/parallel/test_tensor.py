@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout import Layout
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import chunk
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Aim
+from fivefold.model.head import Targets
 from fivefold.model.init import initialise
 from fivefold.model.loss import loss_sum
-from fivefold.model.place import Place
+from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel
-from fivefold.presets import preset
-from fivefold.sharding import chunk
-from fivefold.spec import ModelSpec
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import preset
 from tests.ranks import run_ranks
 
 BOUND = 1e-10  # float64, max|a-b| / max|b|
@@ -32,12 +32,12 @@ MODELS = {
 }
 
 
-def data(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor, Place]:
+def data(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor, TokenPositions]:
     random = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(spec.vocab, (2, B, S), generator=random)
     mask = torch.rand(B, S, generator=random) < 0.6
     documents = (torch.rand(B, S, generator=random) < 0.3).cumsum(1)
-    return tokens, targets, mask, replace(Place.of(tokens), samples=torch.tensor([3, 11]), documents=documents)
+    return tokens, targets, mask, replace(TokenPositions.of(tokens), samples=torch.tensor([3, 11]), documents=documents)
 
 
 def whole(spec: ModelSpec, **loss: float) -> tuple[float, dict[str, Tensor]]:
@@ -59,15 +59,15 @@ def plain(spec: ModelSpec) -> Decoder:
 
 def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
     mesh = Mesh.of(layout, torch.device("cpu"))
-    verbs = TensorParallel(spec, mesh)
+    ops = TensorParallel(spec, mesh)
     with torch.device("meta"):
-        model = Decoder(spec, layout.recompute, seed=5, verbs=verbs).double()
-    verbs.adopt(model)
+        model = Decoder(spec, layout.recompute, seed=5, ops=ops).double()
+    ops.adopt(model)
     full = dict(plain(spec).named_parameters())
     for name, parameter in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
         module, value = model.get_submodule(owner), full[name].detach()
-        dim = verbs.table[name].dim
+        dim = ops.table[name].dim
         if dim is not None:
             mine = chunk(value.shape[dim], mesh.tp.size, mesh.tp.rank)
             value = value.narrow(dim, mine.start, len(mine)).contiguous()
@@ -76,7 +76,7 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
             value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
         setattr(module, kind, nn.Parameter(held))
-    return model, verbs
+    return model, ops
 
 
 def losses_and_gradients(
@@ -84,7 +84,7 @@ def losses_and_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     model, _ = parallel(spec, layout)
     tokens, targets, mask, place = data(spec)
-    total = model(tokens, place, Aim(targets, mask, **loss))
+    total = model(tokens, place, Targets(targets, mask, **loss))
     total.backward()
     gradients = {}
     for name, parameter in model.named_parameters():

@@ -9,9 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.layout import Layout
-from fivefold.model.head import Aim
-from fivefold.presets import preset
+from fivefold.layout.layout import Layout
+from fivefold.model.head import Targets
+from fivefold.spec.presets import preset
 from tests.parallel.test_tensor import B, S, data, parallel
 from tests.ranks import run_ranks
 
@@ -38,7 +38,7 @@ def counted(rank: int, world: int, layers: int, layout: Layout) -> tuple[Counter
     model, _ = parallel(spec, layout)
     tokens, targets, mask, place = data(spec)
     with Ops() as forward:
-        loss = model(tokens, place, Aim(targets, mask))
+        loss = model(tokens, place, Targets(targets, mask))
     with Ops() as backward:
         loss.backward()
     return tuple(Counter(name for name in ops.names if name in COLLECTIVES) for ops in (forward, backward))
@@ -80,7 +80,7 @@ def backward_of(rank: int, world: int, times: int) -> tuple[list[str], list[list
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
 
     def loss() -> torch.Tensor:
-        return model(tokens, aim=Aim(tokens, everywhere))
+        return model(tokens, aim=Targets(tokens, everywhere))
 
     with Ops() as ops:
         loss().backward()
@@ -129,7 +129,7 @@ def saved(rank: int, world: int, layout: Layout) -> int:
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
-        model(tokens, place, Aim(targets, mask))
+        model(tokens, place, Targets(targets, mask))
     return sum(seen.values())
 
 

@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fivefold.layout import Layout
+from fivefold.layout.collective_cost import AXES, same_axis
+from fivefold.layout.layout import Layout
 from fivefold.parallel import collectives as c
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
-from fivefold.wire import AXES, same_axis
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

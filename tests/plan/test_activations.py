@@ -2,10 +2,10 @@
 
 import pytest
 
-from fivefold.layout import Layout
-from fivefold.plan.activations import kept
-from fivefold.plan.stack import Stack
-from fivefold.presets import preset
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.activations import kept
+from fivefold.plan.cost.stack import Stack
+from fivefold.spec.presets import preset
 
 GPT = preset("gpt3-175b", dropout=0.1)
 LLAMA = preset("llama3-8b")

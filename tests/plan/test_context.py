@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fivefold.accelerators import find_accelerator
 from fivefold.cli import app
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.plan import crossing
-from fivefold.plan.context import NARROW, Case, Method, allgather, compare, possible, ring, ulysses
-from fivefold.plan.kernels import QUERIES, Device
-from fivefold.plan.links import Wires
-from fivefold.plan.splits import SIDES, Call, Side, Split, contiguous, splits, striped, zigzag
-from fivefold.plan.traffic import expected
-from fivefold.presets import preset
-from fivefold.sharding import context_share
-from fivefold.wire import total
+from fivefold.hardware.accelerators import find_accelerator
+from fivefold.layout.collective_cost import total
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import context_share
+from fivefold.plan.context import crossing
+from fivefold.plan.context.methods import NARROW, Case, Method, allgather, compare, possible, ring, ulysses
+from fivefold.plan.context.splits import SIDES, Call, Side, Split, contiguous, splits, striped, zigzag
+from fivefold.plan.cost.kernels import QUERIES, Device
+from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.traffic import expected
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
 
 H100 = Device.of(find_accelerator("H100"))
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from fivefold.cluster import Cluster
-from fivefold.layout import Layout
-from fivefold.plan.footprint import footprint, footprint_of, in_flight
-from fivefold.plan.memory import OURS, PAPER, paper, state
-from fivefold.plan.time import Case
-from fivefold.presets import preset
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.footprint import footprint, footprint_of, in_flight
+from fivefold.plan.cost.memory import OURS, PAPER, paper, state
+from fivefold.plan.cost.time import Case
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.schedule import live_counts
+from fivefold.spec.presets import preset
 
 
 def case(layout: str, model: str = "llama3-8b", cluster: str = "8xH100", batch: int = 64) -> Case:

@@ -3,11 +3,11 @@
 import csv
 from pathlib import Path
 
-from fivefold.cluster import Cluster
-from fivefold.layout import Layout
-from fivefold.plan.footprint import footprint
-from fivefold.plan.time import Case, estimate
-from fivefold.presets import preset
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.footprint import footprint
+from fivefold.plan.cost.time import Case, estimate
+from fivefold.spec.presets import preset
 
 STEPS = Path(__file__).parents[2] / "benchmarks" / "h200-steps.csv"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fivefold.accelerators import find_accelerator
-from fivefold.plan.kernels import Device
+from fivefold.hardware.accelerators import find_accelerator
+from fivefold.plan.cost.kernels import Device
 
 H100 = Device.of(find_accelerator("H100"))
 A100 = Device.of(find_accelerator("A100-80"))

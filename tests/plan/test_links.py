@@ -2,10 +2,10 @@
 
 import pytest
 
-from fivefold.accelerators import find_accelerator
-from fivefold.layout import Layout
-from fivefold.plan.kernels import Device
-from fivefold.plan.links import Wires
+from fivefold.hardware.accelerators import find_accelerator
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.links import Wires
 
 DEVICE = Device.of(find_accelerator("H100"))
 GB = 1e9

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from fivefold.layout import Layout
+from fivefold.job.config import Job, read_job
+from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan.memory import State, state
-from fivefold.presets import preset
-from fivefold.prove.batches import make_batch
-from fivefold.train.config import Job, read_job
+from fivefold.plan.cost.memory import State, state
+from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
+from fivefold.verify.batches import make_batch
 from tests.ranks import run_ranks
 
 # Every dim divides by 4, so shards are equal; the vocabulary does not have to.

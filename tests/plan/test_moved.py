@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fivefold.job.config import read_job
 from fivefold.model import rope
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan.stack import MOVED, ON_CPUS
-from fivefold.prove.batches import plain_batch
-from fivefold.train.config import read_job
+from fivefold.plan.cost.stack import MOVED, ON_CPUS
 from fivefold.train.engine import Engine
+from fivefold.verify.batches import plain_batch
 
 ROWS, WIDTH = 64, 128
 VIEWS = {"view", "transpose", "permute", "slice", "split", "expand", "unsqueeze", "detach", "alias"}

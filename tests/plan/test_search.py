@@ -5,20 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.cluster import Cluster
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.plan.advice import simplest, trouble
-from fivefold.plan.explain import difference, neighbours, traffic
-from fivefold.plan.footprint import footprint
-from fivefold.plan.search import Plan, search, weigh
-from fivefold.plan.space import Wish, space
-from fivefold.plan.stack import ON_CPUS
-from fivefold.plan.time import Case, costs, estimate, stage_passes
-from fivefold.plan.traffic import expected
-from fivefold.presets import preset
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.footprint import footprint
+from fivefold.plan.cost.stack import ON_CPUS
+from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
+from fivefold.plan.cost.traffic import expected
+from fivefold.plan.search.advice import simplest, trouble
+from fivefold.plan.search.explain import difference, neighbours, traffic
+from fivefold.plan.search.search import Plan, search, weigh
+from fivefold.plan.search.space import Wish, space
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.simulate import simulate
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
 
 
 def wish(model: str, cluster: str, batch: int, seq: int = 8192) -> Case:

@@ -7,18 +7,18 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from fivefold.accelerators import find_accelerator
-from fivefold.cluster import Cluster
-from fivefold.errors import UserError
-from fivefold.plan.footprint import HEADROOM
-from fivefold.plan.kernels import Device
-from fivefold.plan.serve import Serving, serve
-from fivefold.plan.serve_memory import held, largest, stage_weights, whole_cache, whole_weights
-from fivefold.plan.serve_options import Service, evaluate
-from fivefold.plan.serve_step import Replica
-from fivefold.plan.serve_tables import tables
-from fivefold.plan.serve_words import turning
-from fivefold.presets import preset
+from fivefold.hardware.accelerators import find_accelerator
+from fivefold.hardware.cluster import Cluster
+from fivefold.plan.cost.footprint import HEADROOM
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.serving.memory import held, largest, stage_weights, whole_cache, whole_weights
+from fivefold.plan.serving.options import Service, evaluate
+from fivefold.plan.serving.sentences import turning
+from fivefold.plan.serving.serve import Serving, serve
+from fivefold.plan.serving.step import Replica
+from fivefold.plan.serving.tables import tables
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
 
 H100, A100 = (Device.of(find_accelerator(name)) for name in ("H100", "A100-80"))
 

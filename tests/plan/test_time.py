@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from fivefold.cluster import Cluster
-from fivefold.layout import Layout
-from fivefold.plan.footprint import footprint
-from fivefold.plan.mixed import dealt, groups_of
-from fivefold.plan.stack import FIVEFOLD, ON_CPUS, Overlap
-from fivefold.plan.time import Case, costs, estimate, stage_passes
-from fivefold.presets import preset
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.footprint import footprint
+from fivefold.plan.cost.stack import FIVEFOLD, ON_CPUS, Overlap
+from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
+from fivefold.plan.search.mixed import dealt, groups_of
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.simulate import simulate
+from fivefold.spec.presets import preset
 
 
 def case(layout: str, model: str = "llama3-8b", cluster: str = "8xH100", batch: int = 64, seq: int = 8192) -> Case:

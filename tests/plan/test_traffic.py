@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from fivefold.layout import Layout
-from fivefold.plan.traffic import Seat, expected
-from fivefold.presets import preset
-from fivefold.wire import AXES, Traffic, same_axis, sizes, total, wire
+from fivefold.layout.collective_cost import AXES, Traffic, same_axis, sizes, total, wire
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.traffic import Seat, expected
+from fivefold.spec.presets import preset
 
 SPEC = preset("tiny", vocab=256)  # everything divides
 M = SPEC.parameter_count * 4
@@ -187,7 +187,13 @@ def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["fivefold.wire", "fivefold.plan.traffic", "fivefold.prove.verify", "fivefold.prove.layouts"]
+    "module",
+    [
+        "fivefold.layout.collective_cost",
+        "fivefold.plan.cost.traffic",
+        "fivefold.verify.verify",
+        "fivefold.verify.layouts",
+    ],
 )
 def test_predicting_and_judging_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules)"

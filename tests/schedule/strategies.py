@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
-from fivefold.layout import LEAST
+from fivefold.layout.layout import LEAST
 from fivefold.schedule import CATALOGUE, Schedule, build, with_zero
-from fivefold.schedule.interleaved import legal_groups
+from fivefold.schedule.builders.interleaved import legal_groups
 
 NAMES = list(CATALOGUE)
 

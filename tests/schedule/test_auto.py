@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.schedule import Costs, Link, Placement, Schedule, build, check, peak_live, simulate, wire
-from fivefold.schedule.auto import policies
+from fivefold.schedule.builders.auto import policies
+from fivefold.schedule.builders.greedy import Task, play
+from fivefold.schedule.clock import run
 from fivefold.schedule.costs import LONGEST
-from fivefold.schedule.engine import run
-from fivefold.schedule.greedy import Task, play
 from fivefold.schedule.published import PUBLISHED
 
 

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 
-from fivefold.errors import UserError
-from fivefold.layout import CHUNKED, LEAST, SCHEDULES
+from fivefold.layout.layout import CHUNKED, LEAST, SCHEDULES
 from fivefold.schedule import CATALOGUE, Costs, Link, Schedule, build, check, peak_live, simulate
+from fivefold.support.errors import UserError
 from tests.schedule.brute import trouble
 from tests.schedule.strategies import schedules
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import UserError
 from fivefold.schedule import Action, Kind, Placement, Promise, Schedule, build, check, prove, wire
+from fivefold.support.errors import UserError
 from tests.schedule.brute import trouble
 from tests.schedule.mutations import before, drop, duplicate, edited, find, hand_over, move, swap
 from tests.schedule.strategies import schedules

@@ -7,12 +7,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fivefold.bench import schedules as benchmark_module
+from fivefold.bench.schedules import Case
 from fivefold.cli.bench import app as bench
 from fivefold.cli.schedules import draw, schedules
-from fivefold.errors import UserError
 from fivefold.schedule import CATALOGUE, build, save
-from fivefold.schedule import benchmark as benchmark_module
-from fivefold.schedule.benchmark import Case
+from fivefold.support.errors import UserError
 
 app = typer.Typer()
 app.command()(draw)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.errors import UserError
 from fivefold.schedule import CATALOGUE, Action, Costs, Kind, Placement, Span, build, simulate, with_zero
 from fivefold.schedule.draw import legend, picture, save_picture, to_png, to_svg, to_terminal
 from fivefold.schedule.draw.scene import Area, Rect, Scene, Text, text_width
 from fivefold.schedule.draw.terminal import _columns
+from fivefold.support.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"
 

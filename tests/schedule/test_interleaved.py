@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import UserError
 from fivefold.schedule import Costs, Link, build, check, simulate
-from fivefold.schedule.interleaved import interleaved_unchecked, legal_groups
+from fivefold.schedule.builders.interleaved import interleaved_unchecked, legal_groups
+from fivefold.support.errors import UserError
 from tests.schedule.brute import trouble
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import UserError
 from fivefold.schedule import CATALOGUE, Costs, Link, Placement, Schedule, build, simulate, wire, with_zero
-from fivefold.schedule.engine import run
-from fivefold.schedule.interleaved import interleaved_unchecked
+from fivefold.schedule.builders.interleaved import interleaved_unchecked
+from fivefold.schedule.clock import run
+from fivefold.support.errors import UserError
 from tests.schedule.slow_clock import ends
 from tests.schedule.strategies import schedules
 

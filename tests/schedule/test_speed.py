@@ -6,7 +6,7 @@ from time import process_time
 
 import pytest
 
-from fivefold.schedule.benchmark import Case, measure
+from fivefold.bench.schedules import Case, measure
 
 pytestmark = pytest.mark.alone
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from fivefold.errors import UserError
 from fivefold.schedule import Schedule, build, from_json, from_text, load, save, to_json, to_text, with_zero
 from fivefold.schedule import text as text_module
+from fivefold.support.errors import UserError
 from tests.schedule.mutations import drop, find
 from tests.schedule.strategies import schedules
 

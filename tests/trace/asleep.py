@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.layout import Layout
-from fivefold.model.place import Place
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import Stage
+from fivefold.model.positions import TokenPositions
 from fivefold.parallel.channels import Channels
-from fivefold.parallel.later import Later
+from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch, Pipeline
 from fivefold.schedule.catalogue import build
-from fivefold.stages import Stage
 from fivefold.trace.records import Trace
 from fivefold.trace.tracer import Tracer
 
@@ -46,14 +46,14 @@ class Naps:
 class Asleep(nn.Module):
     """A stage that hands on what it gets, in its own good time."""
 
-    def __init__(self, stage: Stage, naps: Naps, later: Later):
+    def __init__(self, stage: Stage, naps: Naps, later: WeightGradQueue):
         super().__init__()
         self.stage, self.naps, self.later = stage, naps, later
         self.spec = SimpleNamespace(hidden=HIDDEN)
-        self.verbs = SimpleNamespace(residual=lambda place: place)
+        self.ops = SimpleNamespace(residual=lambda place: place)
         self.weight = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor, place: Place, aim: Any = None) -> Tensor:
+    def forward(self, x: Tensor, place: TokenPositions, aim: Any = None) -> Tensor:
         if self.stage.first:
             x = torch.zeros(*x.shape, HIDDEN)
         return _Nap.apply(x, self.weight, self.naps, self.later)
@@ -61,7 +61,7 @@ class Asleep(nn.Module):
 
 class _Nap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, naps: Naps, later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, naps: Naps, later: WeightGradQueue) -> Tensor:
         ctx.naps, ctx.later = naps, later
         naps.take(naps.f)
         return x + weight
@@ -89,7 +89,7 @@ def sleep(rank: int, world: int, text: str, naps: Naps, steps: int) -> Trace | N
     layout = Layout.parse(text)
     mesh = Mesh.of(layout, torch.device("cpu"))
     schedule = build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks)
-    later, last = Later(), layout.stages - 1
+    later, last = WeightGradQueue(), layout.stages - 1
     stages = {
         number: Asleep(Stage(number, range(0), first=number == 0, last=number == last), naps, later)
         for number in schedule.placement.of_rank[mesh.pp.rank]
@@ -98,7 +98,7 @@ def sleep(rank: int, world: int, text: str, naps: Naps, steps: int) -> Trace | N
     channels = Channels(schedule, mesh, torch.float32)
     pipeline: Any = Pipeline(schedule, mesh.pp.rank, stages, NoWeights(), later, channels, tracer.watch)  # type: ignore[arg-type]
     tokens = torch.zeros(1, 2, dtype=torch.long)
-    microbatch = Microbatch(tokens, Place(tokens, tokens[:, 0], 2))
+    microbatch = Microbatch(tokens, TokenPositions(tokens, tokens[:, 0], 2))
     trace = None
     for step in range(1, steps + 1):
         torch.distributed.barrier()

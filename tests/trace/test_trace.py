@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.layout import Layout
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import preflight
+from fivefold.layout.collective_cost import Traffic
+from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.trace.chrome import COMPUTE, WAITS, write
 from fivefold.trace.clocks import against_rank_0
 from fivefold.trace.records import Trace
 from fivefold.trace.summary import Summary
-from fivefold.train.config import Job, read_job
 from fivefold.train.loop import Trainer
-from fivefold.train.preflight import preflight
-from fivefold.wire import Traffic
 from tests.ranks import run_ranks
 
 SMALL = ["model.layers=4", "model.hidden=32", "model.ffn=48", "data.seq=16", "train.batch=8", "train.steps=4",

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.prepare import prepare
-from fivefold.errors import TrainingError
-from fivefold.layout import Layout
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import preflight
+from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.train.config import Job, read_job
+from fivefold.support.errors import TrainingError
 from fivefold.train.loop import Trainer
-from fivefold.train.preflight import preflight
 from fivefold.train.records import Evaluation, Step
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.ffn=48", "data.seq=24", "train.batch=4", "train.steps=6",

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fivefold.data.batch import Batch
+from fivefold.job.config import Job
+from fivefold.job.preflight import preflight
 from fivefold.parallel.mesh import Mesh
-from fivefold.train.config import Job
 from fivefold.train.loop import Trainer
-from fivefold.train.preflight import preflight
 from tests.ranks import run_ranks
 from tests.train.test_loop import Recorder, small_job
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 from fivefold.truth.constants import FITTED, Constants
 from fivefold.truth.regret import choices, median_regret
 from fivefold.truth.rows import DATA, read_rows

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 
 def store_of(path: Path) -> Store:

@@ -19,12 +19,12 @@ from fivefold.checkpoint.pieces import Box, Piece, Pieces
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.state import MODEL, model_key
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
-from fivefold.errors import UserError
-from fivefold.files import Progress, whole_or_nothing
-from fivefold.hf_config import HF_CONFIG, read_hf_config, to_hf_config
+from fivefold.job.config import Job, RunConfig, to_toml
 from fivefold.model.hf import Source, source
-from fivefold.spec import ModelSpec, Parameter
-from fivefold.train.config import Job, RunConfig, to_toml
+from fivefold.spec.hf_config import HF_CONFIG, read_hf_config, to_hf_config
+from fivefold.spec.model import ModelSpec, Parameter
+from fivefold.support.errors import UserError
+from fivefold.support.files import Progress, whole_or_nothing
 
 T = TypeVar("T")
 _PART = 1 << 30  # bytes that an import holds at a time

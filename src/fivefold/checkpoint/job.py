@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 
 from fivefold.checkpoint.store import Checkpoint
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.train.config import Job
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
+from fivefold.support.errors import UserError
 
 
 def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | None = None) -> Job:

@@ -7,8 +7,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fivefold.checkpoint.pieces import LoadPlan, Pieces, quietly
 from fivefold.checkpoint.store import Checkpoint, Damaged, Store
-from fivefold.errors import UserError
-from fivefold.train.control import Control
+from fivefold.parallel.control import Control
+from fivefold.support.errors import UserError
 
 Say = Callable[[str], None]
 

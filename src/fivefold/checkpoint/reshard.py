@@ -7,18 +7,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from fivefold.buckets import held
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.pieces import Box, Piece, Pieces
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.state import keys
 from fivefold.checkpoint.store import Checkpoint, Store
-from fivefold.files import Progress
-from fivefold.layout import Layout
-from fivefold.plan.traffic import Seat
+from fivefold.layout.buckets import held
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import stages_of
+from fivefold.plan.cost.traffic import Seat
 from fivefold.schedule.catalogue import placement
-from fivefold.spec import ModelSpec
-from fivefold.stages import stages_of
+from fivefold.spec.model import ModelSpec
+from fivefold.support.files import Progress
 
 
 def reshard(

@@ -20,16 +20,16 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fivefold.checkpoint.host_staging import Snapshot, Staging
 from fivefold.checkpoint.pieces import Pieces, SavePlan, quietly
-from fivefold.checkpoint.staging import Snapshot, Staging
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
 from fivefold.checkpoint.writer import Writer, planned
-from fivefold.errors import TrainingError
-from fivefold.files import File, Progress, hashed
-from fivefold.train.config import CheckpointConfig
-from fivefold.train.control import Control
-from fivefold.train.cores import for_files
-from fivefold.words import bytes_text
+from fivefold.job.config import CheckpointConfig
+from fivefold.launch.cores import for_files
+from fivefold.parallel.control import Control
+from fivefold.support.errors import TrainingError
+from fivefold.support.files import File, Progress, hashed
+from fivefold.support.formatting import bytes_text
 
 T = TypeVar("T")
 

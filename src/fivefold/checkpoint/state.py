@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from fivefold.checkpoint.pieces import Piece
-from fivefold.parallel.data import Weights
-from fivefold.train.optimizer import MOMENTS, Optimizer
+from fivefold.optimizers.optimizer import MOMENTS, Optimizer
+from fivefold.parallel.zero import Weights
 
 MODEL = "model"
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model

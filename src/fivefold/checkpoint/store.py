@@ -21,10 +21,11 @@ from typing import Any
 import msgspec
 from msgspec import field
 
-from fivefold import __version__, faults
-from fivefold.errors import UserError
-from fivefold.files import File, Progress, digest, sync
-from fivefold.train.cores import for_files, side_by_side
+from fivefold import __version__
+from fivefold.launch import faults
+from fivefold.launch.cores import for_files, side_by_side
+from fivefold.support.errors import UserError
+from fivefold.support.files import File, Progress, digest, sync
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
-from fivefold import faults
-from fivefold.errors import UserError
-from fivefold.files import File, HashedFile
-from fivefold.train.cores import side_by_side
-from fivefold.words import bytes_text
+from fivefold.launch import faults
+from fivefold.launch.cores import side_by_side
+from fivefold.support.errors import UserError
+from fivefold.support.files import File, HashedFile
+from fivefold.support.formatting import bytes_text
 
 LEAST = 1 << 28  # bytes: what is smaller than two of these is not worth a second file
 

@@ -23,7 +23,6 @@ from fivefold.cli import (
     data,
     dryrun,
     generate,
-    hf,
     models,
     plan,
     schedules,
@@ -34,8 +33,9 @@ from fivefold.cli import (
     verify,
     zero,
 )
-from fivefold.errors import Note, PeerLost, TrainingError, UserError
-from fivefold.train.allocator import keep_freed_memory
+from fivefold.cli import huggingface as hf
+from fivefold.launch.allocator import keep_freed_memory
+from fivefold.support.errors import Note, PeerLost, TrainingError, UserError
 
 app = typer.Typer(
     name="fivefold",

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fivefold.cli.words import JobWords, split
-from fivefold.errors import UserError
+from fivefold.cli.job_args import JobWords, split
+from fivefold.support.errors import UserError
 
 SHORT = "Measure how fast things are.  [dim]fivefold bench attention --tp 2[/]"
 
@@ -24,7 +24,7 @@ def schedules(as_json: Annotated[bool, typer.Option("--json", help="For scripts.
 
       fivefold bench schedules
     """
-    from fivefold.schedule.benchmark import CASES, best
+    from fivefold.bench.schedules import CASES, best
     from fivefold.schedule.tables import benchmark_rows, benchmark_table
 
     timings = [best(case) for case in CASES]
@@ -48,7 +48,7 @@ def plan(
     """
     from rich.table import Table
 
-    from fivefold.plan.benchmark import QUESTIONS, measure
+    from fivefold.bench.plan import QUESTIONS, measure
 
     timings = [measure(question, rounds) for question in QUESTIONS]
     if as_json:
@@ -91,7 +91,7 @@ def attention(
 
       fivefold bench attention --dtype float64 --json
     """
-    from fivefold.prove.attention import Shape, measure, report, rows
+    from fivefold.bench.attention import Shape, measure, report, rows
 
     shape = Shape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype, rounds)
     result = measure(shape)
@@ -128,7 +128,7 @@ def pipeline(
 
       fivefold bench pipeline --pp 4 --layers 16 --json
     """
-    from fivefold.prove import bench_pipeline
+    from fivefold.bench import pipeline as bench_pipeline
 
     shape = bench_pipeline.Shape(pp, microbatches, hidden, layers, seq, batch, rounds)
     result = bench_pipeline.measure(shape)
@@ -165,9 +165,9 @@ def checkpoint(
 
     import msgspec
 
-    from fivefold.prove import bench_checkpoint
-    from fivefold.train.config import read_job
-    from fivefold.train.preflight import preflight
+    from fivefold.bench import checkpoint as bench_checkpoint
+    from fivefold.job.config import read_job
+    from fivefold.job.preflight import preflight
 
     if min(rounds, steps) < 1:
         raise UserError(f"--rounds {rounds} and --steps {steps} must be at least 1")
@@ -221,9 +221,9 @@ def steps(
     """
     import sys
 
-    from fivefold.accelerators import find_accelerator
-    from fivefold.cluster import Cluster
-    from fivefold.prove import bench_steps
+    from fivefold.bench import steps as bench_steps
+    from fivefold.hardware.accelerators import find_accelerator
+    from fivefold.hardware.cluster import Cluster
 
     problems: list[str] = [f"--steps {count} must be at least 1"] if count < 1 else []
     if dtype not in ("auto", "float32", "float64", "bfloat16"):

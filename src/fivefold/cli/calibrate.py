@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.prove.calibrate_fit import Row
+    from fivefold.calibrate.fit import Row
 
 SHORT = "Measure this device for the planner.  [dim]fivefold calibrate -o mine.toml[/]"
 
@@ -44,10 +44,10 @@ def calibrate(
         raise UserError(f"-o {output} must be a file of an existing directory, with a name that ends in .toml")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("calibrate starts its own ranks, one for each GPU of this machine; run it without a launcher")
-    from fivefold.prove.accelerator_file import to_toml
-    from fivefold.prove.calibrate import STEPS, device_name
-    from fivefold.prove.calibrate import calibrate as measure
-    from fivefold.train.device import choose_device
+    from fivefold.calibrate.accelerator_file import to_toml
+    from fivefold.calibrate.calibrate import STEPS, device_name
+    from fivefold.calibrate.calibrate import calibrate as measure
+    from fivefold.launch.device import choose_device
 
     chosen = choose_device(device)
     console = Console(stderr=True)

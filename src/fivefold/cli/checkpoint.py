@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fivefold.cli.progress import bytes_bar
-from fivefold.errors import UserError
-from fivefold.files import whole_or_nothing
-from fivefold.words import bytes_text
+from fivefold.support.errors import UserError
+from fivefold.support.files import whole_or_nothing
+from fivefold.support.formatting import bytes_text
 
 SHORT = "List, show, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
 
@@ -36,7 +36,7 @@ def ls(run: Run, as_json: Json = False) -> None:
       fivefold checkpoint ls runs/demo --json
     """
     from fivefold.checkpoint.find import store_of
-    from fivefold.layout import Layout
+    from fivefold.layout.layout import Layout
 
     store = store_of(run)
     rows: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def show(run: Run, step: Step = None, as_json: Json = False) -> None:
       fivefold checkpoint show runs/demo --step 100 --json
     """
     from fivefold.checkpoint.find import find
-    from fivefold.layout import Layout
+    from fivefold.layout.layout import Layout
 
     one = find(run, step)
     manifest = one.manifest
@@ -185,9 +185,9 @@ def reshard(
     from fivefold.checkpoint.job import job_of
     from fivefold.checkpoint.reshard import reshard as cut
     from fivefold.checkpoint.store import Store
-    from fivefold.hf_config import HF_CONFIG
-    from fivefold.layout import Layout
-    from fivefold.train.config import to_toml
+    from fivefold.job.config import to_toml
+    from fivefold.layout.layout import Layout
+    from fivefold.spec.hf_config import HF_CONFIG
 
     one = find(run, step)
     wanted = Layout.parse(layout)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fivefold.errors import UserError
-from fivefold.words import either
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import either
 
 if TYPE_CHECKING:
-    from fivefold.cluster import Cluster
-    from fivefold.plan.context import Case
-    from fivefold.spec import ModelSpec
+    from fivefold.hardware.cluster import Cluster
+    from fivefold.plan.context.methods import Case
+    from fivefold.spec.model import ModelSpec
 
 SHORT = "Compare ring, all-gather and Ulysses.  [dim]fivefold context --seq 131072 --cp 16[/]"
 MODEL = "llama3-405b"
@@ -52,9 +52,9 @@ def context(
     """
     from dataclasses import replace
 
-    from fivefold.cluster import Cluster
-    from fivefold.plan import context_report as report
-    from fivefold.plan.software import software_of
+    from fivefold.hardware.cluster import Cluster
+    from fivefold.plan.context import report
+    from fivefold.plan.cost.software import software_of
 
     spec, machines = _spec(model, heads, kv_heads, head_dim), Cluster.parse(cluster)
     stack = software_of(software)
@@ -72,8 +72,8 @@ def context(
 
 
 def _spec(model: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> "ModelSpec":
-    from fivefold.presets import preset
-    from fivefold.spec import ModelSpec
+    from fivefold.spec.model import ModelSpec
+    from fivefold.spec.presets import preset
 
     name = model or MODEL
     if heads is None:
@@ -96,11 +96,11 @@ def _spec(model: str | None, heads: int | None, kv_heads: int | None, head_dim: 
 
 def _case(spec: "ModelSpec", machines: "Cluster", seq: int, cp: int, tp: int | None) -> "Case":
     """Every problem at once."""
-    from fivefold.layout import Layout, tp_fits
-    from fivefold.plan.context import Case
-    from fivefold.plan.kernels import Device
-    from fivefold.plan.links import Wires
-    from fivefold.sharding import kv_head
+    from fivefold.layout.layout import Layout, tp_fits
+    from fivefold.layout.sharding import kv_head
+    from fivefold.plan.context.methods import Case
+    from fivefold.plan.cost.kernels import Device
+    from fivefold.plan.cost.links import Wires
 
     found, group = spec.problems(), machines.groups[0]
     if len(machines.groups) > 1:

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fivefold.cli.words import JobWords, split
-from fivefold.errors import UserError
+from fivefold.cli.job_args import JobWords, split
+from fivefold.support.errors import UserError
 
 SHORT = "Follow one process's loss curve.  [dim]fivefold curve layout=dp=2,tp=2 train.steps=50[/]"
 
@@ -30,10 +30,10 @@ def curve(
 
       fivefold curve job.toml layout=cp=4,cp_kind=ulysses --json
     """
-    from fivefold.prove.curve import follow, report, rows
-    from fivefold.train.config import read_job
-    from fivefold.train.preflight import preflight
-    from fivefold.train.room import proof_problems
+    from fivefold.job.config import read_job
+    from fivefold.job.memory_check import proof_problems
+    from fivefold.job.preflight import preflight
+    from fivefold.verify.curve import follow, report, rows
 
     path, changes = split(job)
     resolved = read_job(path, changes)

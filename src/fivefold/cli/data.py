@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fivefold.words import bytes_text, si
+from fivefold.support.formatting import bytes_text, si
 
 SHORT = "Token files.  [dim]fivefold data prepare essays/ -o tokens/; fivefold data check tokens/[/]"
 

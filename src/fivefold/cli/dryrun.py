@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fivefold.errors import UserError
-from fivefold.words import bytes_text
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import bytes_text
 
 if TYPE_CHECKING:
-    from fivefold.cluster import Cluster
-    from fivefold.dry.world import Kernels
-    from fivefold.prove.against import Against
-    from fivefold.train.config import Job
+    from fivefold.dryrun.world import Kernels
+    from fivefold.hardware.cluster import Cluster
+    from fivefold.job.config import Job
+    from fivefold.verify.dry_vs_plan import Against
 
 _TRIED = 3  # changes that are run before none is said to do
 SHORT = "Run any rank of any world, dry.  [dim]fivefold dryrun llama3-70b --layout dp=8,tp=8,zero=3,sp --batch 8[/]"
@@ -69,7 +69,7 @@ def dryrun(
         _check_weights(job, weights)
     found = _run_all(job, chosen, machines, quiet=as_json, kernels=kernels)
     if output is not None:
-        from fivefold.dry.picture import curve
+        from fivefold.dryrun.picture import curve
 
         output.write_text(curve([one.dry for one in found], machines.groups[0].accelerator.memory))
     advice = _advice(job, found, machines)
@@ -88,8 +88,8 @@ def dryrun(
 def _job(words: list[str], layout: str | None, batch: int | None, seq: int | None) -> "Job":
     from msgspec import structs
 
-    from fivefold.cli.asked import read_model
-    from fivefold.layout import Layout
+    from fivefold.cli.parse_args import read_model
+    from fivefold.layout.layout import Layout
 
     job, named = read_model(words)
     chosen = Layout.parse(layout) if layout is not None else job.layout
@@ -111,7 +111,7 @@ def _job(words: list[str], layout: str | None, batch: int | None, seq: int | Non
 
 
 def _machines(text: str, world: int) -> "Cluster":
-    from fivefold.cli.asked import read_cluster
+    from fivefold.cli.parse_args import read_cluster
 
     machines: Cluster = read_cluster(text or (f"{world}xH100" if world <= 8 else f"{-(-world // 8)}x8xH100"))
     if text and machines.world != world:
@@ -164,8 +164,8 @@ def _check_weights(job: "Job", directory: Path) -> None:
 
 
 def _run_all(job: "Job", chosen: list[int], machines: "Cluster", quiet: bool, kernels: "Kernels") -> "list[Against]":
-    from fivefold.dry.run import dry_run
-    from fivefold.prove.against import against
+    from fivefold.dryrun.run import dry_run
+    from fivefold.verify.dry_vs_plan import against
 
     console = Console(stderr=True)
     found = []
@@ -186,10 +186,10 @@ def _advice(job: "Job", found: "list[Against]", machines: "Cluster") -> str:
         return ""
     from msgspec import structs
 
-    from fivefold.dry.run import dry_run
-    from fivefold.plan.explain import neighbours
-    from fivefold.plan.search import weigh
-    from fivefold.prove.against import against, case_of
+    from fivefold.dryrun.run import dry_run
+    from fivefold.plan.search.explain import neighbours
+    from fivefold.plan.search.search import weigh
+    from fivefold.verify.dry_vs_plan import against, case_of
 
     largest = max(worst.room.parts.items(), key=lambda part: part[1])
     stage = worst.dry.place["pp"]

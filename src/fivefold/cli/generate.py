@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 SHORT = 'Let a model speak.  [dim]fivefold generate runs/demo --prompt "def "[/]'
 
@@ -44,13 +44,13 @@ def generate(
 
       fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
     """
-    from fivefold.generate.ask import Question, ask
-    from fivefold.generate.taste import Taste
+    from fivefold.generate.request import Question, ask
+    from fivefold.generate.sampling import Sampling
 
     if bool(prompt) == bool(tokens):
         raise UserError("give a --prompt, or --tokens, and not both")
-    taste = Taste(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    question = Question(source.expanduser(), step, layout, dtype, device, count, taste, timeout)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    question = Question(source.expanduser(), step, layout, dtype, device, count, sampling, timeout)
     console = Console(highlight=False, soft_wrap=True)
 
     def stream(text: str) -> None:

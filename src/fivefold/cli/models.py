@@ -7,10 +7,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fivefold.hf_config import read_hf_config
-from fivefold.presets import PRESETS, preset
-from fivefold.spec import ModelSpec
-from fivefold.words import si
+from fivefold.spec.hf_config import read_hf_config
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.formatting import si
 
 SHORT = "The presets: parameters and FLOPs per token.  [dim]fivefold models --seq 8192[/]"
 

@@ -8,13 +8,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fivefold.cli.asked import read_cluster, read_fixed, read_model
-from fivefold.errors import UserError
-from fivefold.words import si
+from fivefold.cli.parse_args import read_cluster, read_fixed, read_model
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import si
 
 if TYPE_CHECKING:
-    from fivefold.plan.search import Option, Plan
-    from fivefold.plan.time import Case
+    from fivefold.plan.cost.time import Case
+    from fivefold.plan.search.search import Option, Plan
 
 PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
 SIMULATE = "Time a layout's step.  [dim]fivefold simulate llama3-8b --layout dp=8,zero=1 --cluster 8xH100[/]"
@@ -73,8 +73,8 @@ def plan(
 
       fivefold plan llama3-70b --cluster 8xH100 --inference
     """
-    from fivefold.plan.advice import simplest
-    from fivefold.plan.search import search
+    from fivefold.plan.search.advice import simplest
+    from fivefold.plan.search.search import search
 
     if inference:
         from fivefold.cli.serve import serve
@@ -107,7 +107,7 @@ def _answer(
     case: "Case", found: "Plan", chosen: "Option", given: "Option | None", top: int, price: float | None
 ) -> dict[str, Any]:
     """For scripts."""
-    from fivefold.plan.explain import neighbours
+    from fivefold.plan.search.explain import neighbours
     from fivefold.plan.tables import to_dict
 
     shown: dict[str, Any] = {
@@ -181,9 +181,9 @@ def simulate(
 
 def _case(words: list[str], cluster: str, batch: int | None, seq: int | None, precision: str, software: str) -> "Case":
     """Everything that is asked, checked; the layout stays open."""
-    from fivefold.layout import Layout
-    from fivefold.plan.software import software_of
-    from fivefold.plan.time import Case
+    from fivefold.layout.layout import Layout
+    from fivefold.plan.cost.software import software_of
+    from fivefold.plan.cost.time import Case
 
     job, named = read_model(words)
     machines = read_cluster(cluster)
@@ -216,9 +216,9 @@ def _usual(world: int, seq: int) -> int:
 def _given(case: "Case", text: str) -> "Option":
     from dataclasses import replace
 
-    from fivefold.layout import Layout
-    from fivefold.plan.mixed import groups_of
-    from fivefold.plan.search import weigh
+    from fivefold.layout.layout import Layout
+    from fivefold.plan.search.mixed import groups_of
+    from fivefold.plan.search.search import weigh
 
     layout = Layout.parse(text)
     problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch)
@@ -267,7 +267,7 @@ def _write(option: "Option", words: list[str], path: Path) -> None:
     """The job that the option is, with everything else as the job file or the defaults say."""
     from msgspec import structs
 
-    from fivefold.train.config import to_toml
+    from fivefold.job.config import to_toml
 
     job, _ = read_model(words)
     case = option.case
@@ -297,7 +297,7 @@ def _show(
     price: float | None,
 ) -> None:
     from fivefold.plan import tables
-    from fivefold.plan.explain import difference, neighbours
+    from fivefold.plan.search.explain import difference, neighbours
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=150)
@@ -336,7 +336,7 @@ def _better_batch(option: "Option") -> str:
     """A batch nearby that deals out better over the GPUs, where the given one does so badly."""
     from dataclasses import replace
 
-    from fivefold.plan.search import search
+    from fivefold.plan.search.search import search
 
     case, gpus = option.case, option.case.cluster.groups[0].gpus
     unit = min(gpus, case.cluster.world)
@@ -364,7 +364,7 @@ def _hosts(option: "Option") -> str:
 
 
 def _warn(console: Console, option: "Option") -> None:
-    from fivefold.plan.footprint import HEADROOM
+    from fivefold.plan.cost.footprint import HEADROOM
 
     room = option.footprint
     grown = max(room.parts.items(), key=lambda part: part[1])

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.schedule.compare import Wish
@@ -165,7 +165,7 @@ def schedules(
       fivefold schedules --published
     """
     from fivefold.schedule import CATALOGUE, tables
-    from fivefold.schedule.interleaved import legal_groups
+    from fivefold.schedule.builders.interleaved import legal_groups
 
     console = Console(highlight=False)
     if published:

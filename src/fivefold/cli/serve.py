@@ -17,9 +17,9 @@ def serve(
     as_json: bool,
 ) -> None:
     """Plan serving, and show it. `targets` are seconds to the first token, and per token after it."""
-    from fivefold.cli.asked import read_cluster, read_model
-    from fivefold.plan import serve as serving
-    from fivefold.plan.serve_tables import whole
+    from fivefold.cli.parse_args import read_cluster, read_model
+    from fivefold.plan.serving import serve as serving
+    from fivefold.plan.serving.tables import whole
 
     job, _ = read_model(words)
     first, next_one = targets

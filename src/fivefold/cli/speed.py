@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from fivefold.errors import UserError
-from fivefold.words import counted
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import counted
 
 if TYPE_CHECKING:
-    from fivefold.accelerators import Accelerator
-    from fivefold.prove.calibrate import Samples
-    from fivefold.prove.contest import Contest, Result
+    from fivefold.bench.comparison import Contest, Result
+    from fivefold.calibrate.calibrate import Samples
+    from fivefold.hardware.accelerators import Accelerator
 
 Changes = Annotated[
     list[str] | None,
@@ -66,7 +66,7 @@ def overhead(changes: Changes = None, rounds: Rounds = 7, output: Output = None,
 
       fivefold bench overhead model.layers=2 model.hidden=256 --rounds 11
     """
-    from fivefold.prove.contest import ALONE, OURS, Contest, base_job
+    from fivefold.bench.comparison import ALONE, OURS, Contest, base_job
 
     contest = Contest(base_job(changes or []), (ALONE[0], OURS, ALONE[1]), rounds)
     _compare(contest, output, as_json, "overhead")
@@ -91,7 +91,7 @@ def peers(
 
       fivefold bench peers --only tp,pp model.layers=4
     """
-    from fivefold.prove.contest import ALONE, OURS, PEERS, Contest, base_job
+    from fivefold.bench.comparison import ALONE, OURS, PEERS, Contest, base_job
 
     if ranks < 2:
         raise UserError(f"--ranks {ranks} is no company; nearest: --ranks 2")
@@ -141,9 +141,9 @@ def scaling(
 
       fivefold bench scaling --ranks 16 --predict
     """
-    from fivefold.prove import contest_report
-    from fivefold.prove.contest import base_job
-    from fivefold.prove.scaling import contests, layouts, rows
+    from fivefold.bench import comparison_report as contest_report
+    from fivefold.bench.comparison import base_job
+    from fivefold.bench.scaling import contests, layouts, rows
 
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
@@ -204,7 +204,7 @@ def train(
 
       fivefold bench train job.toml --json
     """
-    from fivefold.prove import bench_train
+    from fivefold.bench import train as bench_train
 
     job = bench_train.job_of(words)
     contestants = bench_train.systems(job, against)
@@ -223,7 +223,7 @@ def train(
 
 
 def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
-    from fivefold.prove.contest import check, measure
+    from fivefold.bench.comparison import check, measure
 
     for contest in contests:  # all of them before the first process starts
         check(contest)
@@ -241,14 +241,14 @@ def _measured(*contests: "Contest") -> "Iterator[tuple[Contest, Result]]":
 
 def _cores(lone: "list[Samples]", busy: int) -> "dict[int, Accelerator]":
     """What one reaches by itself, to which this adds a moment, and while so many are at work."""
-    from fivefold.prove.calibrate import core_samples, usual_core
+    from fivefold.calibrate.calibrate import core_samples, usual_core
 
     lone += core_samples(1)
     return {1: usual_core(lone, 1), busy: usual_core(core_samples(busy), busy)}
 
 
 def _compare(contest: "Contest", output: Path | None, as_json: bool, name: str) -> None:
-    from fivefold.prove import contest_report
+    from fivefold.bench import comparison_report as contest_report
 
     ((_, result),) = _measured(contest)
     shown = {"bench": name} | contest_report.as_json(contest, result)

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fivefold.cli.words import JobWords, split
-from fivefold.errors import UserError
+from fivefold.cli.job_args import JobWords, split
+from fivefold.support.errors import UserError
 
 SHORT = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
 
@@ -37,13 +37,13 @@ def trace(
 
       fivefold trace job.toml trace.steps=10 --json
     """
-    from fivefold.prove.trace import short
-    from fivefold.prove.trace import trace as run
+    from fivefold.job.config import read_job
+    from fivefold.job.preflight import preflight
     from fivefold.trace.chrome import write
     from fivefold.trace.report import rows, show
     from fivefold.trace.summary import Summary
-    from fivefold.train.config import read_job
-    from fivefold.train.preflight import preflight
+    from fivefold.train.traced import short
+    from fivefold.train.traced import trace as run
 
     if not output.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {output.parent}")

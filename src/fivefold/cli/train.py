@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fivefold import faults
-from fivefold.cli.words import JobWords, split
-from fivefold.errors import PeerLost, UserError
+from fivefold.cli.job_args import JobWords, split
+from fivefold.launch import faults
+from fivefold.support.errors import PeerLost, UserError
 
 if TYPE_CHECKING:
-    from fivefold.train.config import Job
-    from fivefold.train.preflight import Sources
-    from fivefold.train.world import World
+    from fivefold.job.config import Job
+    from fivefold.job.preflight import Sources
+    from fivefold.launch.world import World
 
 SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
 
@@ -58,9 +58,9 @@ def train(
 
       fivefold train job.toml --check
     """
-    from fivefold.train.config import read_job, to_toml
-    from fivefold.train.preflight import preflight
-    from fivefold.train.world import current_world
+    from fivefold.job.config import read_job, to_toml
+    from fivefold.job.preflight import preflight
+    from fivefold.launch.world import current_world
 
     path, changes = split(job)
     world = current_world()
@@ -93,8 +93,8 @@ def _check(nproc: int, restarts: int, world: "World") -> None:
 
 def _launch(nproc: int, words: list[str], job: "Job", restarts: int) -> int:
     """As ranks of this machine, which are started again when they fail; the exit code."""
-    from fivefold.train.launch import INTERRUPTED, TERMINATED, launch
-    from fivefold.train.world import RESTARTS, RUN
+    from fivefold.launch.local import INTERRUPTED, TERMINATED, launch
+    from fivefold.launch.world import RESTARTS, RUN
 
     os.environ.setdefault(RUN, uuid.uuid4().hex)
     for number in range(restarts + 1):
@@ -109,7 +109,7 @@ def _launch(nproc: int, words: list[str], job: "Job", restarts: int) -> int:
 
 def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:
     """As the one rank that this process is; the exit code."""
-    from fivefold.train.launch import INTERRUPTED, TERMINATED
+    from fivefold.launch.local import INTERRUPTED, TERMINATED
     from fivefold.train.loop import Stopped
     from fivefold.train.run import Options, run_job
 

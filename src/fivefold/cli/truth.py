@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.truth.cases import Measured
@@ -28,7 +28,7 @@ def truth(
         typer.Option("--leave-out", help="Also predict each source with constants fitted without it (minutes)."),
     ] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the constants to the runs, and print them.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="With --fit: keep them in achieved.toml.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="With --fit: keep them in efficiency.toml.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help=".svg: predicted against measured.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: every row's prediction.")] = False,
 ) -> None:

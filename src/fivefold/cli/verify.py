@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.prove.layouts import Case
-    from fivefold.prove.verdict import Verdict
-    from fivefold.prove.verify import Judge
-    from fivefold.train.config import Job
+    from fivefold.job.config import Job
+    from fivefold.verify.layouts import Case
+    from fivefold.verify.verdict import Verdict
+    from fivefold.verify.verify import Judge
 
 SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
 # Models of its own size, so that a layout takes a second: the families of the presets, narrow.
@@ -69,8 +69,8 @@ def verify(
 
       fivefold verify --all --world 8 --sample 30 --json
     """
-    from fivefold.prove.layouts import Case, all_cases, covered, pairwise
-    from fivefold.prove.verify import Judge
+    from fivefold.verify.layouts import Case, all_cases, covered, pairwise
+    from fivefold.verify.verify import Judge
 
     _check(layout, everything, world, sample, timeout)
     world = 4 if world is None else world
@@ -114,7 +114,7 @@ def _check(layout: str, everything: bool, world: int | None, sample: int | None,
 
 def _layers(text: str) -> int:
     """As many as a layout says, or as it needs to fill its stages; the ends may have none but embedding and head."""
-    from fivefold.layout import Layout
+    from fivefold.layout.layout import Layout
 
     layout = Layout.parse(text)
     return sum(layout.split) or max(_LAYERS, layout.stages - 2)
@@ -123,9 +123,9 @@ def _layers(text: str) -> int:
 def _job(
     layout: str, model: str, dtype: str, steps: int, seq: int, batch: int, device: str, changes: list[str]
 ) -> "Job":
-    from fivefold.prove.compare import OPTIMIZER
-    from fivefold.train.config import read_job
-    from fivefold.train.room import proof_problems
+    from fivefold.job.config import read_job
+    from fivefold.job.memory_check import proof_problems
+    from fivefold.verify.compare import OPTIMIZER
 
     settings = {
         "model.preset": model,
@@ -159,7 +159,7 @@ def _sweep(judge: "Judge", cases: list["Case"]) -> list[tuple["Case", "Verdict"]
 
 
 def _show_one(verdict: "Verdict", as_json: bool) -> None:
-    from fivefold.prove.tables import numbers, row
+    from fivefold.verify.tables import numbers, row
 
     if as_json:
         typer.echo(json.dumps(row(verdict)))
@@ -173,7 +173,7 @@ def _show_one(verdict: "Verdict", as_json: bool) -> None:
 
 
 def _show_all(judged: list[tuple["Case", "Verdict"]], total: list["Case"], share: float, as_json: bool) -> None:
-    from fivefold.prove.tables import row, summary
+    from fivefold.verify.tables import row, summary
 
     failing = [(case, verdict) for case, verdict in judged if not verdict.passed]
     if as_json:

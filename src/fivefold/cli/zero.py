@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fivefold.errors import UserError
-from fivefold.words import si
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import si
 
 SHORT = "Bytes by ZeRO stage, the paper's and ours.  [dim]fivefold zero 7.5e9 --ranks 64[/]"
 
@@ -29,7 +29,7 @@ def zero(
 
       fivefold zero llama3-8b --ranks 8
     """
-    from fivefold.plan.memory import OURS, PAPER
+    from fivefold.plan.cost.memory import OURS, PAPER
 
     count = parameters_of(model)
     rows = [
@@ -58,7 +58,7 @@ def zero(
 
 def parameters_of(text: str) -> float:
     """A number, or a model's."""
-    from fivefold.presets import preset
+    from fivefold.spec.presets import preset
 
     try:
         count = float(text)

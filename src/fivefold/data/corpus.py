@@ -15,7 +15,7 @@ from fivefold.data.index import is_prepared
 from fivefold.data.prepare import prepare
 from fivefold.data.progress import Report, quiet
 from fivefold.data.tokens import TokenStore
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 VALID = 0.05  # some 30 of 600 files: enough to tell learning from memorising
 

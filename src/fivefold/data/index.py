@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from fivefold.errors import UserError
-from fivefold.files import File
+from fivefold.support.errors import UserError
+from fivefold.support.files import File
 
 NAME = "index.json"
 VERSION = 1

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.mix import GOLDEN, U64, keyed, mix64
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 I64 = NDArray[np.int64]
 

@@ -21,7 +21,7 @@ from fivefold.data.writing.sink import Sink
 from fivefold.data.writing.sources import Meter, find_sources
 from fivefold.data.writing.staging import check_free, staged
 from fivefold.data.writing.tokenizer import load_tokenizer
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 T = TypeVar("T")
 

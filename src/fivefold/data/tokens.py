@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from fivefold.data.index import Index, Shard, read_index
 from fivefold.data.progress import Report, quiet
-from fivefold.errors import UserError
-from fivefold.files import digest
-from fivefold.words import did_you_mean
+from fivefold.support.errors import UserError
+from fivefold.support.files import digest
+from fivefold.support.formatting import did_you_mean
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold.model.local import Local
-from fivefold.model.place import Place
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
 
 
 class Cache:
@@ -19,15 +19,15 @@ class Cache:
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.turn = 0
 
-    def teach(self, verbs: Local) -> Local:
-        """The same verbs, but that attention also sees what it saw before."""
-        vars(verbs).update(sight=self.sight, attend=self.attend)
-        return verbs
+    def teach(self, ops: LocalOps) -> LocalOps:
+        """The same ops, but that attention also sees what it saw before."""
+        vars(ops).update(sight=self.sight, attend=self.attend)
+        return ops
 
     def forget(self) -> None:
         self.kept = []
 
-    def sight(self, place: Place) -> int:
+    def sight(self, place: TokenPositions) -> int:
         """How many tokens came before."""
         self.turn = 0
         return int(place.positions[0, 0])

@@ -3,24 +3,24 @@
 from pathlib import Path
 
 from fivefold.generate.choose import Chooser
-from fivefold.generate.speaker import Speaker
-from fivefold.generate.taste import Taste
+from fivefold.generate.generator import Generator
+from fivefold.generate.sampling import Sampling
+from fivefold.job.config import Job
+from fivefold.launch.device import choose_device
+from fivefold.launch.ranks import Rank
 from fivefold.parallel.mesh import Mesh
-from fivefold.prove.ranks import Rank
-from fivefold.train.config import Job
-from fivefold.train.device import choose_device
 
 
 def speak(
-    rank: Rank, job: Job, weights: str, prompts: list[list[int]], count: int, taste: Taste, end: set[int]
+    rank: Rank, job: Job, weights: str, prompts: list[list[int]], count: int, sampling: Sampling, end: set[int]
 ) -> list[list[int]]:
     if rank.world > 1:
         rank.join("gloo")
     device = choose_device(job.train.device, rank.number)
     mesh = Mesh.of(job.layout, device) if rank.world > 1 else Mesh(job.layout, device)
-    speaker = Speaker(job, mesh, Path(weights), max(map(len, prompts)) + count)
-    return [list(speaker.speak(prompt, count, Chooser(taste), end)) for prompt in prompts]
+    generator = Generator(job, mesh, Path(weights), max(map(len, prompts)) + count)
+    return [list(generator.speak(prompt, count, Chooser(sampling), end)) for prompt in prompts]
 
 
-def alone(job: Job, weights: Path, length: int) -> Speaker:
-    return Speaker(job, Mesh(job.layout, choose_device(job.train.device)), weights, length)
+def alone(job: Job, weights: Path, length: int) -> Generator:
+    return Generator(job, Mesh(job.layout, choose_device(job.train.device)), weights, length)

@@ -7,8 +7,8 @@ from fivefold.checkpoint.store import Checkpoint
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.index import read_index
 from fivefold.data.writing.tokenizer import ByteTokenizer, load_tokenizer
-from fivefold.errors import UserError
-from fivefold.train.config import Job
+from fivefold.job.config import Job
+from fivefold.support.errors import UserError
 
 
 class Text:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fivefold.model.dtypes import wide
-from fivefold.model.place import Place
+from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import Spans, causal_spans, check_runs
 
 _aten = torch.ops.aten
@@ -127,10 +127,10 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """Documents of whole rows on a GPU: as spans for the kernels that pack them, as a mask for the others."""
 
-    place: Place
+    place: TokenPositions
 
     @cached_property
     def spans(self) -> Spans:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.layout import Recompute
+from fivefold.layout.layout import Recompute
+from fivefold.layout.stages import Stage
 from fivefold.model import rope
 from fivefold.model.compiled import compiled
 from fivefold.model.dropout import Dropout
 from fivefold.model.dtypes import wide
-from fivefold.model.head import Aim
-from fivefold.model.local import Local
-from fivefold.model.place import Place
+from fivefold.model.head import Targets
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import recomputed
-from fivefold.spec import ModelSpec
-from fivefold.stages import Stage
+from fivefold.spec.model import ModelSpec
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -52,20 +52,20 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
     return kind(width, eps=spec.norm_eps)
 
 
-def _compiled_run(recompute: Recompute, verbs: Local) -> Callable[..., Tensor]:
+def _compiled_run(recompute: Recompute, ops: LocalOps) -> Callable[..., Tensor]:
     """A graph that recomputes by itself knows what it needs; one that breaks cannot, nor (torch 2.13) with sharded
     weights: PyTorch would drop it, and run the block as it is. Then recomputation goes around the graphs."""
-    if recompute == "selective" and verbs.breaks:
+    if recompute == "selective" and ops.breaks:
         return recomputed(recompute)  # it keeps by operator, and sees none inside of graphs
-    if recompute == "full" and (verbs.sharded or verbs.breaks):
+    if recompute == "full" and (ops.sharded or ops.breaks):
         return partial(recomputed("full"), compiled(recomputed("none")))
     return compiled(recomputed(recompute, compile=True))
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, verbs: Local):
+    def __init__(self, spec: ModelSpec, ops: LocalOps):
         super().__init__()
-        self.verbs = verbs
+        self.ops = ops
         self.head_dim, width = spec.head_dim, spec.heads * spec.head_dim
         self.q = Linear(spec.hidden, width, bias=spec.bias)
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
@@ -75,13 +75,13 @@ class Attention(nn.Module):
         self.o = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
-        q, k, v = (self.heads(y) for y in self.verbs.columns(x, self.q, self.k, self.v))  # [B, H, S, D], K for k and v
+        q, k, v = (self.heads(y) for y in self.ops.columns(x, self.q, self.k, self.v))  # [B, H, S, D], K for k and v
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.verbs.norm(self.q_norm, q), self.verbs.norm(self.k_norm, k)
+            q, k = self.ops.norm(self.q_norm, q), self.ops.norm(self.k_norm, k)
         if rotation is not None:
             q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)
-        seen = self.verbs.attend(q, k, v, sight)
-        return self.verbs.rows(seen.transpose(1, 2).flatten(2), self.o)
+        seen = self.ops.attend(q, k, v, sight)
+        return self.ops.rows(seen.transpose(1, 2).flatten(2), self.o)
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, S, heads x D] -> [B, heads, S, D]"""
@@ -91,9 +91,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated (SwiGLU, arXiv 2002.05202) or plain, by the activation's name."""
 
-    def __init__(self, spec: ModelSpec, verbs: Local):
+    def __init__(self, spec: ModelSpec, ops: LocalOps):
         super().__init__()
-        self.verbs = verbs
+        self.ops = ops
         self.gate = Linear(spec.hidden, spec.ffn, bias=spec.bias) if spec.activation == "swiglu" else None
         self.up = Linear(spec.hidden, spec.ffn, bias=spec.bias)
         self.down = Linear(spec.ffn, spec.hidden, bias=spec.bias)
@@ -101,34 +101,34 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            (up,) = self.verbs.columns(x, self.up)
-            return self.verbs.rows(self.activation(up), self.down)
-        gate, up = self.verbs.columns(x, self.gate, self.up)
-        return self.verbs.rows(self.activation(gate) * up, self.down)
+            (up,) = self.ops.columns(x, self.up)
+            return self.ops.rows(self.activation(up), self.down)
+        gate, up = self.ops.columns(x, self.gate, self.up)
+        return self.ops.rows(self.activation(gate) * up, self.down)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, spec: ModelSpec, verbs: Local, layer: int, seed: int, run: Callable[..., Tensor] = AS_THEY_ARE):
+    def __init__(self, spec: ModelSpec, ops: LocalOps, layer: int, seed: int, run: Callable[..., Tensor] = AS_THEY_ARE):
         """`run` runs the steps: as they are, keeping less for the backward pass, or compiled."""
         super().__init__()
-        self.verbs, self.run = verbs, run
+        self.ops, self.run = ops, run
         self.attention_norm = norm(spec, spec.hidden)
-        self.attention = Attention(spec, verbs)
+        self.attention = Attention(spec, ops)
         self.attention_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.attention")
         self.mlp_norm = norm(spec, spec.hidden)
-        self.mlp = MLP(spec, verbs)
+        self.mlp = MLP(spec, ops)
         self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
 
-    def forward(self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
+    def forward(self, x: Tensor, place: TokenPositions, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
         """`place` is that of x's tokens; `rotation` and `sight` are those of all tokens that attention sees here."""
         return self.run(self.steps, x, place, rotation, sight)
 
-    def steps(self, x: Tensor, place: Place, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
-        seen = self.attention(self.verbs.norm(self.attention_norm, x), rotation, sight)
+    def steps(self, x: Tensor, place: TokenPositions, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
+        seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, sight)
         x = x + self.attention_dropout(seen, place)
-        return x + self.mlp_dropout(self.mlp(self.verbs.norm(self.mlp_norm, x)), place)
+        return x + self.mlp_dropout(self.mlp(self.ops.norm(self.mlp_norm, x)), place)
 
 
 class _Turned(NamedTuple):
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
     """Tokens [B, S] in, logits [B, S, V] out, or with an aim the sum of the losses.
 
     Parameter names are those of `spec.parameters()`.
-    `verbs` say how a layer's steps are done: on this device alone, or together with other ranks. With a `stage` it is a
+    `ops` say how a layer's steps are done: on this device alone, or together with other ranks. With a `stage` it is a
     part of the model: one that is not the first takes the residual stream [B, S, E] in, one that is not the last gives
     it out.
     """
@@ -153,44 +153,44 @@ class Decoder(nn.Module):
         spec: ModelSpec,
         recompute: Recompute = "none",
         seed: int = 0,
-        verbs: Local | None = None,
+        ops: LocalOps | None = None,
         stage: Stage | None = None,
         compile: bool = False,
     ):
         super().__init__()
         stage = stage or Stage(0, range(spec.layers), first=True, last=True)
-        self.spec, self.verbs, self.stage = spec, verbs or Local(), stage
+        self.spec, self.ops, self.stage = spec, ops or LocalOps(), stage
         embeds, learned = stage.first or (stage.last and spec.tied), stage.first and spec.positions == "learned"
         self.embedding = Embedding(spec.vocab, spec.hidden) if embeds else None
         self.positions = Embedding(spec.context, spec.hidden) if learned else None
         self.dropout = Dropout(spec.dropout, seed, "embedding")
-        run = _compiled_run(recompute, self.verbs) if compile else recomputed(recompute)
-        self.layers = nn.ModuleDict({str(n): Block(spec, self.verbs, n, seed, run) for n in stage.layers})
+        run = _compiled_run(recompute, self.ops) if compile else recomputed(recompute)
+        self.layers = nn.ModuleDict({str(n): Block(spec, self.ops, n, seed, run) for n in stage.layers})
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
         self._turned: _Turned | None = None
 
-    def forward(self, x: Tensor, place: Place | None = None, aim: Aim | None = None) -> Tensor:
-        place = place or Place.of(x)
-        here = self.verbs.residual(place)
+    def forward(self, x: Tensor, place: TokenPositions | None = None, aim: Targets | None = None) -> Tensor:
+        place = place or TokenPositions.of(x)
+        here = self.ops.residual(place)
         if self.stage.first:
             assert self.embedding is not None
-            x = self.verbs.embed(self.embedding, x)  # [B, S, E]
+            x = self.ops.embed(self.embedding, x)  # [B, S, E]
             if self.positions is not None:
-                x = x + self.verbs.look_up(self.positions, here.positions)
+                x = x + self.ops.look_up(self.positions, here.positions)
             x = self.dropout(x, here)
-        rotation, sight = self.rotation(place, x.dtype), self.verbs.sight(place)
+        rotation, sight = self.rotation(place, x.dtype), self.ops.sight(place)
         for block in self.layers.values():
             x = block(x, here, rotation, sight)
         if self.norm is None:
             return x
         table = self.head or self.embedding
         assert table is not None
-        x = self.verbs.norm(self.norm, x)
-        return self.verbs.logits(x, table) if aim is None else self.verbs.loss(x, table, aim)
+        x = self.ops.norm(self.norm, x)
+        return self.ops.logits(x, table) if aim is None else self.ops.loss(x, table, aim)
 
-    def rotation(self, place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def rotation(self, place: TokenPositions, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.model import random
-from fivefold.model.place import Place
+from fivefold.model.positions import TokenPositions
 
 
 class Dropout(nn.Module):
@@ -14,7 +14,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate, self.key = rate, random.key(seed, "dropout", name)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: TokenPositions) -> Tensor:
         if not self.training or self.rate == 0.0:
             return x
         features = torch.arange(-(-x.shape[-1] // 4), device=x.device)

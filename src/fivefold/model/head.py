@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.layout.sharding import slices
 from fivefold.model.compiled import compiled
 from fivefold.model.dtypes import wide
-from fivefold.sharding import slices
 
 
 @dataclass(frozen=True)
-class Aim:
+class Targets:
     """What the model should have said. [B, S]; only targets where `mask` is True count.
 
     `smoothing` moves that share of a target's probability evenly onto the vocabulary; `z_loss` adds that many times the
@@ -65,7 +65,7 @@ Report = Callable[[Tensor], None]
 def head_loss(
     x: Tensor,
     weight: Tensor,
-    aim: Aim,
+    aim: Targets,
     words: Vocabulary,
     put_off: Callable[[], Report | None] | None = None,
     compile: bool = False,
@@ -81,7 +81,7 @@ def head_loss(
 class HeadLoss(Function):
     @staticmethod
     def forward(
-        ctx: Any, words: Vocabulary, aim: Aim, put_off: Any, learning: bool, kernels: Any, x: Tensor, weight: Tensor
+        ctx: Any, words: Vocabulary, aim: Targets, put_off: Any, learning: bool, kernels: Any, x: Tensor, weight: Tensor
     ) -> Tensor:
         look, slope_of = kernels
         whole = words.gather(x)

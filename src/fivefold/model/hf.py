@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
-from fivefold.spec import ModelSpec
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
 
 _LLAMA = {
     "embedding": "model.embed_tokens",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from fivefold.model import random
-from fivefold.spec import ModelSpec, Parameter
+from fivefold.spec.model import ModelSpec, Parameter
 
 # Elements drawn at a time: scratch that stays in a CPU's cache, or kernels that fill a GPU.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}

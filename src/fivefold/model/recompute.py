@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fivefold.layout import Recompute
+from fivefold.layout.layout import Recompute
 
 _aten = torch.ops.aten
 _EXPENSIVE = {

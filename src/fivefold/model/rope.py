@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fivefold.spec import ModelSpec, RopeScaling
+from fivefold.spec.model import ModelSpec, RopeScaling
 
 
 def frequencies(spec: ModelSpec) -> Tensor:

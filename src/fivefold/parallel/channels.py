@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel.lost import reason
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.peer_errors import reason
 from fivefold.schedule.actions import RECEIVES, RECV_ACTIVATION, SEND_ACTIVATION, Action, Channel
 from fivefold.schedule.schedule import Schedule
 

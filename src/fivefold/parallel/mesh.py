@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fivefold.layout import Layout
+from fivefold.layout.layout import Layout
 from fivefold.schedule.catalogue import placement
 
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.errors import PeerLost
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Aim
-from fivefold.model.place import Place
+from fivefold.model.head import Targets
+from fivefold.model.positions import TokenPositions
 from fivefold.parallel.channels import Channels, Message, Silence
-from fivefold.parallel.data import Weights
-from fivefold.parallel.later import Later, Work
-from fivefold.parallel.lost import waiting, who
+from fivefold.parallel.deferred_wgrad import WeightGradQueue, Work
+from fivefold.parallel.peer_errors import waiting, who
+from fivefold.parallel.zero import Weights
 from fivefold.schedule.actions import GRADIENT_MAKERS, LAST_READERS, Action, Kind
 from fivefold.schedule.schedule import Schedule
+from fivefold.support.errors import PeerLost
 
 Watch = Callable[[Action], AbstractContextManager[None]]
 
@@ -31,8 +31,8 @@ class Microbatch:
     """What every stage may need of some samples: they are read on all ranks, and only the residual stream travels."""
 
     tokens: Tensor  # [B, S]
-    place: Place
-    aim: Aim | None = None  # none: nothing is learned, and the last stage gives logits
+    place: TokenPositions
+    aim: Targets | None = None  # none: nothing is learned, and the last stage gives logits
 
 
 class Pipeline:
@@ -42,7 +42,7 @@ class Pipeline:
         rank: int,
         stages: dict[int, Decoder],
         weights: Weights,
-        later: Later,
+        later: WeightGradQueue,
         channels: Channels,
         watch: Watch | None = None,
     ):
@@ -113,7 +113,7 @@ class Pipeline:
     def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Of the residual stream that travels."""
         model = next(iter(self.stages.values()))
-        return (*model.verbs.residual(microbatch.place).positions.shape, model.spec.hidden)
+        return (*model.ops.residual(microbatch.place).positions.shape, model.spec.hidden)
 
     def _do(self, action: Action) -> None:
         kind, stage, number, _ = action

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: the decoder's verbs over the tp axis (Megatron-LM, arXiv 1909.08053 and 2205.05198).
+"""Tensor and sequence parallelism: the decoder's ops over the tp axis (Megatron-LM, arXiv 1909.08053 and 2205.05198).
 
 Every rank holds a share of each matrix: columns of the outputs that heads and feed-forward units make (q, k, v, gate,
 up), rows of the inputs that they feed (o, down), and a range of the vocabulary. Collectives of [B, S, E] per layer:
@@ -21,10 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
+from fivefold.layout.sharding import chunk, kv_head, over_tp
 from fivefold.model.compiled import outside
-from fivefold.model.head import Aim, Vocabulary, head_loss
-from fivefold.model.local import Local
-from fivefold.model.place import Place
+from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import (
     all_gather,
@@ -34,19 +35,18 @@ from fivefold.parallel.collectives import (
     scatter_sequence,
     wait,
 )
-from fivefold.parallel.later import Deferral, Later, Target
+from fivefold.parallel.deferred_wgrad import Deferral, Target, WeightGradQueue
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.vocabulary import SharedVocabulary
-from fivefold.sharding import chunk, kv_head, over_tp
-from fivefold.spec import ModelSpec
+from fivefold.spec.model import ModelSpec
 
 
-class TensorParallel(Local):
-    """Weights are DTensors on the tp axis; the verbs compute with this rank's part and say what its gradient is."""
+class TensorParallel(LocalOps):
+    """Weights are DTensors on the tp axis; the ops compute with this rank's part and say what its gradient is."""
 
     sharded = True
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, later: Later | None = None):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None):
         """With `later`, linears can put off the gradients of their weights."""
         self.spec, self.axis, self.sp, self.later = spec, mesh.tp, mesh.layout.sp, later
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
@@ -88,7 +88,7 @@ class TensorParallel(Local):
 
     # ---- the residual stream -----------------------------------------------------------------------------------------
 
-    def residual(self, place: Place) -> Place:
+    def residual(self, place: TokenPositions) -> TokenPositions:
         if not self.sp:
             return place
         mine = chunk(place.positions.shape[1], self.axis.size, self.axis.rank)
@@ -149,16 +149,16 @@ class TensorParallel(Local):
         deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         return Columns.apply(self.axis, self.sp, deferral, x, self.local(table), None)[0]
 
-    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Targets) -> Tensor:
         deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
         return head_loss(x, self.local(table), aim, words, deferral.ready if deferral else None, self.compiled)
 
 
-class Split(Local):
-    """On one tp rank: the linears of `Local`, to the bit, whose weights' gradients can be put off."""
+class DeferredLocalOps(LocalOps):
+    """On one tp rank: the linears of `LocalOps`, to the bit, whose weights' gradients can be put off."""
 
-    def __init__(self, later: Later):
+    def __init__(self, later: WeightGradQueue):
         self.later, self.axis = later, Axis("tp")
         self.names: dict[nn.Module, str] = {}
 
@@ -180,7 +180,7 @@ class Split(Local):
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         return self.columns(x, table)[0] if isinstance(table, nn.Linear) else super().logits(x, table)
 
-    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Aim) -> Tensor:
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Targets) -> Tensor:
         words = Vocabulary(table.weight.shape[0])
         put_off = self._deferral(table).ready if isinstance(table, nn.Linear) else None
         return head_loss(x, table.weight, aim, words, put_off, self.compiled)
@@ -212,7 +212,7 @@ class Columns(Function):
         put_off = deferral is not None and deferral.collecting
         gathering = all_gather(x, axis) if sp and not put_off else x
         flat = [gradient.flatten(0, 1) for gradient in gradients]
-        # The last one first, as autograd would: one rank of this is `Local` to the bit.
+        # The last one first, as autograd would: one rank of this is `LocalOps` to the bit.
         dx = flat[-1] @ weights[-1]
         for gradient, weight in zip(flat[-2::-1], weights[-2::-1], strict=True):
             dx += gradient @ weight

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.layout.collective_cost import AXES, Kind, Traffic, total, wire
 from fivefold.parallel.mesh import Mesh
-from fivefold.wire import AXES, Kind, Traffic, total, wire
 
 SPACES = ("c10d", "_c10d_functional", "_dtensor")  # of the operators that communicate
 # The beginnings of the operators' names, without underscores and "_base", which tell variants of one thing apart.

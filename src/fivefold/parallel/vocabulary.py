@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from fivefold.layout.sharding import chunk
 from fivefold.model.head import Vocabulary
 from fivefold.parallel.collectives import all_reduce, gather_sequence, scatter_sequence, wait
 from fivefold.parallel.mesh import Axis
-from fivefold.sharding import chunk
 
 
 class SharedVocabulary(Vocabulary):

@@ -4,10 +4,10 @@ from typing import Any
 
 from rich.table import Table
 
-from fivefold.plan.explain import CAUSES, Neighbour, traffic
-from fivefold.plan.footprint import HEADROOM
-from fivefold.plan.search import Option
-from fivefold.words import si
+from fivefold.plan.cost.footprint import HEADROOM
+from fivefold.plan.search.explain import CAUSES, Neighbour, traffic
+from fivefold.plan.search.search import Option
+from fivefold.support.formatting import si
 
 DAY = 86_400
 GB = 1e9

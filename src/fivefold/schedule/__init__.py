@@ -11,8 +11,8 @@
 from fivefold.schedule.actions import ALL, Action, Channel, Kind
 from fivefold.schedule.catalogue import CATALOGUE, build, placement
 from fivefold.schedule.check import Problem, check, prove
+from fivefold.schedule.clock import Span
 from fivefold.schedule.costs import Costs, Link
-from fivefold.schedule.engine import Span
 from fivefold.schedule.files import load, save
 from fivefold.schedule.schedule import Placement, Promise, Schedule, live_counts, peak_live
 from fivefold.schedule.simulate import RankTime, Simulation, simulate

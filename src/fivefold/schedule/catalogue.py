@@ -3,21 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fivefold.errors import UserError
-from fivefold.layout import CHUNKED, LEAST, SCHEDULES
-from fivefold.schedule.auto import auto
-from fivefold.schedule.breadth_first import breadth_first
+from fivefold.layout.layout import CHUNKED, LEAST, SCHEDULES
+from fivefold.schedule.builders.auto import auto
+from fivefold.schedule.builders.breadth_first import breadth_first
+from fivefold.schedule.builders.dualpipe_v import dualpipe_v
+from fivefold.schedule.builders.gpipe import gpipe
+from fivefold.schedule.builders.interleaved import interleaved
+from fivefold.schedule.builders.naive import naive
+from fivefold.schedule.builders.one_f_one_b import one_f_one_b
+from fivefold.schedule.builders.v_half_min import v_half, v_min
+from fivefold.schedule.builders.zero_bubble import zb_h1, zb_h2
+from fivefold.schedule.builders.zero_bubble_v import zb_v
 from fivefold.schedule.costs import Costs
-from fivefold.schedule.dualpipe_v import dualpipe_v
-from fivefold.schedule.gpipe import gpipe
-from fivefold.schedule.interleaved import interleaved
-from fivefold.schedule.naive import naive
-from fivefold.schedule.one_f_one_b import one_f_one_b
-from fivefold.schedule.repeated import v_half, v_min
 from fivefold.schedule.schedule import Placement, Schedule
-from fivefold.schedule.zero_bubble import zb_h1, zb_h2
-from fivefold.schedule.zero_bubble_v import zb_v
-from fivefold.words import counted, did_you_mean, either
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import counted, did_you_mean, either
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fivefold.errors import UserError
 from fivefold.schedule.catalogue import CATALOGUE, build, entry_of
 from fivefold.schedule.check import prove
 from fivefold.schedule.files import load
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.schedule.times import Times
+from fivefold.support.errors import UserError
 
 SCHEDULE_FILES = (".txt", ".json")
 

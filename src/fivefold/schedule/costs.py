@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from fivefold.errors import UserError
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
 from fivefold.schedule.schedule import Placement
+from fivefold.support.errors import UserError
 
 Duration = float | Sequence[float]
 """One number: the time of a whole rank, shared evenly among its chunks. A sequence: one time per stage."""

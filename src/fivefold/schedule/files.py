@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from fivefold.errors import UserError
 from fivefold.schedule.check import check
 from fivefold.schedule.reader import Reading
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.text import read_json, read_text, to_json, to_text
 from fivefold.schedule.wording import shortened
+from fivefold.support.errors import UserError
 
 
 def save(schedule: Schedule, path: Path) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from fivefold.errors import UserError
 from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, Action, Channel, Kind
+from fivefold.support.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fivefold.errors import UserError
 from fivefold.schedule.actions import FORWARD, LAST_READERS
 from fivefold.schedule.check.deadlock import deadlock_sentence
+from fivefold.schedule.clock import Lane, Run, Span, run
 from fivefold.schedule.costs import Costs
-from fivefold.schedule.engine import Lane, Run, Span, run
 from fivefold.schedule.schedule import Schedule
+from fivefold.support.errors import UserError
 
 
 @dataclass(frozen=True)

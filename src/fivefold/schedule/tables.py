@@ -5,14 +5,14 @@ from typing import Any
 
 from rich.table import Table
 
-from fivefold.errors import UserError
+from fivefold.bench.schedules import Timing
 from fivefold.schedule.actions import SENDS
-from fivefold.schedule.benchmark import Timing
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.schedule.published import PUBLISHED, reproduce
 from fivefold.schedule.simulate import Simulation
 from fivefold.schedule.wording import figure
-from fivefold.words import bytes_text
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import bytes_text
 
 LEFT_ALIGNED = ("schedule", "model", "bubble by formula")
 

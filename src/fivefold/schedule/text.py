@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from fivefold.errors import UserError
 from fivefold.schedule.actions import MESSAGES, Action, tokens
 from fivefold.schedule.reader import Reader, Reading
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.wiring import wire
+from fivefold.support.errors import UserError
 
 WORDS = ("schedule", "messages")  # the keys that have words for values; the others have numbers
 

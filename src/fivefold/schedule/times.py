@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
-from fivefold.errors import UserError
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement
 from fivefold.schedule.wording import figure, shortened, whole_number
-from fivefold.words import did_you_mean
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
 
 PER_STAGE = ("f", "i", "w", "b", "fb")
 SINGLE = ("comm", "bytes", "bandwidth", "gather", "reduce", "step")

@@ -6,10 +6,10 @@ parameters, gradients and optimizer state (ZeRO stages 0 to 2; stage 3 gathers i
 
 from dataclasses import replace
 
-from fivefold.errors import UserError
 from fivefold.schedule.actions import COMPUTE, FORWARD, GATHER, LAST_READERS, REDUCE, STEP, Action
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.wiring import Order
+from fivefold.support.errors import UserError
 
 
 def with_zero(schedule: Schedule, zero: int) -> Schedule:

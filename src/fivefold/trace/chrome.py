@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, SEND_ACTIVATION, SEND_GRADIENT
-from fivefold.schedule.engine import Span
+from fivefold.schedule.clock import Span
 from fivefold.schedule.simulate import Simulation
 from fivefold.trace.records import Flight, RankTrace, Window
 from fivefold.trace.summary import Summary

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
+from fivefold.layout.collective_cost import Kind as Collective
 from fivefold.schedule.actions import (
     BACKWARD,
     FORWARD,
@@ -14,10 +15,9 @@ from fivefold.schedule.actions import (
     Action,
     Kind,
 )
-from fivefold.schedule.engine import Span
+from fivefold.schedule.clock import Span
 from fivefold.schedule.schedule import Schedule
 from fivefold.trace.intervals import Interval
-from fivefold.wire import Kind as Collective
 
 
 class Wait(NamedTuple):

@@ -6,10 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fivefold.support.formatting import bytes_text, counted
 from fivefold.trace.chrome import write
 from fivefold.trace.records import RankTrace, Trace
 from fivefold.trace.summary import Bubble, RankTime, Summary
-from fivefold.words import bytes_text, counted
 
 _PARTS = ("step", "compute", "exposed", "bubble", "optimizer", "other")
 _SHOWN = 16  # ranks that are listed one by one

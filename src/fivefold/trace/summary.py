@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import mean, median
 
+from fivefold.layout.collective_cost import AXES
 from fivefold.trace.intervals import Intervals, common, length, minus, union
 from fivefold.trace.predict import predict
 from fivefold.trace.records import RankTrace, Trace, Window, land
-from fivefold.wire import AXES
 
 
 @dataclass

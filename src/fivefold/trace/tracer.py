@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import COMPUTE, Action
-from fivefold.schedule.engine import Span
+from fivefold.schedule.clock import Span
 from fivefold.schedule.schedule import Schedule
 from fivefold.trace.clocks import against_rank_0
 from fivefold.trace.records import RankTrace, Trace, Update, Window

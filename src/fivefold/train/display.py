@@ -9,9 +9,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fivefold.support.formatting import bytes_text, si
 from fivefold.train.chart import chart
 from fivefold.train.records import Evaluation, Step
-from fivefold.words import bytes_text, si
 
 
 class Display:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import Batch
-from fivefold.model.head import Aim
-from fivefold.model.place import Place
+from fivefold.job.config import Job
+from fivefold.model.head import Targets
+from fivefold.model.positions import TokenPositions
+from fivefold.optimizers.optimizer import Optimizer
 from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.context import Context
-from fivefold.parallel.lost import waiting
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.peer_errors import waiting
 from fivefold.parallel.pipeline import Microbatch, Watch
-from fivefold.train.config import Job
 from fivefold.train.network import Network
-from fivefold.train.optimizer import Optimizer
 
 
 class Engine(Network):
@@ -59,10 +59,10 @@ class Engine(Network):
         if (positions := self.positions.get(share.tokens.shape)) is None:
             positions = torch.from_numpy(share.positions).to(self.mesh.device)
             self.positions[share.tokens.shape] = positions
-        place = Place(positions, samples, batch.tokens.shape[1])
+        place = TokenPositions(positions, samples, batch.tokens.shape[1])
         if self.job.data.document_mask:
             place = share.with_documents(place)
-        return Microbatch(tokens, place, Aim(targets, mask, **extras))
+        return Microbatch(tokens, place, Targets(targets, mask, **extras))
 
     def _share(self, total: Tensor, count: int) -> Tensor:
         """A microbatch's part of the mean over all target tokens of the global batch."""

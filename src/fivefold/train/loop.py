@@ -12,25 +12,25 @@ from typing import Protocol
 
 import torch
 
-from fivefold import faults
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.order import windows
 from fivefold.data.prefetch import prefetch
-from fivefold.errors import PeerLost, TrainingError
+from fivefold.job.config import Job
+from fivefold.job.learning_rate import learning_rate
+from fivefold.job.preflight import Sources
+from fivefold.launch import faults
+from fivefold.launch.device import peak_flops, peak_memory
 from fivefold.parallel.mesh import Mesh
+from fivefold.support.errors import PeerLost, TrainingError
 from fivefold.trace.records import Trace
 from fivefold.trace.tracer import tracer_of
-from fivefold.train.config import Job
-from fivefold.train.counted import Counted
-from fivefold.train.device import peak_flops, peak_memory
 from fivefold.train.engine import Engine
 from fivefold.train.listeners import Listener
-from fivefold.train.preflight import Sources
-from fivefold.train.rate import learning_rate
 from fivefold.train.records import Evaluation, Step
+from fivefold.train.step_counters import Counted
 
 
-class Keeper(Protocol):
+class Checkpointing(Protocol):
     """Whoever keeps the trainer's state."""
 
     def prepare(self) -> None:
@@ -66,7 +66,7 @@ class Trainer:
         self.done = 0  # steps, this run's and those of the checkpoint that it goes on from
         self.samples = 0  # of the data order that they were trained on
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
-        self.keeper: Keeper | None = None
+        self.keeper: Checkpointing | None = None
         self.stopped = False  # whether any has, and so all do, after this step
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
@@ -75,25 +75,25 @@ class Trainer:
         self,
         listeners: list[Listener],
         on_trace: Callable[[Trace], None] | None = None,
-        keeper: Keeper | None = None,
+        checkpointing: Checkpointing | None = None,
     ) -> Evaluation | None:
         """All steps that are left; returns the last look at the held-out data, if there is any.
 
         `on_trace` is given the trace of the steps that the job wants traced, if it does, on rank 0.
         """
         try:
-            return self._run(listeners, on_trace, keeper)
+            return self._run(listeners, on_trace, checkpointing)
         except TrainingError as error:
-            if keeper is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
-                keeper.settle()
+            if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
+                checkpointing.settle()
             raise
 
     def _run(
-        self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None, keeper: Keeper | None
+        self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None, checkpointing: Checkpointing | None
     ) -> Evaluation | None:
-        self.keeper = keeper
-        if keeper is not None:
-            keeper.prepare()
+        self.keeper = checkpointing
+        if checkpointing is not None:
+            checkpointing.prepare()
         every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self.reads())))
@@ -114,8 +114,8 @@ class Trainer:
                     if evaluation is not None:
                         for listener in listeners:
                             listener.on_evaluation(evaluation)
-                if keeper is not None:
-                    keeper.after(step, must=self.stopped or step == steps)
+                if checkpointing is not None:
+                    checkpointing.after(step, must=self.stopped or step == steps)
                 if self.stopped and step < steps:
                     raise Stopped(step)
         if not targets:

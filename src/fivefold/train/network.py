@@ -4,37 +4,37 @@ from collections.abc import Callable
 
 import torch
 
+from fivefold.job.config import Job
+from fivefold.launch.device import DTYPES, compiles
+from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.local import Local
+from fivefold.model.ops import LocalOps
 from fivefold.parallel.channels import Channels
-from fivefold.parallel.data import spread
-from fivefold.parallel.later import Later
+from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.ops import verbs_of
 from fivefold.parallel.pipeline import Pipeline, Watch
-from fivefold.parallel.verbs import verbs_of
+from fivefold.parallel.zero import spread
 from fivefold.schedule.actions import WEIGHT_GRAD
-from fivefold.stages import schedule_of, stages_of
-from fivefold.train.config import Job
-from fivefold.train.device import DTYPES, compiles
 
 
 class Network:
-    """`watch` surrounds every action of the pipeline; `around` puts verbs of its own around the layout's."""
+    """`watch` surrounds every action of the pipeline; `around` puts ops of its own around the layout's."""
 
     def __init__(
         self,
         job: Job,
         mesh: Mesh,
         watch: Watch | None = None,
-        around: Callable[[Local], Local] = lambda verbs: verbs,
+        around: Callable[[LocalOps], LocalOps] = lambda ops: ops,
     ):
         self.job, self.mesh = job, mesh
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         self.schedule = schedule_of(job.model, layout, job.data.seq)
-        later, split = Later(), self.schedule.count(WEIGHT_GRAD) > 0
-        self.verbs = around(verbs_of(job.model, mesh, later if split else None))
-        self.verbs.compiled, self.verbs.fp8, self.verbs.breaks = self.compiled, job.train.fp8, layout.breaks_graphs
+        later, split = WeightGradQueue(), self.schedule.count(WEIGHT_GRAD) > 0
+        self.ops = around(verbs_of(job.model, mesh, later if split else None))
+        self.ops.compiled, self.ops.fp8, self.ops.breaks = self.compiled, job.train.fp8, layout.breaks_graphs
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
         later.report = self.weights.add
@@ -48,13 +48,13 @@ class Network:
         mine = [every[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
         with torch.device("meta"):
             made = {
-                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.verbs, stage, self.compiled)
+                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.ops, stage, self.compiled)
                 for stage in mine
             }
         if job.model.tied and len(mine) > 1 and mine[0].first and mine[-1].last:
             made[mine[-1].index].embedding = made[mine[0].index].embedding  # both ends are here: one weight
         for model in made.values():
-            self.verbs.adopt(model)
+            self.ops.adopt(model)
         return made
 
     @property

@@ -20,23 +20,23 @@ from rich.text import Text
 import fivefold
 from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
-from fivefold.errors import PeerLost, UserError
+from fivefold.job.config import Job, to_toml
+from fivefold.job.preflight import Sources
+from fivefold.launch import world as worlds
+from fivefold.launch.device import check_bfloat16, check_memory, choose_device, make_repeatable
+from fivefold.launch.world import RESTARTS, RUN
 from fivefold.model.compiled import compilation
-from fivefold.parallel.lost import reason
+from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.peer_errors import reason
+from fivefold.support.errors import PeerLost, UserError
+from fivefold.support.formatting import graphs_text, si
 from fivefold.trace.report import TraceFile
-from fivefold.train import world as worlds
-from fivefold.train.config import Job, to_toml
-from fivefold.train.control import Control
-from fivefold.train.device import check_bfloat16, check_memory, choose_device, make_repeatable
+from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.display import Display
-from fivefold.train.keeper import Checkpoints
 from fivefold.train.listeners import Listener, MetricsFile, TensorBoard, trim
 from fivefold.train.loop import Trainer
-from fivefold.train.preflight import Sources
 from fivefold.train.records import Evaluation
-from fivefold.train.world import RESTARTS, RUN
-from fivefold.words import graphs_text, si
 
 _CLAIMS: list[IO[str]] = []  # open as long as this process lives
 _FRESH = "fresh"  # the file that says which run --fresh made a directory for
@@ -76,14 +76,14 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
         directory = _agreed_directory(job, options.fresh, control)
         trainer = Trainer(job, sources, mesh)
         trainer.stopping = options.stopping
-        keeper = Checkpoints(Store(directory / "checkpoints"), control, trainer, partial(_note, console))
+        checkpointing = Checkpoints(Store(directory / "checkpoints"), control, trainer, partial(_note, console))
         if world.rank > 0:
-            keeper.restore()
+            checkpointing.restore()
             if trainer.done < job.train.steps:
-                trainer.run([], keeper=keeper)
+                trainer.run([], checkpointing=checkpointing)
             return None
         show_job(console, job, directory)
-        begun = keeper.restore()
+        begun = checkpointing.restore()
         if begun is not None:
             console.print(f"[bold]goes on[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
         if trainer.done >= job.train.steps:
@@ -106,7 +106,7 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
         traced = TraceFile(directory / "trace.json")
         start = time.monotonic()
         try:
-            evaluation = trainer.run(listeners, traced, keeper)
+            evaluation = trainer.run(listeners, traced, checkpointing)
         finally:
             for listener in listeners:
                 listener.close()

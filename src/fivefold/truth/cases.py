@@ -6,14 +6,14 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.accelerators import Accelerator, find_accelerator
-from fivefold.cluster import Cluster, Group
-from fivefold.errors import UserError
-from fivefold.layout import Layout, Recompute
-from fivefold.plan.search import search
-from fivefold.plan.stack import Stack
-from fivefold.plan.time import Case
-from fivefold.spec import ModelSpec
+from fivefold.hardware.accelerators import Accelerator, find_accelerator
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.layout.layout import Layout, Recompute
+from fivefold.plan.cost.stack import Stack
+from fivefold.plan.cost.time import Case
+from fivefold.plan.search.search import search
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
 from fivefold.truth.rows import Row
 from fivefold.truth.sources import Source, source_of
 

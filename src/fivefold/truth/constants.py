@@ -9,9 +9,9 @@ from typing import Self
 
 from msgspec import structs
 
-from fivefold.achieved import LIKE, Achieved, Software, achieved, software, write
-from fivefold.plan.kernels import Device
-from fivefold.plan.time import Case
+from fivefold.hardware.efficiency import LIKE, Achieved, Software, achieved, software, write
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.time import Case
 
 CLOCK = "H100-96"  # a board at 500 of 700 W: all its compute is slower by one factor
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fivefold.plan.time import estimate
+from fivefold.plan.cost.time import estimate
 from fivefold.truth.cases import Measured
 from fivefold.truth.constants import FITTED, Constants
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 DATA = Path(__file__).parent / "data"
 NEEDED = ("source", "model", "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "status")

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import UserError
-from fivefold.plan.footprint import HEADROOM, footprint
-from fivefold.plan.memory import paper
-from fivefold.plan.time import Case
+from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.memory import paper
+from fivefold.plan.cost.time import Case
+from fivefold.support.errors import UserError
 from fivefold.truth.cases import Measured, measured
 from fivefold.truth.constants import Constants
 from fivefold.truth.fit import predict

@@ -6,10 +6,10 @@ Nothing here is said of a single row. Every entry gives its reason.
 import re
 from dataclasses import dataclass, field
 
-from fivefold.layout import ContextKind, Recompute
-from fivefold.plan.stack import Attention, Overlap, Stack
-from fivefold.plan.systems import ALEPH, DEEPSPEED, FOUNDRY, MEGATRON_2021, MEGATRON_2022, NEMO, TITAN, XLA
-from fivefold.spec import Attention as Counting
+from fivefold.layout.layout import ContextKind, Recompute
+from fivefold.plan.cost.stack import Attention, Overlap, Stack
+from fivefold.plan.cost.systems import ALEPH, DEEPSPEED, FOUNDRY, MEGATRON_2021, MEGATRON_2022, NEMO, TITAN, XLA
+from fivefold.spec.model import Attention as Counting
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.layout import Layout
-from fivefold.model.place import Place
+from fivefold.layout.layout import Layout
+from fivefold.model.positions import TokenPositions
 from fivefold.parallel.context import Context
 from fivefold.parallel.context.share import share_of
 from fivefold.parallel.mesh import Axis, Mesh
@@ -74,7 +74,7 @@ def test_what_does_not_divide_or_is_not_told_is_refused() -> None:
         share_of(batch, Layout(cp=4), 0)
     assert share_of(batch, Layout(cp=4, cp_kind="ulysses"), 0).tokens.shape == (2, 3)
     context = Context(Mesh(Layout(cp=2), torch.device("cpu"), cp=Axis("cp", 2)))
-    place = Place(torch.zeros(1, 2), torch.zeros(1), 4, torch.zeros(1, 2))
+    place = TokenPositions(torch.zeros(1, 2), torch.zeros(1), 4, torch.zeros(1, 2))
     with pytest.raises(ValueError, match="needs row_documents"):
         context.sight(place)
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.data.batch import Batch
-from fivefold.layout import Layout
-from fivefold.model.place import Place
+from fivefold.layout.layout import Layout
+from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import recomputed
 from fivefold.parallel.context import Context
 from fivefold.parallel.mesh import Mesh
@@ -71,7 +71,7 @@ class Rank:
         self.places = self.share.positions[0]
         self.q, self.k, self.v, self.grad = (x[:, :, self.places].clone() for x in tensors)
         self.leaves = [x.requires_grad_() for x in (self.q, self.k, self.v)]
-        place = Place(torch.from_numpy(self.share.positions), torch.from_numpy(batch.samples), case.seq)
+        place = TokenPositions(torch.from_numpy(self.share.positions), torch.from_numpy(batch.samples), case.seq)
         if DOCUMENTS[case.documents] is not None:
             place = self.share.with_documents(place)
         self.sight = self.context.sight(place)

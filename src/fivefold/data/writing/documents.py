@@ -10,7 +10,7 @@ from fivefold.data.writing.pieces import Fields, Piece, Problem
 from fivefold.data.writing.records import read_jsonl, read_parquet
 from fivefold.data.writing.sources import Meter, Source
 from fivefold.data.writing.texts import read_text
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 MOST_PROBLEMS = 10
 LOOK_AHEAD = 256 << 20  # bytes that are read on after a problem, to report its neighbours together with it

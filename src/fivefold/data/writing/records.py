@@ -18,7 +18,7 @@ import msgspec
 
 from fivefold.data.writing.pieces import PIECE, Fields, Piece, Problem, in_pieces
 from fivefold.data.writing.sources import Meter, Source
-from fivefold.words import did_you_mean
+from fivefold.support.formatting import did_you_mean
 
 _ROWS = 256  # of parquet, decoded at a time
 _BOM = b"\xef\xbb\xbf"

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.index import Shard
-from fivefold.files import HashedFile
+from fivefold.support.files import HashedFile
 
 _ONES = 1 << 20  # how many ones of a late loss mask are written at a time
 

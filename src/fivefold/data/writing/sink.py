@@ -11,8 +11,8 @@ from fivefold.data.mix import uniform
 from fivefold.data.writing.encode import Encoded
 from fivefold.data.writing.shards import ShardWriter
 from fivefold.data.writing.tokenizer import Tokenizer
-from fivefold.errors import UserError
-from fivefold.files import File, HashedFile
+from fivefold.support.errors import UserError
+from fivefold.support.files import File, HashedFile
 
 
 class Sink:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Literal
 
 from fivefold.data.index import is_prepared
-from fivefold.errors import UserError
-from fivefold.words import either, nearest
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import either, nearest
 
 Kind = Literal["text", "jsonl", "parquet"]
 

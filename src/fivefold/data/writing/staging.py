@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fivefold.data.index import is_prepared
-from fivefold.errors import UserError
+from fivefold.support.errors import UserError
 
 
 def check_free(out: Path, overwrite: bool) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import UserError
-from fivefold.words import did_you_mean
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
 
 # The names under which published tokenizers keep their end of document, most telling first.
 END_NAMES = (

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import Batch
-from fivefold.model.local import Local
-from fivefold.model.place import Place
+from fivefold.layout.sharding import context_share
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import check_runs
 from fivefold.parallel.context import allgather, ring, ulysses
 from fivefold.parallel.context.share import Share, share_of
 from fivefold.parallel.context.tiles import gathered_tiles, own_tile, ring_tile
 from fivefold.parallel.context.work import Work
 from fivefold.parallel.mesh import Mesh
-from fivefold.sharding import context_share
 
 __all__ = ["Context", "Share"]
 
@@ -33,16 +33,16 @@ class Context:
         """This rank's part of every row of a batch."""
         return share_of(batch, self.layout, self.axis.rank)
 
-    def sight(self, place: Place) -> Any:
+    def sight(self, place: TokenPositions) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers. Nothing is sent."""
         if self.kind == "local":
-            return Local().sight(place)
+            return LocalOps().sight(place)
         if place.documents is not None and place.row_documents is None:
             raise ValueError(
                 f"with cp={self.axis.size} a place with documents needs row_documents, those of whole rows"
             )
         if self.kind == "ulysses":
-            return Local().sight(_whole(place))
+            return LocalOps().sight(_whole(place))
         return self._works(place)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
@@ -55,9 +55,9 @@ class Context:
             case "ulysses":
                 return ulysses.attend(q, k, v, sight, self.axis)
             case _:
-                return Local().attend(q, k, v, sight)
+                return LocalOps().attend(q, k, v, sight)
 
-    def _works(self, place: Place) -> list[Work | None]:
+    def _works(self, place: TokenPositions) -> list[Work | None]:
         """Ring: one for each step. All-gather: the own tile, then those that look at all keys."""
         rank, ranks, share = self.axis.rank, self.axis.size, place.positions.shape[1]
         if self.kind == "ring":
@@ -79,9 +79,9 @@ class Context:
         return [position for piece in context_share(length, self.layout, rank) for position in piece]
 
 
-def _whole(place: Place) -> Place:
+def _whole(place: TokenPositions) -> TokenPositions:
     """The place of whole rows, of which a rank holds a share."""
     device, batch = place.positions.device, place.positions.shape[0]
     positions = torch.arange(place.length, device=device).expand(batch, -1)
     documents = None if place.row_documents is None else place.row_documents.to(device, non_blocking=True)
-    return Place(positions, place.samples, place.length, documents, place.row_documents)
+    return TokenPositions(positions, place.samples, place.length, documents, place.row_documents)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold.parallel.collectives import all_gather, reduce_scatter, wait
-from fivefold.parallel.context.work import Gradients, Seen, Works, look_and_save
+from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, look_and_save
 from fivefold.parallel.mesh import Axis
 
 
@@ -42,7 +42,7 @@ def by_rank(whole: Tensor, ranks: int) -> Tensor:
 
 def _look(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
-    seen, kv = Seen(q), torch.stack((k, v))
+    seen, kv = OnlineSoftmax(q), torch.stack((k, v))
     coming = all_gather(kv, axis)
     seen.look(works[0], kv)
     rows = by_position(wait(coming, axis), axis.size)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold.parallel.collectives import Exchange
-from fivefold.parallel.context.work import Gradients, Seen, Works, look_and_save
+from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, look_and_save
 from fivefold.parallel.mesh import Axis
 
 
@@ -30,7 +30,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
 
 def _look(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
-    seen, kv = Seen(q), torch.stack((k, v))
+    seen, kv = OnlineSoftmax(q), torch.stack((k, v))
     for work in works[:-1]:
         coming = Exchange(kv, axis)
         seen.look(work, kv)

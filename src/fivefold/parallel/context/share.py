@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from fivefold.data.batch import Batch
-from fivefold.layout import Layout
-from fivefold.model.place import Place
-from fivefold.sharding import context_share
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import context_share
+from fivefold.model.positions import TokenPositions
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Share:
     positions: NDArray[np.int64]
     row_documents: NDArray[np.int32]  # [B, S] of whole rows: every cp rank reads them, so none has to ask
 
-    def with_documents(self, place: Place) -> Place:
+    def with_documents(self, place: TokenPositions) -> TokenPositions:
         """The place of these tokens, told of their documents."""
         documents = torch.from_numpy(self.documents).to(place.positions.device, non_blocking=True)
         return replace(place, documents=documents, row_documents=torch.from_numpy(self.row_documents))

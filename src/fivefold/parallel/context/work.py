@@ -42,7 +42,7 @@ Works = list[Work | None]
 Look = Callable[[Tensor, Tensor, Tensor, Works, Axis], tuple[Tensor, Tensor]]
 
 
-class Seen:
+class OnlineSoftmax:
     """What queries have seen so far: output [B, H, S/c, D] and LSE [B, H, S/c], in the accumulate dtype."""
 
     def __init__(self, q: Tensor):

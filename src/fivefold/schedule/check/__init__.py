@@ -12,7 +12,6 @@ The checker reads the action lists and nothing else: it knows no builder and no 
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fivefold.errors import UserError
 from fivefold.schedule.check.accumulate import accumulate
 from fivefold.schedule.check.bounds import bounds
 from fivefold.schedule.check.channels import channels
@@ -23,6 +22,7 @@ from fivefold.schedule.check.order import order
 from fivefold.schedule.check.problem import Problem
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.wording import shortened
+from fivefold.support.errors import UserError
 
 __all__ = ["Problem", "check", "prove"]
 

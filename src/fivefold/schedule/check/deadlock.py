@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fivefold.schedule.actions import SENDS
 from fivefold.schedule.check.index import Index
 from fivefold.schedule.check.problem import Problem
-from fivefold.schedule.engine import Block
+from fivefold.schedule.clock import Block
 
 
 def deadlock(index: Index) -> Iterator[Problem]:

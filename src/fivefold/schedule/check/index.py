@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from fivefold.schedule.actions import ALL, BACKWARD, COLLECTIVES, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.clock import Run, run
 from fivefold.schedule.costs import Costs
-from fivefold.schedule.engine import Run, run
 from fivefold.schedule.schedule import Schedule
 
 ABSENT = -1

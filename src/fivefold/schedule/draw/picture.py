@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 
 from fivefold.schedule.actions import ALL, STEP, Action, Kind
+from fivefold.schedule.clock import Span
 from fivefold.schedule.draw.palette import HUES, NAMES, hexed, shade, text_on
 from fivefold.schedule.draw.scene import GREY, INK, Area, Hatch, Line, Rect, Scene, Text, text_width
-from fivefold.schedule.engine import Span
 from fivefold.schedule.simulate import Simulation
 from fivefold.schedule.wording import figure
 

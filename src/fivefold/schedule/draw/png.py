@@ -3,8 +3,8 @@
 import io
 from typing import Any
 
-from fivefold.errors import UserError
 from fivefold.schedule.draw.scene import PAPER, Area, Hatch, Line, Rect, Scene, Text
+from fivefold.support.errors import UserError
 
 SHARP, LARGEST = 2.0, 4000  # pixels per unit of the scene, as long as the picture stays below so many pixels
 

@@ -13,8 +13,8 @@ from rich.style import Style
 from rich.text import Text
 
 from fivefold.schedule.actions import Action
+from fivefold.schedule.clock import Span
 from fivefold.schedule.draw.palette import HUES, NAMES, hexed, mix, shade, text_on
-from fivefold.schedule.engine import Span
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation
 

@@ -1,0 +1,1 @@
+"""Speed, measured: systems in turns, one result."""

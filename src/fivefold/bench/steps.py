@@ -1,0 +1,165 @@
+"""`fivefold bench steps`: how long training steps take on one device, and how long the planner says they take.
+
+    cases("llama3-8b,layers=4/8,seq=4096,recompute=none/full")      # four of them
+
+A case is a model and what changes a step's time on a single device. Alternatives stand between slashes, and all their
+combinations are cases. No torch here: bad words are refused before anything heavy is imported.
+"""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fivefold.hardware.accelerators import Accelerator
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.launch import ranks
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.time import Case as Planned
+from fivefold.plan.cost.time import estimate
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import bytes_text, did_you_mean
+
+WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    layers: int
+    seq: int = 2048
+    samples: int = 1  # of a microbatch
+    microbatches: int = 1
+    recompute: str = "none"
+    compile: str = "auto"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return preset(self.model, layers=self.layers)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.from_dict({"microbatches": self.microbatches, "recompute": self.recompute})
+
+    @property
+    def batch(self) -> int:
+        return self.samples * self.microbatches
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case that ran, or for which the memory was not enough."""
+
+    case: Case
+    device: str
+    torch: str
+    dtype: str
+    steps: int
+    seconds: float | None = None  # median
+    fastest: float | None = None
+    slowest: float | None = None
+    memory: int | None = None  # bytes at the peak, as the allocator counts them
+
+    @property
+    def row(self) -> dict[str, Any]:
+        of_run = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "case"}
+        rate = self.case.tokens / self.seconds if self.seconds else None
+        return {**asdict(self.case), **of_run, "tokens_per_second": round(rate, 1) if rate else None}
+
+
+def cases(word: str) -> list[Case]:
+    """MODEL,KEY=VALUE,... with alternatives between slashes."""
+    model, *changes = [part.strip() for part in word.split(",")]
+    spec, problems = preset(model), []
+    known = [field.name for field in fields(Case) if field.name != "model"]
+    choices: dict[str, list[Any]] = {"layers": [spec.layers]}
+    for change in changes:
+        key, _, text = change.partition("=")
+        if key not in known:
+            problems.append(f"{word}: unknown key {key!r}; {did_you_mean(key, known)}")
+        elif key in WORDS:
+            choices[key] = text.split("/")
+            problems += [
+                f"{word}: {key}={value!r} is not a choice; {did_you_mean(value, WORDS[key])}"
+                for value in choices[key]
+                if value not in WORDS[key]
+            ]
+        else:
+            wrong = [value for value in text.split("/") if not (value.isdecimal() and 0 < int(value) < 1 << 31)]
+            problems += [f"{word}: {key}={value!r} must be a whole number of at least 1" for value in wrong]
+            choices[key] = [int(value) for value in text.split("/") if value not in wrong]
+    if problems:
+        raise UserError(problems)
+    return [Case(model, **dict(zip(choices, values, strict=True))) for values in product(*choices.values())]
+
+
+def measure(case: Case, device: str, dtype: str, steps: int, warm: float) -> Timed:
+    """In a process of its own: no case finds memory that another has left."""
+    function = "fivefold.bench.steps_run:run"
+    found = ranks.run(1, function, case, device, dtype, steps, warm, timeout=600)[0]
+    assert isinstance(found, Timed)
+    return found
+
+
+def predicted(case: Case, accelerator: Accelerator) -> float:
+    cluster = Cluster((Group(1, 1, accelerator),))
+    return estimate(Planned(case.spec, case.layout, cluster, case.seq, case.batch)).seconds
+
+
+def write(path: Path, timed: Sequence[Timed], command: str) -> None:
+    with path.open("w", newline="") as file:
+        file.write(f"# {command}\n")
+        writer = csv.DictWriter(file, list(timed[0].row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(one.row for one in timed)
+
+
+def read(path: Path) -> list[Timed]:
+    """What `write` has written."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    whole, real = ("layers", "seq", "samples", "microbatches"), ("seconds", "fastest", "slowest")
+    found = []
+    for row in rows:
+        words: dict[str, Any] = {key: int(row[key]) if key in whole else row[key] for key in row}
+        case = Case(**{field.name: words[field.name] for field in fields(Case)})
+        numbers: dict[str, Any] = {key: float(row[key]) if row[key] else None for key in real}
+        numbers["memory"] = int(row["memory"]) if row["memory"] else None
+        found.append(Timed(case, row["device"], row["torch"], row["dtype"], int(row["steps"]), **numbers))
+    return found
+
+
+def table(timed: Iterable[Timed], accelerator: Accelerator | None) -> Table:
+    """Beside each step what the planner says of it, where it knows the device."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    of_case, of_run = ["model", "batch", "recompute", "compile"], ["step", "tokens/s", "memory"]
+    for name in [*of_case, *of_run, *(["planned", "off"] if accelerator else [])]:
+        made.add_column(name, justify="left" if name in of_case else "right", no_wrap=True)
+    for one in timed:
+        case = one.case
+        whole = preset(case.model).layers == case.layers
+        batch = f"{case.microbatches} x {case.samples} x {case.seq}"
+        words = [case.model if whole else f"{case.model}, {case.layers} layers", batch, case.recompute, case.compile]
+        if one.seconds is None:
+            made.add_row(*words, "too large")
+            continue
+        words += [
+            f"{1e3 * one.seconds:.1f} ms",
+            f"{case.tokens / one.seconds:.0f}",
+            bytes_text(one.memory) if one.memory else "",
+        ]
+        if accelerator:
+            seconds = predicted(case, accelerator)
+            words += [f"{1e3 * seconds:.1f} ms", f"{100 * (seconds / one.seconds - 1):+.1f}%"]
+        made.add_row(*words)
+    return made

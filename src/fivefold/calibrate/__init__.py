@@ -1,0 +1,1 @@
+"""What the device at hand reaches, as an accelerator file."""

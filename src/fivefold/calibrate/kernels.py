@@ -1,0 +1,274 @@
+"""What kernels reach on the device at hand: products, attention, streams, launches. Numbers only; no ceilings here."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fivefold.calibrate.block import InBlock, in_block
+from fivefold.calibrate.clock import Clock, sets
+from fivefold.model.decoder import Block
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
+from fivefold.spec.presets import preset
+
+LAYOUTS = ("forward", "input gradient", "weight gradient")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is worth measuring: shapes that a device needs milliseconds for."""
+
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    large: tuple[int, int]  # tokens and width of the sustained products
+    sustained: float  # seconds of them: until power and heat have their say
+    attention: tuple[tuple[int, int, int, int], ...]  # sequences, heads, tokens, head dim
+    stream: int  # elements
+    launches: int
+
+
+SIZES = {
+    ("cuda", False): Sizes(
+        (1024, 2048, 4096, 8192, 16384),
+        (2048, 3072, 4096, 8192, 16384),
+        (8192, 8192),
+        2.0,
+        ((4, 32, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128), (1, 32, 4096, 128), (2, 32, 4096, 64)),
+        1 << 28,
+        1000,
+    ),
+    ("cuda", True): Sizes(
+        (2048, 8192), (2048, 8192), (8192, 8192), 1.0, ((4, 32, 4096, 128), (4, 32, 4096, 64)), 1 << 27, 500
+    ),
+    ("cpu", False): Sizes(
+        (256, 512, 1024), (256, 512, 1024), (1024, 1024), 1.0, ((2, 8, 512, 64), (1, 8, 1024, 64)), 1 << 24, 2000
+    ),
+    ("cpu", True): Sizes((128, 256), (256,), (256, 512), 0.2, ((1, 4, 256, 64),), 1 << 22, 500),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """[m, k] x [k, n] as a layer asks for it, and its seconds."""
+
+    m: int
+    n: int
+    k: int
+    layout: str
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return 2.0 * self.m * self.n * self.k / self.seconds
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Causal attention, and its seconds forward and backward."""
+
+    samples: int
+    heads: int
+    seq: int
+    head_dim: int
+    forward: float
+    backward: float
+
+    @property
+    def flops(self) -> float:
+        """Forward, of the scores that the mask leaves."""
+        return 2.0 * self.samples * self.heads * self.seq**2 * self.head_dim
+
+
+class Kernels:
+    def __init__(self, device: torch.device, quick: bool):
+        self.device, self.quick = device, quick
+        self.sizes = SIZES["cuda" if device.type == "cuda" else "cpu", quick]
+        # bfloat16 on most CPUs is emulated, and nobody trains in it there.
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.clock = Clock(device, 0.06 if device.type == "cuda" else 0.01)
+
+    def _random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Never zeros: a product of them draws less power, and runs faster than a real one."""
+        return torch.randn(shape, device=self.device, dtype=torch.float32 if dtype else self.dtype).to(
+            dtype or self.dtype
+        )
+
+    # ---- products ----------------------------------------------------------------------------------------------------
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Tokens, columns and inner of the products of a block: attention's output, gate with up, down."""
+        found = []
+        for tokens, width in product(self.sizes.tokens, self.sizes.widths):
+            wide = 7 * width // 2
+            found += [(tokens, width, width), (tokens, wide, width), (tokens, width, wide)]
+        return found
+
+    def products(self) -> Iterator[Product]:
+        """The sweep, one shape after the other without a pause, in the three layouts of training."""
+        for tokens, columns, inner in self.shapes():
+            rows, weight = self._random(tokens, inner), self._random(columns, inner)
+            slope = self._random(tokens, columns)
+            count = sets(rows.nbytes + weight.nbytes + slope.nbytes)
+            copies = [(rows, weight, slope), *((rows.clone(), weight.clone(), slope.clone()) for _ in range(count - 1))]
+            for layout, (m, n, k) in zip(
+                LAYOUTS,
+                ((tokens, columns, inner), (tokens, inner, columns), (columns, inner, tokens)),
+                strict=True,
+            ):
+                calls = [partial(_product, layout, *copy) for copy in copies]
+                yield Product(m, n, k, layout, self.clock.seconds(*calls))
+
+    def sustained(self) -> float:
+        """FLOP/s of the block's products, back to back for seconds: until power and heat have had their say."""
+        tokens, width = self.sizes.large
+        wide = 7 * width // 2
+        shapes = ((width, width), (wide, width), (width, wide))
+        calls = [partial(F.linear, self._random(tokens, inner), self._random(n, inner)) for n, inner in shapes]
+        flops = sum(2.0 * tokens * columns * inner for columns, inner in shapes)
+        held = Clock(self.device, self.sizes.sustained / 2)
+        held.seconds(*calls)  # warms up
+        return flops / (held.seconds(*calls) * len(calls))
+
+    def in_block(self, kernel: str) -> InBlock | None:
+        """A block in training with one attention kernel; None where the device has no such kernel."""
+        try:
+            with _only(kernel, self.device):
+                return in_block(self.device, self.dtype, self.sizes.sustained, self.quick)
+        except RuntimeError:
+            return None
+
+    def eighths(self) -> Iterator[Product]:
+        """Products in fp8 with one scale a tensor, where the hardware has it."""
+        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (8, 9):
+            return
+        kind, one = torch.float8_e4m3fn, torch.ones((), device=self.device)
+        for tokens, columns, inner in self.shapes():
+            if tokens < 4096 or inner < 4096:  # shorter ones nobody casts for
+                continue
+            x, weight = self._random(tokens, inner, dtype=kind), self._random(columns, inner, dtype=kind)
+            multiply = partial(torch._scaled_mm, x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            yield Product(tokens, columns, inner, "forward", self.clock.seconds(multiply))
+
+    # ---- attention ---------------------------------------------------------------------------------------------------
+
+    def attention(self, kernel: str) -> list[Attended]:
+        """Causal, four query heads to a kv head. Empty where the device has no such kernel."""
+        found = []
+        for shape in self.sizes.attention:
+            try:
+                found.append(self._attended(kernel, *shape))
+            except RuntimeError:  # torch's way to say that no kernel takes it
+                return []
+        return found
+
+    def _attended(self, kernel: str, samples: int, heads: int, seq: int, head_dim: int) -> Attended:
+        kv = heads // 4
+        # As the model hands them over: v as a linear leaves it, the others as a rotation does.
+        q, k = (self._random(samples, count, seq, head_dim).requires_grad_() for count in (heads, kv))
+        v = self._random(samples, seq, kv, head_dim).transpose(1, 2).requires_grad_()
+        with _only(kernel, self.device):
+
+            def look() -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+            seen = look()
+            slope = torch.randn_like(seen)
+            with torch.no_grad():
+                forward = self.clock.seconds(look)
+            backward = self.clock.seconds(lambda: torch.autograd.grad(seen, (q, k, v), slope, retain_graph=True))
+        return Attended(samples, heads, seq, head_dim, forward, backward)
+
+    # ---- what memory bounds ------------------------------------------------------------------------------------------
+
+    def streams(self) -> dict[str, float]:
+        """Bytes/s of element-wise kernels, by name; what is read and what is written is counted."""
+        count, width = self.sizes.stream, self.dtype.itemsize
+        x, y, out = self._random(count), self._random(count), torch.empty(count, dtype=self.dtype, device=self.device)
+        wide = torch.empty(count, device=self.device, dtype=torch.float64 if width == 4 else torch.float32)
+        kernels: dict[str, tuple[Callable[[], object], int]] = {
+            "copy": (lambda: out.copy_(x), 2 * width),
+            "sum": (lambda: torch.add(x, y, out=out), 3 * width),
+            "product": (lambda: torch.mul(x, y, out=out), 3 * width),
+            "silu": (lambda: torch.ops.aten.silu.out(x, out=out), 2 * width),
+            "widening": (lambda: wide.copy_(x), width + wide.element_size()),
+        }
+        return {name: moved * count / self.clock.seconds(call) for name, (call, moved) in kernels.items()}
+
+    def launch(self) -> float:
+        """Seconds from one tiny kernel to the next, in a queue that is never empty."""
+        x, count = torch.zeros(1, device=self.device), self.sizes.launches
+        if self.device.type != "cuda":
+            return self.clock.seconds(lambda: x.add_(1.0))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        x.add_(1.0)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)  # some 50 ms in which the host fills the queue
+        start.record()
+        for _ in range(count):
+            x.add_(1.0)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / count
+
+    def host(self) -> tuple[float, float]:
+        """Seconds in which this host launches a block's forward and backward pass, with next to nothing to compute."""
+        narrow = self.device.type != "cuda"  # a CPU computes, too: there must be nothing to compute
+        sizes = (
+            {"hidden": 32, "head_dim": 16, "heads": 2, "ffn": 32} if narrow else {"hidden": 256, "heads": 4, "ffn": 512}
+        )
+        count = 1 if narrow else 16
+        spec = preset("llama3.2-1b", kv_heads=1, vocab=256, layers=1, **sizes)
+        ops = LocalOps()
+        block = Block(spec, ops, 0, 0).to(self.device, self.dtype)
+        tokens = torch.zeros(1, count, dtype=torch.long, device=self.device)
+        place, angles = TokenPositions.of(tokens), torch.rand(1, 1, count, spec.head_dim // 2, device=self.device)
+        rotation, x = (angles.cos(), angles.sin()), self._random(1, count, spec.hidden).requires_grad_()
+        ahead, back, rounds = [], [], 30
+        for _ in range(rounds):
+            self.clock.synchronize()
+            start = time.perf_counter()
+            y = block(x, place, rotation, ops.sight(place))
+            middle = time.perf_counter()
+            y.backward(y.detach())
+            back.append(time.perf_counter() - middle)
+            ahead.append(middle - start)
+        return sorted(ahead)[rounds // 2], sorted(back)[rounds // 2]
+
+    def update(self) -> float:
+        """Seconds a parameter of the gradient norm, clipping and AdamW, as the trainer calls them on a CPU."""
+        count = self.sizes.stream // 4
+        weight, slope, first, second = (torch.rand(count) for _ in range(4))
+        number = torch.ones(())
+
+        def step() -> None:
+            torch._foreach_norm([slope], 2, dtype=torch.float64)
+            torch._foreach_mul_([slope], torch.ones(()))
+            torch._fused_adamw_(
+                [weight], [slope], [first], [second], [], [number],
+                lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+        return self.clock.seconds(step) / count
+
+
+def _product(layout: str, x: Tensor, weight: Tensor, slope: Tensor) -> Tensor:
+    """As autograd asks for it: rows x weight', slope x weight, slope' x rows."""
+    if layout == "forward":
+        return F.linear(x, weight)
+    return slope @ weight if layout == "input gradient" else slope.t() @ x
+
+
+def _only(kernel: str, device: torch.device) -> Any:
+    """torch's choice narrowed to one kernel; a CPU has but one."""
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel({"flash2": SDPBackend.FLASH_ATTENTION, "flash3": SDPBackend.CUDNN_ATTENTION}[kernel])

@@ -1,0 +1,22 @@
+"""What several commands take: a job file and settings that change it."""
+
+from typing import Annotated
+
+import typer
+
+from fivefold.support.errors import UserError
+
+JobWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
+    ),
+]
+
+
+def split(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
+    files = [word for word in words or [] if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE")
+    return (files[0] if files else None), [word for word in words or [] if "=" in word]

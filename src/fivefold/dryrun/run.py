@@ -1,0 +1,89 @@
+"""One rank's step, dry: every module, collective and action of the schedule, counted."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.data.batch import Batch
+from fivefold.dryrun.world import Kernels, pretending
+from fivefold.job.config import Job
+from fivefold.layout.collective_cost import Traffic
+from fivefold.parallel.traffic import TrafficCounter
+from fivefold.schedule.schedule import peak_live
+from fivefold.train.engine import Engine
+from fivefold.train.memory_ledger import Ledger, Moment
+
+
+@dataclass(frozen=True)
+class Dry:
+    """What one rank of a layout holds, sends and computes in a step."""
+
+    rank: int
+    place: dict[str, int]  # along the axes
+    layers: tuple[int, ...]  # of its stages
+    parameters: int  # bytes, like the next four; between steps
+    gradients: int  # at their most
+    optimizer: int
+    peak: int
+    peak_moment: str
+    moments: tuple[Moment, ...]
+    live: int  # the most (stage, microbatch) pairs that wait for their backward pass
+    allowed: int  # the schedule's own count of them
+    flops: float
+    traffic: tuple[Traffic, ...]
+    seconds: float  # that the dry run took
+
+    @property
+    def activations(self) -> int:
+        """Bytes at the peak that are not state."""
+        at = max(self.moments, key=lambda moment: moment.peak)
+        return at.peak - at.parameters - at.gradients_at_peak - at.optimizer
+
+
+def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> Dry:
+    """A step of `rank` of the job's world."""
+    begin = time.perf_counter()
+    with pretending(job.layout, rank, kernels) as mesh:
+        ledger: Ledger | None = None
+        engine = Engine(job, mesh, lambda action: ledger.moment(action))  # type: ignore[union-attr]
+        counter = TrafficCounter(mesh)
+        ledger = Ledger(engine, counter)
+        between = engine.weights.resident()
+        with ledger:
+            engine.accumulate(blank(job))
+            with ledger.moment("the sum of gradients"):
+                norm = engine.gradient_norm()
+            with ledger.moment("the optimizer"):
+                engine.step(1e-3, norm)
+            with ledger.moment("new weights"):
+                engine.weights.ready()
+        schedule, stages = engine.schedule, engine.stages.values()
+        return Dry(
+            rank=rank,
+            place=job.layout.coordinates(rank),
+            layers=tuple(len(model.stage.layers) for model in stages),
+            parameters=between["parameters"],
+            gradients=max(moment.gradients for moment in ledger.moments),
+            optimizer=between["masters"] + engine.optimizer.resident(),
+            peak=ledger.peak,
+            peak_moment=ledger.peak_moment,
+            moments=tuple(ledger.moments),
+            live=engine.pipeline.peak,
+            allowed=peak_live(schedule.compute(mesh.pp.rank)),
+            flops=ledger.flops,
+            traffic=tuple(counter.rows()),
+            seconds=time.perf_counter() - begin,
+        )
+
+
+def blank(job: Job) -> Batch:
+    """A global batch of the job's shape. What is in it nobody reads."""
+    shape = (job.train.batch, job.data.seq)
+    return Batch(
+        samples=np.arange(job.train.batch),
+        tokens=np.zeros(shape, np.int64),
+        targets=np.zeros(shape, np.int64),
+        loss_mask=np.ones(shape, bool),
+        documents=np.zeros(shape, np.int32),
+    )

@@ -1,0 +1,1 @@
+"""Clusters and accelerators, and how much of their ceilings software reaches."""

@@ -1,0 +1,298 @@
+"""The machines to plan for: nodes x GPUs per node x accelerator.
+
+Cluster.parse("8x8xH100")                  8 nodes of 8;  "8xH100" is one node of 8, "H100" a single GPU
+Cluster.parse("4x8xH100+2x8xA100-80")      unlike nodes; ranks count through the groups in this order
+Cluster.parse("2x72xGB200")                two NVL72 racks: a node is what NVLink joins
+Cluster.parse("2x8xmine/h200.toml")        an accelerator of your own: the file that `fivefold calibrate` writes
+
+[[cluster.group]]                          the same as TOML, for Cluster.from_dict
+nodes = 4
+gpus = 8
+accelerator = "H100"                       or a file, or a table: name, peak, memory, memory_bandwidth, inside, across
+across = "RoCE-200G"                       or { bandwidth = 25e9 }: any figure of the accelerator can be replaced
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import Struct, structs, to_builtins
+
+from fivefold.hardware.accelerators import ACCELERATORS, Accelerator, Link, Rates, find_accelerator, find_link
+from fivefold.hardware.efficiency import Achieved, achieved
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
+
+__all__ = ["Accelerator", "Cluster", "Group", "Link", "Rates"]
+
+HOW = "write nodes x GPUs per node x accelerator, for example '8x8xH100'"
+OVERRIDES = tuple(field for field in Accelerator.__struct_fields__ if field != "name")
+GROUP_KEYS = ("nodes", "gpus", "accelerator", *OVERRIDES)
+
+
+class Group(Struct, frozen=True):
+    """Like nodes."""
+
+    nodes: int
+    gpus: int  # per node
+    accelerator: Accelerator
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.gpus
+
+    @property
+    def _from_catalogue(self) -> bool:
+        return ACCELERATORS.get(self.accelerator.name) == self.accelerator
+
+    def to_dict(self) -> dict[str, Any]:
+        device = self.accelerator.name if self._from_catalogue else to_builtins(self.accelerator)
+        return {"nodes": self.nodes, "gpus": self.gpus, "accelerator": device}
+
+    def __str__(self) -> str:
+        # A changed accelerator must not read back as the catalogue's: the star makes `parse` refuse it.
+        name = self.accelerator.name + ("" if self._from_catalogue else "*")
+        if self.nodes == 1:
+            return name if self.gpus == 1 else f"{self.gpus}x{name}"
+        return f"{self.nodes}x{self.gpus}x{name}"
+
+
+class Cluster(Struct, frozen=True):
+    """Groups of like nodes; ranks run through the GPUs of a node, then the nodes of a group, then the groups."""
+
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """Read "8x8xH100" and its kin; every problem of the text is told at once."""
+        if not text.strip():
+            raise UserError(f"the cluster is empty; {HOW}")
+        return cls(_read_groups([(repr(part.strip()), part.strip()) for part in text.split("+")], []))
+
+    @classmethod
+    def from_dict(cls, value: Any) -> "Cluster":
+        """Read what TOML or JSON holds under `cluster`: the text form, one group's table, or `group` tables."""
+        if isinstance(value, str):
+            return cls.parse(value)
+        if not isinstance(value, Mapping):
+            raise UserError(f"cluster={value!r} is neither a text nor a table; {HOW}")
+        if set(value) == {"cluster"}:  # the whole file
+            return cls.from_dict(value["cluster"])
+        known = ("group",) if "group" in value else ("group", *GROUP_KEYS)
+        problems = [f"cluster: {problem}" for problem in _unknown_keys(value, known)]
+        if "group" not in value:
+            group = {key: value[key] for key in GROUP_KEYS if key in value}
+            return cls(_read_groups([("cluster", group)], problems))
+        groups = [value["group"]] if isinstance(value["group"], Mapping) else value["group"]
+        if not isinstance(groups, list | tuple) or not groups:
+            raise UserError([*problems, f"cluster.group={groups!r} must be one table or more"])
+        return cls(_read_groups([(f"cluster.group[{at}]", group) for at, group in enumerate(groups)], problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain tables that `from_dict` reads back to an equal cluster, also where figures were replaced."""
+        return {"group": [group.to_dict() for group in self.groups]}
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.groups))
+
+    @property
+    def world(self) -> int:
+        """All GPUs."""
+        return sum(group.world for group in self.groups)
+
+    @property
+    def nodes(self) -> int:
+        return sum(group.nodes for group in self.groups)
+
+    def alike(self) -> "Cluster | None":
+        """The same nodes as one group, where several groups are of one kind."""
+        first = self.groups[0]
+        if len(self.groups) < 2 or any((g.gpus, g.accelerator) != (first.gpus, first.accelerator) for g in self.groups):
+            return None
+        return Cluster((structs.replace(first, nodes=self.nodes),))
+
+    def group_of(self, rank: int) -> Group:
+        return self._locate(rank)[0]
+
+    def node_of(self, rank: int) -> int:
+        """The node's number, counted through all groups."""
+        return self._locate(rank)[1]
+
+    def link_between(self, *ranks: int) -> Link:
+        """The link that two ranks share, or the slowest one in a ring through several."""
+        if len(set(ranks)) < 2:
+            raise UserError(f"a link joins at least two ranks, but got {list(ranks)}")
+        places = {self._locate(rank) for rank in ranks}
+        if len(places) == 1:
+            return next(iter(places))[0].accelerator.inside
+        ends = [group.accelerator.across for group, _ in places]
+        # Unlike nodes meet at the pace of the slower end.
+        slowest = min(ends, key=lambda link: (link.bandwidth, link.name))
+        return structs.replace(slowest, latency=max(link.latency for link in ends))
+
+    def _locate(self, rank: int) -> tuple[Group, int]:
+        before = nodes = 0
+        for group in self.groups:
+            if before <= rank < before + group.world:
+                return group, nodes + (rank - before) // group.gpus
+            before += group.world
+            nodes += group.nodes
+        raise UserError(f"rank {rank} is outside of {self}; its ranks are 0 to {self.world - 1}")
+
+
+# Reading. msgspec's own decoder stops at the first problem and names types, not what to write instead; hence by hand.
+
+NESTED: dict[str, type[Struct]] = {"peak": Rates, "inside": Link, "across": Link, "achieved": Achieved}
+SHARE = 1.5  # no kernel reaches more of a ceiling, unless the ceiling is not one
+T = TypeVar("T", bound=Struct)
+
+
+@contextmanager
+def _gathering(problems: list[str], where: str = "") -> Iterator[None]:
+    """Collect the problems of a block, each behind its place, instead of stopping at the first."""
+    try:
+        yield
+    except UserError as error:
+        problems += [f"{where}: {problem}" if where else problem for problem in error.problems]
+
+
+def _unknown_keys(table: Mapping[Any, Any], known: Sequence[str]) -> list[str]:
+    return [f"unknown key {key!r}; {did_you_mean(str(key), known)}" for key in table if key not in known]
+
+
+def _read_groups(places: list[tuple[str, Any]], problems: list[str]) -> tuple[Group, ...]:
+    groups = []
+    for where, group in places:
+        with _gathering(problems, where):
+            groups.append(_read_group(_table_of(group) if isinstance(group, str) else group))
+    if problems:
+        raise UserError(problems)
+    return tuple(groups)
+
+
+def _table_of(text: str) -> dict[str, Any]:
+    """'8x8xH100' as the table that TOML would hold."""
+    counts_text, name = re.findall(r"(?is)\A((?:-?[\d.]+\s*[x×]\s*)*)(.*)\Z", text)[0]
+    counts = re.findall(r"-?[\d.]+", counts_text)
+    if not re.search(r"[^\W\d_]", name):
+        raise UserError(f"no accelerator is named; {HOW}")
+    if len(counts) > 2:
+        raise UserError(f"{len(counts)} counts are too many; {HOW}")
+    return {**dict(zip(("gpus", "nodes"), reversed(counts), strict=False)), "accelerator": name}
+
+
+def _read_group(table: Any) -> Group:
+    if not isinstance(table, Mapping):
+        raise UserError(f"{table!r} must be a table with the keys {', '.join(GROUP_KEYS)}")
+    problems = _unknown_keys(table, GROUP_KEYS)
+    counts = {}
+    for key in ("nodes", "gpus"):
+        with _gathering(problems):
+            counts[key] = _read_count(key, table.get(key, 1))
+    device = ACCELERATORS["CPU"]  # stands in for an unreadable one, so that the overrides are checked all the same
+    named = table.get("accelerator")
+    if isinstance(named, Mapping):
+        with _gathering(problems, "accelerator"):
+            device = _read(Accelerator, named)
+    elif isinstance(named, str):
+        with _gathering(problems):
+            device = read_accelerator(named) if named.strip().endswith(".toml") else find_accelerator(named)
+    else:
+        problems.append(f"accelerator={named!r} must be a table or one of {', '.join(ACCELERATORS)}")
+    with _gathering(problems):
+        device = _read(Accelerator, {key: table[key] for key in OVERRIDES if key in table}, device)
+    if problems:
+        raise UserError(problems)
+    return Group(accelerator=device, **counts)
+
+
+def read_accelerator(name: str) -> Accelerator:
+    """The accelerator that a TOML file describes, as `fivefold calibrate` writes it."""
+    path = Path(name.strip()).expanduser()
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        others = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = did_you_mean(str(path), others) if others else f"'fivefold calibrate -o {path}' makes one of this device"
+        raise UserError(f"no accelerator file {path}; {hint}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"accelerator file {path} cannot be read as TOML: {error}") from None
+    problems: list[str] = []
+    with _gathering(problems, str(path)):
+        return _read(Accelerator, table)
+    raise UserError(problems)
+
+
+def _read_count(key: str, value: Any) -> int:
+    # 18 digits: beyond them int() of a text may refuse, and no cluster is so large
+    count = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value
+    if type(count) is not int or count < 1:
+        raise UserError(f"{key}={value} must be a whole number of at least 1")
+    return count
+
+
+def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
+    """A description from a table; what the table leaves out stays as usual."""
+    fields = structs.fields(kind)
+    names = [field.name for field in fields]
+    if not isinstance(value, Mapping):
+        raise UserError(f"{value!r} must be a table with the keys {', '.join(names)}")
+    problems = _unknown_keys(value, names)
+    values = {}
+    for field in fields:
+        if field.name in value:
+            with _gathering(problems, field.name if kind is Accelerator and field.name in NESTED else ""):
+                values[field.name] = _read_field(kind, field.name, value, usual)
+        elif usual is None and field.required:
+            problems.append(f"{field.name} is missing")
+    if problems:
+        raise UserError(problems)
+    return structs.replace(usual, **values) if usual else kind(**values)
+
+
+def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], whole: Any) -> Any:
+    """One value of a table; `whole` is what it would usually be a part of."""
+    value, usual = table[name], getattr(whole, name, None)
+    if kind is Achieved:
+        return _read_share(name, value)
+    if name == "achieved":
+        if value is None:  # as the catalogue has it
+            return None
+        return _read(Achieved, value, usual or achieved(str(table.get("name", getattr(whole, "name", "")))))
+    if NESTED.get(name) is Link and isinstance(value, str):
+        return find_link(value)
+    if name in NESTED:
+        return _read(NESTED[name], value, usual)
+    if name == "name":
+        return _read_text(name, value)
+    least = 0 if name == "latency" else 1
+    if type(value) in (int, float) and least <= value < 1e30:  # neither infinite nor nan
+        return int(value) if name == "memory" else float(value)
+    unit = {"memory": "bytes", "latency": "seconds", "bandwidth": "bytes/s", "memory_bandwidth": "bytes/s"}
+    raise UserError(f"{name}={value!r} must be a number of {unit.get(name, 'FLOP/s')}, at least {least}")
+
+
+def _read_text(name: str, value: Any) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise UserError(f"{name}={value!r} must be a text")
+
+
+def _read_share(name: str, value: Any) -> Any:
+    """A field of `Achieved`: most are shares of a ceiling."""
+    if name == "source":
+        return _read_text(name, value)
+    if name == "units":
+        return _read_count(name, value)
+    number = type(value) in (int, float)
+    if name in ("launch", "host", "update", "ramp"):
+        if number and 0 <= value < (1e6 if name == "ramp" else 1):
+            return float(value)
+        wanted = "steps, at least 0 and below a million" if name == "ramp" else "seconds, at least 0 and below 1"
+        raise UserError(f"{name}={value!r} must be a number of {wanted}")
+    if number and 0 < value <= SHARE:
+        return float(value)
+    raise UserError(f"{name}={value!r} must be a share of the ceiling: above 0, at most {SHARE}")

@@ -1,0 +1,313 @@
+"""The job: one TOML file, KEY=VALUE changes on top, and everything that is wrong with them.
+
+    job = read_job("job.toml", ["optimizer.lr=3e-4", "train.steps=200", "layout=dp=2,tp=2"])
+
+No torch here: a bad job is refused before anything heavy is imported and before any process starts.
+"""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from fivefold.layout.layout import SPLIT, Layout
+from fivefold.spec.hf_config import read_hf_config
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
+from fivefold.support.reading import read, unknown_key
+
+Compile = Literal["auto", "on", "off"]
+Dtype = Literal["float32", "bfloat16", "float64"]
+Table = dict[str, Any]
+T = TypeVar("T")
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str = ""  # a directory made by `fivefold data prepare`; empty: the Python standard library's own source
+    seq: int = 128  # tokens of a sample
+    seed: int = 0  # of the data order
+    document_mask: bool = False  # attention stays within a document
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lr: float = 3e-3  # peak
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # decoupled; norms, biases and embeddings are spared
+    clip: float = 1.0  # of the global gradient norm; 0: never
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int = 20  # steps, linear from 0
+    decay: float = 0.2  # wsd: the share of the steps, at the end, in which the rate falls
+    final: float = 0.1  # the last rate, as a share of the peak
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    steps: int = 300
+    batch: int = 16  # sequences per step, over all ranks and microbatches
+    seed: int = 0  # of weights and dropout
+    dtype: Dtype = "float32"  # of compute; bfloat16 keeps float32 master weights
+    label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
+    z_loss: float = 0.0  # times the squared log-partition, added to the loss
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
+    fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor
+    deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)
+    eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
+    eval_samples: int = 64  # held-out sequences per look
+    log_every: int = 10  # steps between printed lines where there is no terminal
+    count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
+    timeout: float = 600.0  # seconds that a rank waits for another before it gives up
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    save: bool = True  # false: never
+    every: int = 100  # steps between checkpoints; 0: none on the way. The end of a run, and SIGTERM, always make one
+    keep: int = 2  # the newest that are kept
+    keep_every: int = 0  # and those of every so many steps; 0: none of them
+
+
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    steps: int = 0  # to trace, into trace.json of the run's directory; 0: none
+    after: int = 3  # steps before the first of them
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = ""  # empty: the job file's, or "run"
+    dir: str = "runs"  # the run's own directory is made inside, and found there to go on from its last checkpoint
+    tensorboard: bool = False
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: ModelSpec
+    layout: Layout = Layout()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    trace: TraceConfig = TraceConfig()
+    run: RunConfig = RunConfig()
+
+    def problems(self, world: int | None = None) -> list[str]:
+        """Everything wrong with the values, beyond their types."""
+        model = self.model.problems()
+        # A layout is held against numbers that make sense, and their absence has been reported already.
+        seq, batch = max(1, self.data.seq), max(1, self.train.batch)
+        layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch)
+        return [*model, *self._settings(), *layout]
+
+    def _fp8(self) -> list[tuple[bool, str]]:
+        """What 8-bit products ask for, where they are asked for."""
+        t, layout, model = self.train, self.layout, self.model
+        if not t.fp8:
+            return []
+        widths = {"hidden": model.hidden, "ffn": model.ffn, "heads x head_dim": model.heads * model.head_dim}
+        widths["kv_heads x head_dim"] = model.kv_heads * model.head_dim
+        tokens = t.batch // max(1, layout.dp * layout.microbatches) * self.data.seq // max(1, layout.cp)
+        widths["tokens of a microbatch on a rank"] = tokens
+        odd = [f"{name}={width}" for name, width in widths.items() if width % 16]
+        splits = layout.pp > 1 and layout.schedule in SPLIT
+        return [
+            (t.dtype == "bfloat16", f"train.fp8=true rounds from train.dtype=bfloat16, not {t.dtype}"),
+            (layout.tp == 1, f"train.fp8=true is for layouts with tp=1, not tp={layout.tp}"),
+            (
+                not splits,
+                f"train.fp8=true is for schedules without passes for weight gradients alone, not {layout.schedule}; "
+                "nearest: schedule=1f1b",
+            ),
+            (not odd, f"train.fp8=true takes widths that are multiples of 16, not {', '.join(odd)}"),
+        ]
+
+    def _settings(self) -> list[str]:
+        o, t, d, name = self.optimizer, self.train, self.data, self.run.name
+        c = self.checkpoint
+        traced, after = self.trace.steps, self.trace.after
+        learned = self.model.positions == "learned"
+        rules = [
+            (0 < o.lr < math.inf, f"optimizer.lr={o.lr} must be a positive number"),
+            (all(0 <= beta < 1 for beta in o.betas), f"optimizer.betas={list(o.betas)} must lie in [0, 1)"),
+            (0 < o.eps < math.inf, f"optimizer.eps={o.eps} must be positive"),
+            (0 <= o.weight_decay < math.inf, f"optimizer.weight_decay={o.weight_decay} must not be negative"),
+            (0 <= o.clip < math.inf, f"optimizer.clip={o.clip} must not be negative; 0 turns it off"),
+            (o.warmup >= 0, f"optimizer.warmup={o.warmup} must not be negative; 0 means none"),
+            (0 <= o.decay <= 1, f"optimizer.decay={o.decay} is a share of the steps, between 0 and 1"),
+            (0 <= o.final <= 1, f"optimizer.final={o.final} is a share of the peak rate, between 0 and 1"),
+            (t.steps >= 1, f"train.steps={t.steps} must be at least 1"),
+            (t.batch >= 1, f"train.batch={t.batch} must be at least 1"),
+            (0 <= t.label_smoothing < 1, f"train.label_smoothing={t.label_smoothing} is a share: 0 <= it < 1"),
+            (0 <= t.z_loss < math.inf, f"train.z_loss={t.z_loss} must not be negative; 0 turns it off"),
+            (t.eval_every >= 0, f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end"),
+            (t.eval_samples >= 0, f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all"),
+            (t.log_every >= 1, f"train.log_every={t.log_every} must be at least 1"),
+            *self._fp8(),
+            (0 < t.timeout < math.inf, f"train.timeout={t.timeout} must be a positive number of seconds"),
+            (d.seq >= 1, f"data.seq={d.seq} must be at least 1"),
+            (
+                not learned or d.seq <= self.model.context,
+                f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
+                f"nearest: data.seq={self.model.context}",
+            ),
+            (c.every >= 0, f"checkpoint.every={c.every} must not be negative; 0 means none on the way"),
+            (c.keep >= 1, f"checkpoint.keep={c.keep} must be at least 1; checkpoint.save=false makes none"),
+            (c.keep_every >= 0, f"checkpoint.keep_every={c.keep_every} must not be negative; 0 means none"),
+            (traced >= 0, f"trace.steps={traced} must not be negative; 0 means none"),
+            (after >= 0, f"trace.after={after} must not be negative"),
+            (
+                min(traced, after) < 0 or not traced or after + traced <= t.steps,
+                f"trace.steps={traced} after trace.after={after} steps are more than train.steps={t.steps}; nearest: "
+                f"train.steps={after + traced}",
+            ),
+            (Path(name).name == name != "..", f"run.name={name!r} must be a plain name, without slashes"),
+        ]
+        return [sentence for holds, sentence in rules if not holds]
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "layout": Layout,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "trace": TraceConfig,
+    "run": RunConfig,
+}
+
+
+def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...] = ()) -> Job:
+    """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
+    table = _read_toml(Path(path).expanduser()) if path is not None else {}
+    of_its_own = "model" in table
+    problems: list[str] = []
+    for change in changes:
+        _apply(table, change, problems)
+    problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
+    model = _model(table.get("model", {}), of_its_own, problems)
+    sections: dict[str, Any] = {
+        name: _section(kind, table.get(name, {}), name, problems) for name, kind in SECTIONS.items()
+    }
+    if problems or model is None:
+        raise UserError(problems)
+    if not sections["run"].name:
+        sections["run"] = msgspec.structs.replace(sections["run"], name=Path(path).stem if path is not None else "run")
+    return Job(model=model, **sections)
+
+
+def _read_toml(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        beside = path.parent if path.parent.is_dir() else Path()
+        others = sorted(str(file) for file in beside.glob("*.toml") if file.name != "pyproject.toml")
+        hint = did_you_mean(str(path), others) if others else "'fivefold train' without one trains the built-in demo"
+        raise UserError(f"no job file {path}; {hint}") from None
+    except OSError as error:
+        raise UserError(f"cannot read job file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"job file {path} is not TOML: {error}") from None
+
+
+def _apply(table: Table, change: str, problems: list[str]) -> None:
+    """One `section.key=value` from the command line, laid over the table."""
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        problems.append(f"{change!r} is not of the form section.key=value")
+        return
+    *sections, last = key.split(".")
+    for section in sections:
+        if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
+            table[section] = _spread(section, table[section], problems)
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            problems.append(f"{key}: {section} is a value, not a table")
+            return
+    table[last] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _spread(section: str, text: str, problems: list[str]) -> Table:
+    """The table that a short string stands for."""
+    if section == "layout":
+        try:
+            return Layout.parse(text).given()
+        except UserError as error:
+            problems += error.problems
+            return {}
+    return {"preset": text} if section == "model" else {}
+
+
+def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | Layout | None:
+    try:
+        if kind is Layout and isinstance(value, str):
+            return Layout.parse(value)
+        if kind is Layout and isinstance(value, dict):
+            return Layout.from_dict(value)
+    except UserError as error:
+        problems += error.problems
+        return None
+    if not isinstance(value, dict):
+        problems.append(f"{name}={value!r} is not a table of settings")
+        return None
+    return read(kind, value, name, problems)
+
+
+def _model(value: Any, of_its_own: bool, problems: list[str]) -> ModelSpec | None:
+    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
+
+    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny.
+    """
+    table = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        problems.append(f"model={value!r} is neither a preset's name nor a table")
+        return None
+    bases = [key for key in ("preset", "config") if key in table]
+    if len(bases) > 1:
+        problems.append(f"model.preset={table['preset']!r} and model.config={table['config']!r} exclude each other")
+        return None
+    if not bases and not of_its_own:
+        bases, table = ["preset"], {"preset": "tiny"} | table
+    known = ["preset", "config", *ModelSpec.__struct_fields__]
+    problems += [unknown_key("model", key, known) for key in table if key not in known]
+    fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
+    try:
+        base = _base(bases[0], str(table[bases[0]])) if bases else {}
+    except UserError as error:
+        problems += error.problems
+        return None
+    return read(ModelSpec, base | fields, "model", problems)
+
+
+def _base(kind: str, name: str) -> Table:
+    """The fields to start from; a preset leaves out what is derived from others, so that it follows them."""
+    if kind == "config":
+        return msgspec.structs.asdict(read_hf_config(Path(name).expanduser()))
+    preset(name)  # names the nearest where there is none
+    return {"name": name} | PRESETS[name]
+
+
+def to_toml(job: Job) -> str:
+    """The resolved job as a file that `fivefold train` runs again."""
+    lines: list[str] = []
+    sections = msgspec.to_builtins(job)
+    if "chunks" not in job.layout.given():
+        del sections["layout"]["chunks"]  # it is the schedule's own, and follows another one
+    for section, table in sections.items():
+        nested = {key: value for key, value in table.items() if isinstance(value, dict)}
+        for name, values in [(section, table), *((f"{section}.{key}", value) for key, value in nested.items())]:
+            lines.append(f"[{name}]")
+            lines += [f"{k} = {_toml(v)}" for k, v in values.items() if v is not None and not isinstance(v, dict)]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    return msgspec.json.encode(value).decode()  # scalars and lists of them read the same in TOML

@@ -1,0 +1,85 @@
+"""Everything that can be known to be wrong before any process starts."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.data.corpus import stdlib_corpus
+from fivefold.data.tokens import Split, TokenStore
+from fivefold.job.config import Job
+from fivefold.layout.stages import schedule_of
+from fivefold.schedule.check import prove
+from fivefold.support.errors import UserError
+
+_SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data of a run."""
+
+    train: Split
+    valid: Split | None  # documents kept apart when the data was prepared, if any
+    path: Path
+
+
+def preflight(job: Job, world: int) -> Sources:
+    """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
+    problems = job.problems(world) or _schedule(job)
+    problems += [*_packages(job), *run_directory_problems(Path(job.run.dir).expanduser())]
+    sources = _open(job, problems)
+    if problems or sources is None:
+        raise UserError(problems)
+    return sources
+
+
+def _schedule(job: Job) -> list[str]:
+    """What only the builder of a schedule knows; and what is run is proven first, as what is drawn is."""
+    try:
+        prove(schedule_of(job.model, job.layout, job.data.seq))
+    except UserError as error:
+        return error.problems
+    return []
+
+
+def _packages(job: Job) -> list[str]:
+    wanted = {"torch": "train"} | ({"tensorboard": "tensorboard"} if job.run.tensorboard else {})
+    return [
+        f"{package} is not installed; pip install 'fivefold[{extra}]'"
+        for package, extra in wanted.items()
+        if importlib.util.find_spec(package) is None
+    ]
+
+
+def run_directory_problems(parent: Path) -> list[str]:
+    existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return []
+    return [f"run.dir={str(parent)!r}: {existing} is not a directory that can be written to"]
+
+
+def _open(job: Job, problems: list[str]) -> Sources | None:
+    try:
+        path = Path(job.data.path).expanduser() if job.data.path else stdlib_corpus()
+        store = TokenStore.open(path)
+        if store.vocab > job.model.vocab:
+            problems.append(
+                f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}; nearest: "
+                f"model.vocab={store.vocab}"
+            )
+        elif sum(file.bytes for file in store.index.files()) <= _SCAN:
+            store.check_ids(job.model.vocab)
+        valid = store.split("valid") if "valid" in store.index.splits and job.train.eval_samples else None
+        sources = Sources(store.split("train"), valid, path)
+    except UserError as error:
+        problems += error.problems
+        return None
+    for split in filter(None, (sources.train, sources.valid)):
+        if split.tokens <= job.data.seq:
+            way_out = ", or train.eval_samples=0" if split is valid else ""
+            problems.append(
+                f"the {split.name} split of {path} has {split.tokens} tokens, fewer than a sample of data.seq="
+                f"{job.data.seq} and its last target; nearest: data.seq={max(1, split.tokens - 1)}{way_out}"
+            )
+    return sources

@@ -1,0 +1,97 @@
+"""Which device a rank computes on, and the settings that make a run repeatable there."""
+
+import os
+import resource
+import sys
+import time
+import warnings
+
+import torch
+
+from fivefold.hardware.accelerators import find_accelerator
+from fivefold.job.config import Job, TrainConfig
+from fivefold.job.memory_check import host_memory, memory_problems
+from fivefold.launch.world import World
+from fivefold.support.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """CUDA where there is one, unless told otherwise; ranks of a node beyond its GPUs share them."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device='cuda', and torch sees no GPU on this machine; nearest: train.device=cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_memory(job: Job, device: torch.device, world: World) -> None:
+    """Refuse a model whose weights, gradients and optimizer alone are more than the device has."""
+    have, ranks = host_memory(), world.local_size
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+        ranks = -(-world.local_size // torch.cuda.device_count())
+    if problems := memory_problems(job, ranks, have, str(device)):
+        raise UserError(problems)
+
+
+def check_bfloat16(device: torch.device, dtype: str) -> str | None:
+    """A sentence where a CPU has no bfloat16 instructions and takes many times as long; torch's own is a page."""
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    if device.type != "cpu" or dtype != "bfloat16":
+        return None
+    seconds = {}
+    for probe in (torch.float32, torch.bfloat16):
+        x = torch.ones(128, 128, dtype=probe)
+        x @ x  # the first product also chooses a kernel
+        start = time.perf_counter()
+        x @ x
+        seconds[probe] = time.perf_counter() - start
+    slower = seconds[torch.bfloat16] / seconds[torch.float32]
+    if slower < 3:
+        return None
+    return (
+        f"bfloat16 products take about {slower:.0f} times as long as float32 on this CPU; train.dtype=float32 is faster"
+    )
+
+
+def make_repeatable(config: TrainConfig) -> None:
+    """Same run, same bits: kernels with a fixed order of addition, or an error where one has none."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+        if torch.cuda.is_available() or config.compile == "on":
+            torch.use_deterministic_algorithms(True)  # tells the compiler, too, and so imports all of it
+            # It would also fill all memory that is asked for with NaN, 1% of a step: a help to find kernels that read
+            # what nobody wrote, and none here does.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        else:
+            torch.set_deterministic_debug_mode("error")
+
+
+def compiles(config: TrainConfig, device: torch.device) -> bool:
+    """Whether blocks and the loss are compiled there."""
+    return {"on": True, "off": False, "auto": device.type == "cuda"}[config.compile]
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """The device's peak for matmuls of `dtype`, where the catalogue knows it; a CPU's is not known."""
+    if device.type != "cuda":
+        return None
+    try:
+        accelerator = find_accelerator(torch.cuda.get_device_name(device))
+    except UserError:
+        return None
+    tf32 = dtype == "float32" and torch.backends.cuda.matmul.allow_tf32
+    precision = {"float32": "tf32" if tf32 else "fp32", "bfloat16": "bf16", "float64": "fp64"}[dtype]
+    return accelerator.rate(precision)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the process's largest resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,1 @@
+"""How a step is spread over ranks: degrees, axes, stages, shards, buckets."""

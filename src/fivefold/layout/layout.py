@@ -1,0 +1,303 @@
+"""Layout: how one training step is spread over ranks.
+
+    layout = Layout.parse("dp=2,tp=2,pp=2,zero=1,schedule=1f1b")
+    layout.world                                  # 8
+    layout.problems(preset("tiny"), world=8)      # [] or every reason why not, each with the nearest legal value
+
+A layout says nothing of the machine and nothing of the model; `problems` holds it against both.
+"""
+
+from typing import Any, Literal, Self
+
+import msgspec
+
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean, either
+from fivefold.support.reading import read, unknown_key
+
+ContextKind = Literal["ring", "allgather", "ulysses"]
+Recompute = Literal["none", "selective", "full"]
+
+# Schedule -> stages per rank (chunks). Those in CHUNKED take any number of them; the rest have exactly this many.
+SCHEDULES = {
+    "naive": 1,
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "bfs": 2,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "zb-v": 2,
+    "v-half": 2,
+    "v-min": 2,
+    "dualpipe-v": 2,
+    "auto": 1,
+}
+CHUNKED = ("interleaved", "bfs")
+VEE = ("zb-v", "v-half", "v-min", "dualpipe-v")  # down the ranks and up again: the first has the last stage, too
+SPLIT = ("zb-h1", "zb-h2", *VEE, "auto")  # with weight gradients (W) apart from those of inputs (I)
+LEAST = {"interleaved": 1, "dualpipe-v": 2}  # microbatches that a schedule cannot do without, times pp
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dp: int = 1  # replicas, each with its own part of the batch
+    tp: int = 1  # ranks that share every matrix
+    pp: int = 1  # ranks that share the layers
+    cp: int = 1  # ranks that share every sequence
+    cp_kind: ContextKind = "ring"
+    zero: int = 0  # what is sharded over dp x cp: 1 optimizer, 2 + gradients, 3 + parameters
+    replicate: int = 1  # hybrid sharding: copies of the zero=3 shards, a divisor of dp
+    sp: bool = False  # norms and residual sharded over the sequence, along tp
+    schedule: str = "1f1b"
+    chunks: int = 0  # stages per pipeline rank; 0: the schedule's own
+    microbatches: int = 1  # per dp rank and step
+    recompute: Recompute = "none"
+    split: tuple[int, ...] = ()  # layers of each stage; empty: balanced
+
+    def __post_init__(self) -> None:
+        if self.chunks == 0:
+            msgspec.structs.force_setattr(self, "chunks", SCHEDULES.get(self.schedule, 1))
+
+    @property
+    def breaks_graphs(self) -> bool:
+        """Whether a compiled block is several graphs: what is put off, and the ring's messages, stand between them."""
+        return (self.pp > 1 and self.schedule in SPLIT) or (self.cp > 1 and self.cp_kind == "ring")
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Selective recompute goes by operator: it must see them all, in one graph or in none."""
+        return not (self.breaks_graphs and self.recompute == "selective")
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along each axis: tp varies fastest, then cp, pp and dp."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        dp, pp = divmod(rest, self.pp)
+        return {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
+
+    def place(self, rank: int) -> str:
+        """In words, of the axes that have several ranks: 'dp 1, pp 0'."""
+        return ", ".join(f"{axis} {at}" for axis, at in self.coordinates(rank).items() if getattr(self, axis) > 1)
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    # ---- text ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read "dp=2,tp=2,sp,split=3,5": commas separate, a bare flag is true, numbers after split= belong to it."""
+        values: dict[str, str] = {}
+        problems: list[str] = []
+        last = ""
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals and last == "split" and key.isdigit():
+                values["split"] += f",{key}"
+                continue
+            if key not in cls.__struct_fields__:
+                problems.append(unknown_key("layout", key, list(cls.__struct_fields__)))
+            elif key in values:
+                problems.append(f"layout gives {key} twice, as {values[key]} and as {value}")
+            elif not equals and key != "sp":
+                problems.append(f"layout.{key} has no value; write {key}=...")
+            else:
+                values[key], last = value if equals else "true", key
+        if problems:
+            raise UserError(problems)
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """From a TOML table or the pieces of a string; every value that does not fit is named."""
+        if isinstance(split := values.get("split"), str):
+            values = values | {"split": [piece for piece in split.split(",") if piece]}
+        problems: list[str] = []
+        layout = read(cls, values, "layout", problems)
+        if layout is None:
+            raise UserError(problems)
+        return layout
+
+    def given(self) -> dict[str, Any]:
+        """What differs from one rank doing everything, without what follows from the schedule's name."""
+        default = Layout(schedule=self.schedule)
+        found = {field: getattr(self, field) for field in self.__struct_fields__}
+        return {
+            field: value
+            for field, value in found.items()
+            if value != ("1f1b" if field == "schedule" else getattr(default, field))
+        }
+
+    def __str__(self) -> str:
+        """What differs from one rank doing everything; parses back to the same layout."""
+        parts = []
+        for field, value in self.given().items():
+            text = ",".join(map(str, value)) if field == "split" else str(value)
+            parts.append("sp" if field == "sp" else f"{field}={text}")
+        return ",".join(parts) or "dp=1"
+
+    # ---- validation ----------------------------------------------------------------------------------------------
+
+    def problems(
+        self, spec: ModelSpec, *, world: int | None = None, seq: int | None = None, batch: int | None = None
+    ) -> list[str]:
+        """Every reason why this layout cannot run `spec`, with the values and the nearest that would do.
+
+        `world` is the number of ranks there are, `seq` the sequence length, `batch` the global batch in sequences;
+        what is not given is not checked.
+        """
+        counts = ("dp", "tp", "pp", "cp", "replicate", "chunks", "microbatches")
+        absurd = {field: value for field in counts if (value := getattr(self, field)) < 1}
+        found = [f"layout.{field}={value} must be at least 1; nearest: {field}=1" for field, value in absurd.items()]
+        # The other rules divide by these: they are held against the nearest values that make sense.
+        sane = msgspec.structs.replace(self, **dict.fromkeys(absurd, 1))
+        return [
+            *found,
+            *sane._tensor(spec),
+            *sane._context(spec, seq),
+            *sane._pipeline(spec),
+            *sane._data(batch),
+            *sane._world(world),
+        ]
+
+    def _tensor(self, spec: ModelSpec) -> list[str]:
+        tp, found = self.tp, []
+        legal = [n for n in range(1, spec.heads + 1) if tp_fits(spec, n)]
+        nearest = f"nearest: {_around('tp', tp, legal)}"
+        if spec.heads % tp:
+            found.append(f"layout.tp={tp} does not divide the {spec.heads} attention heads of {spec.name}; {nearest}")
+        elif spec.kv_heads % tp and tp % spec.kv_heads:
+            found.append(
+                f"layout.tp={tp} neither divides the {spec.kv_heads} kv heads of {spec.name} nor is a multiple; "
+                f"{nearest}"
+            )
+        if spec.ffn % tp:
+            found.append(f"layout.tp={tp} does not divide the feed-forward width {spec.ffn} of {spec.name}; {nearest}")
+        if self.sp and tp == 1:
+            found.append("layout.sp shards the sequence over tp, and tp=1; nearest: sp=false, or tp=2")
+        return found
+
+    def _context(self, spec: ModelSpec, seq: int | None) -> list[str]:
+        found = []
+        if self.cp > 1 and self.cp_kind == "ulysses":
+            ranks = self.cp * self.tp
+            if spec.heads % ranks:
+                legal = [n for n in range(1, spec.heads + 1) if spec.heads % (n * self.tp) == 0]
+                found.append(
+                    f"cp_kind=ulysses deals the heads out over cp x tp = {ranks} ranks, which does not divide the "
+                    f"{spec.heads} heads of {spec.name}; nearest: "
+                    + (f"{_around('cp', self.cp, legal)}, or cp_kind=ring" if legal else "cp_kind=ring")
+                )
+        if seq is not None:
+            zigzag = self.cp > 1 and self.cp_kind != "ulysses"  # each cp rank holds one early and one late piece
+            pieces = self.cp * (2 if zigzag else 1) * (self.tp if self.sp else 1)  # sp cuts a cp rank's share over tp
+            if seq % pieces:
+                near = [n for n in (seq // pieces * pieces, -(-seq // pieces) * pieces) if n]
+                found.append(
+                    f"a sequence of {seq} tokens does not divide into the {pieces} equal pieces that {self} needs; "
+                    f"nearest: {either([f'seq={n}' for n in near])}"
+                )
+        return found
+
+    def _pipeline(self, spec: ModelSpec) -> list[str]:
+        if self.schedule not in SCHEDULES:
+            return [f"unknown schedule {self.schedule!r}; {did_you_mean(self.schedule, list(SCHEDULES))}"]
+        found = []
+        if self.schedule not in CHUNKED and self.chunks != SCHEDULES[self.schedule]:
+            found.append(
+                f"layout.chunks={self.chunks}, and schedule={self.schedule} has {SCHEDULES[self.schedule]} per rank; "
+                f"nearest: chunks={SCHEDULES[self.schedule]}, or schedule={either(CHUNKED)}"
+            )
+        least = LEAST.get(self.schedule, 0) * self.pp
+        if self.microbatches < least:
+            found.append(
+                f"layout.microbatches={self.microbatches}, and schedule={self.schedule} and pp={self.pp} need at least "
+                f"{least}; nearest: microbatches={least}, or schedule={'zb-v' if self.chunks == 2 else '1f1b'}"
+            )
+        if any(layers < 0 for layers in self.split):
+            found.append(f"layout.split={_commas(self.split)} has a negative number of layers; the least is 0")
+        if self.split:
+            if len(self.split) != self.stages:
+                found.append(
+                    f"layout.split={_commas(self.split)} names {len(self.split)} stages, and pp={self.pp} x "
+                    f"chunks={self.chunks} makes {self.stages}"
+                )
+            if sum(self.split) != spec.layers:
+                found.append(
+                    f"layout.split={_commas(self.split)} adds up to {sum(self.split)} layers, and {spec.name} has "
+                    f"{spec.layers}"
+                )
+        elif self.stages > spec.layers + 2:
+            # The embedding and the head may each be a stage without layers, as in Llama 3's 405B run.
+            most = (spec.layers + 2) // self.chunks
+            nearest = f"pp={most}" if most else f"chunks={(spec.layers + 2) // self.pp}"
+            found.append(
+                f"pp={self.pp} x chunks={self.chunks} makes {self.stages} stages, and {spec.name} has {spec.layers} "
+                f"layers, an embedding and a head to fill them; nearest: {nearest}"
+            )
+        both_ends = self.chunks > 1 and (self.schedule in VEE or self.pp == 1)
+        if spec.tied and both_ends and self.zero in (2, 3) and self.dp * self.cp > 1:
+            why = "gathers the weights of each stage by itself"
+            if self.zero == 2:
+                why = "keeps no whole gradient between two stages' passes"
+            found.append(
+                f"zero={self.zero} {why}, and schedule={self.schedule} has the tied embedding of {spec.name} in two "
+                f"stages of one rank; nearest: zero=1, or schedule=zb-h1"
+            )
+        return found
+
+    def _data(self, batch: int | None) -> list[str]:
+        found = []
+        if self.zero not in (0, 1, 2, 3):
+            found.append(f"layout.zero={self.zero} is not a ZeRO stage; nearest: zero={min(max(self.zero, 0), 3)}")
+        if self.replicate > 1 and self.zero != 3:
+            found.append(
+                f"layout.replicate={self.replicate} copies the shards of zero=3, and zero={self.zero}; nearest: "
+                "replicate=1, or zero=3"
+            )
+        if self.dp % self.replicate:
+            legal = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
+            found.append(
+                f"layout.replicate={self.replicate} does not divide dp={self.dp}; nearest: "
+                f"{_around('replicate', self.replicate, legal)}"
+            )
+        share = self.dp * self.microbatches
+        if batch is not None and batch % share:
+            near = [n for n in (batch // share * share, -(-batch // share) * share) if n]
+            found.append(
+                f"a global batch of {batch} sequences does not divide over dp={self.dp} x "
+                f"microbatches={self.microbatches}; nearest: batch={either(near)}"
+            )
+        return found
+
+    def _world(self, world: int | None) -> list[str]:
+        if world is None or world == self.world:
+            return []
+        inner = self.tp * self.pp * self.cp
+        fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"--nproc {self.world}"
+        return [
+            f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} (dp x tp x pp x cp), and there "
+            f"{'is' if world == 1 else 'are'} {world}; nearest: {fit}"
+        ]
+
+
+def tp_fits(spec: ModelSpec, tp: int) -> bool:
+    """Heads and feed-forward columns are dealt out evenly; kv heads evenly, or each to several ranks."""
+    kv_fits = spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0
+    return spec.heads % tp == 0 and spec.ffn % tp == 0 and kv_fits
+
+
+def _around(field: str, value: int, legal: list[int]) -> str:
+    """The legal values on either side: 'tp=2 or tp=4'."""
+    below, above = [n for n in legal if n < value], [n for n in legal if n > value]
+    return either([f"{field}={n}" for n in (*below[-1:], *above[:1])] or [f"{field}=1"])
+
+
+def _commas(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,0 +1,107 @@
+"""Stages: which layers each pipeline stage holds; the first also has the embedding, the last the norm and the head.
+
+stages_of(spec, layout, seq)      # one Stage each; their layers add up to the model's, in order
+schedule_of(spec, layout, seq)    # in which order the ranks do what, with these stages
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fivefold.layout.layout import Layout
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.schedule import Schedule
+from fivefold.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Stage:
+    index: int
+    layers: range  # global numbers: layer 17 is layer 17 on any rank
+    first: bool  # has the embedding, and positions
+    last: bool  # has the norm and the head
+
+    def names(self, spec: ModelSpec) -> list[str]:
+        """Its parameters, in the model's order. A tied embedding is held by both ends."""
+        tied_head = self.last and spec.tied
+        found = []
+        for parameter in spec.parameters():
+            part, _, rest = parameter.name.partition(".")
+            if part == "layers":
+                mine = int(rest.partition(".")[0]) in self.layers
+            elif part == "embedding":
+                mine = self.first or tied_head
+            else:
+                mine = self.first if part == "positions" else self.last
+            if mine:
+                found.append(parameter.name)
+        return found
+
+
+def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
+    """The stages of a layout: as its `split` says, or balanced."""
+    sizes = layout.split or balanced(spec, layout.stages, seq)
+    found, start = [], 0
+    for index, size in enumerate(sizes):
+        layers = range(start, start + size)
+        found.append(Stage(index, layers, first=index == 0, last=index == len(sizes) - 1))
+        start += size
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
+    """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
+
+    All layers cost the same, so trying every size of the two ends and dealing out the rest evenly finds the best.
+    """
+    if stages == 1:
+        return (spec.layers,)
+    layer, bottom, top = costs(spec, seq)
+    best: tuple[tuple[float, float], int, int] | None = None
+    for first in range(spec.layers + 1):
+        for last in range(spec.layers + 1 - first):
+            rest, inner = spec.layers - first - last, stages - 2
+            if inner == 0 and rest:
+                continue
+            each, more = divmod(rest, inner) if inner else (0, 0)
+            ends = (first * layer + bottom, last * layer + top)
+            small, large = each * layer, (each + 1) * layer
+            squares = ends[0] ** 2 + ends[1] ** 2 + (inner - more) * small**2 + more * large**2
+            score = (max(*ends, large if more else small if inner else 0.0), squares)
+            if best is None or score < best[0]:
+                best = score, first, last
+    assert best is not None
+    _, first, last = best
+    each, more = divmod(spec.layers - first - last, stages - 2) if stages > 2 else (0, 0)
+    # Later stages hold fewer microbatches: the larger ones.
+    return (first, *[each] * (stages - 2 - more), *[each + 1] * more, last)
+
+
+def schedule_of(spec: ModelSpec, layout: Layout, seq: int) -> Schedule:
+    """The schedule of a layout; `auto` is made for the stages that the model has in it, unequal as they are."""
+    weighed = _durations(spec, layout, seq) if layout.schedule == "auto" and layout.pp > 1 else None
+    return build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks, costs=weighed)
+
+
+def _durations(spec: ModelSpec, layout: Layout, seq: int) -> Costs:
+    """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
+    layer, bottom, top = costs(spec, seq)
+    scores = 2.0 * seq * spec.heads * spec.head_dim
+    every = stages_of(spec, layout, seq)
+    ends = [bottom * stage.first + top * stage.last for stage in every]
+    f = [len(stage.layers) * layer + end for stage, end in zip(every, ends, strict=True)]
+    i = [len(stage.layers) * (layer + scores) + end for stage, end in zip(every, ends, strict=True)]
+    w = [len(stage.layers) * (layer - scores) + top * stage.last for stage in every]
+    unit = max(f)
+    b = [x + y for x, y in zip(i, w, strict=True)]
+    shares = tuple(len(stage.layers) / max(1, spec.layers) * layout.pp for stage in every)
+    each = {name: tuple(one / unit for one in times) for name, times in {"f": f, "i": i, "w": w, "b": b}.items()}
+    return Costs(f=each["f"], i=each["i"], w=each["w"], b=each["b"], activation=shares)
+
+
+def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
+    """Forward FLOPs of a token in one layer, in the embedding (an addition a feature) and in the head."""
+    linears = sum(p.size for p in spec.block_parameters(0) if p.kind == "linear")
+    layer = 2 * linears + 2 * seq * spec.heads * spec.head_dim  # the causal half of scores and mixture
+    return float(layer), float(spec.hidden), 2.0 * spec.vocab * spec.hidden

@@ -1,0 +1,78 @@
+"""The ops of the decoder, on one device; `parallel/` speaks the same ones across ranks."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fivefold.model import attention
+from fivefold.model import deterministic_attention as repeatable
+from fivefold.model.attention import AttentionMask
+from fivefold.model.deterministic_attention import Tiles
+from fivefold.model.fp8 import fp8_linear
+from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.model.positions import TokenPositions
+
+
+class LocalOps:
+    compiled = False  # whether blocks are: then the loss is, too
+    fp8 = False  # whether the products of blocks are
+    sharded = False  # whether weights are DTensors
+    breaks = False  # whether a compiled block is several graphs
+
+    def adopt(self, model: nn.Module) -> None:
+        """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""
+
+    def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
+        """The rows of a table that is as tall as the vocabulary; [B, S] -> [B, S, E]."""
+        return table(tokens)
+
+    def look_up(self, table: nn.Embedding, places: Tensor) -> Tensor:
+        """The rows of a small table."""
+        return table(places)
+
+    def residual(self, place: TokenPositions) -> TokenPositions:
+        """Where the tokens of the residual stream stand."""
+        return place
+
+    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x)
+
+    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Linears that read the same input."""
+        return tuple(self.product(x, linear) for linear in linears)
+
+    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """A linear that writes into the residual stream."""
+        return self.product(x, linear)
+
+    def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
+
+    def sight(self, place: TokenPositions) -> Any:
+        """What `attend` has to know of who may look at whom; made once for all layers."""
+        device = place.positions.device
+        if place.documents is None:
+            return repeatable.causal(device, place.length) if repeatable.wanted(device, place.length) else None
+        return AttentionMask(place) if device.type == "cuda" else place.mask()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
+        """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
+        if isinstance(sight, AttentionMask):
+            if attention.flashes(q):
+                return attention.packed_attention(q, k, v, sight.spans)
+            sight = sight.mask
+        if isinstance(sight, Tiles):
+            if repeatable.fit(q, sight):
+                return repeatable.attend(q, k, v, sight)
+            sight = None
+        grouped = k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
+
+    def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
+        """[B, S, E] -> [B, S, V]; the table is the head, or the embedding where they are tied."""
+        return F.linear(x, table.weight)
+
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Targets) -> Tensor:
+        """[B, S, E] -> the sum of the losses; no more logits than of a slice are held."""
+        return head_loss(x, table.weight, aim, Vocabulary(table.weight.shape[0]), compile=self.compiled)

@@ -1,0 +1,33 @@
+"""TokenPositions: where the tokens of a batch stand. What a layer knows of its surroundings, it knows from here."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenPositions:
+    """Shapes: B sequences of S tokens. A rank that holds a slice of a sequence gets a slice of these."""
+
+    positions: Tensor  # [B, S] within the sequence
+    samples: Tensor  # [B] global sample index: with the position it keys dropout
+    length: int  # of a whole sequence; positions are below it
+    documents: Tensor | None = None  # [B, S] attention stays within equal numbers; None: one document per sequence
+    row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU, where tokens are a slice of them
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> Self:
+        """Whole sequences that start at position 0, of no particular sample."""
+        batch, seq = tokens.shape
+        positions = torch.arange(seq, device=tokens.device).expand(batch, seq)
+        return cls(positions, torch.zeros(batch, dtype=torch.int64, device=tokens.device), seq)
+
+    def mask(self) -> Tensor | None:
+        """Who may look at whom, [B, 1, S, S]; None means plain causal, which the kernels do without a mask."""
+        if self.documents is None:
+            return None
+        same = self.documents[:, :, None] == self.documents[:, None, :]
+        causal = self.positions[:, :, None] >= self.positions[:, None, :]
+        return (same & causal)[:, None]

@@ -1,0 +1,57 @@
+"""AdamW on a GPU in one pass over memory: clipping, both moments, the master, and the model's rounded copy of it.
+
+PyTorch's fused AdamW does the middle of that; scaling the gradients before it and rounding the weights after it read
+and write them all once more, a tenth of a step of one microbatch. Written by hand because that pass is all there is to
+it. The arithmetic is torch.optim.AdamW's, in float32.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fivefold.job.config import OptimizerConfig
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _update(
+    master, gradient, first, second, weight, scale, size, keep, rate, root, beta1, beta2, eps,
+    ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < size
+    g = tl.load(gradient + at, mask=there).to(tl.float32) * tl.load(scale)
+    m = tl.load(first + at, mask=there)
+    v = tl.load(second + at, mask=there)
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    p = tl.load(master + at, mask=there) * keep
+    p = p - rate * (m / (tl.sqrt(v) / root + eps))
+    tl.store(first + at, m, mask=there)
+    tl.store(second + at, v, mask=there)
+    tl.store(master + at, p, mask=there)
+    if ROUNDS:
+        tl.store(weight + at, p.to(weight.dtype.element_ty), mask=there)
+
+
+def adamw(
+    master: Tensor,
+    moments: tuple[Tensor, Tensor],
+    scale: Tensor,
+    rounded: Tensor | None,
+    config: OptimizerConfig,
+    lr: float,
+    decay: float,
+    step: int,
+) -> None:
+    """Step number `step`, from 1, of one float32 parameter; its gradient counts `scale` times. All in place."""
+    beta1, beta2 = config.betas
+    size, gradient = master.numel(), master.grad
+    assert gradient is not None
+    assert all(x.is_contiguous() for x in (master, gradient, *moments, master if rounded is None else rounded))
+    keep, rate, root = 1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    _update[(triton.cdiv(size, _BLOCK),)](
+        master, gradient, *moments, rounded if rounded is not None else master, scale, size,
+        keep, rate, root, beta1, beta2, config.eps, ROUNDS=rounded is not None, BLOCK=_BLOCK,
+    )  # fmt: skip

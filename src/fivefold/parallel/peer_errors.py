@@ -1,0 +1,53 @@
+"""Peers that died or fell silent: what torch says of them, in words that name who waited, in what, and for whom."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.support.errors import PeerLost
+
+# torch has no exception of its own for these: gloo and NCCL raise RuntimeErrors of any kind of trouble.
+_GONE = re.compile(
+    r"onnection (closed|reset|refused)|Broken pipe|Socket closed|Read error|ncclRemoteError|pair closure"
+)
+_SILENT = re.compile(r"[Tt]imed? ?out")
+
+
+def reason(error: BaseException) -> str | None:
+    """Why a peer cannot be heard, if that is what an error is about."""
+    text = str(error)
+    if _SILENT.search(text):
+        return "it gave no sign"
+    return "the connection is closed" if _GONE.search(text) else None
+
+
+def who(mesh: Mesh) -> str:
+    """This rank, and where it stands in the mesh: 'rank 5 (dp 1, pp 0)'."""
+    axes = [axis for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp) if axis.size > 1]
+    places = ", ".join(f"{axis.name} {axis.rank}" for axis in axes)
+    return f"rank {dist.get_rank()} ({places})" if places else "rank 0"
+
+
+def others(*axes: Axis) -> str:
+    """The other ranks of some axes, by their numbers in the world: 'ranks 0, 3 (dp, ends)'."""
+    wide = [axis for axis in axes if axis.size > 1]
+    ranks = sorted({rank for axis in wide for rank in axis.ranks} - {dist.get_rank()})
+    names = ", ".join(dict.fromkeys(axis.name for axis in wide))
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))} ({names})"
+
+
+@contextmanager
+def waiting(what: str, mesh: Mesh, *axes: Axis) -> Iterator[None]:
+    """Around collectives over some axes: if one fails for want of a peer, the error says what waited for whom."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if (why := reason(error)) is None:
+            raise
+        waited = f"waited {time.monotonic() - start:.1f} s for {others(*axes)}"
+        raise PeerLost(f"{who(mesh)}: {what} {waited}: {why}") from error

@@ -1,0 +1,181 @@
+"""ZeRO 3 and hybrid sharding: FSDP2, a block at a time.
+
+A rank holds a share of the rows of every parameter, in full precision: its master. A block's weights are gathered in
+the compute dtype for its forward and again for its backward, and released after each; its gradients are reduce-
+scattered in full precision every microbatch. With `replicate`, that happens within each copy, and the shards of the
+gradients are summed over the copies once a step.
+
+Gradients of weight-gradient passes of their own come after FSDP2 has let go of a block. They need no weights, only a
+sum: buckets take them, as in stage 2, and their shards accumulate beside FSDP2's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of, unit_of
+from fivefold.model.dtypes import wide
+from fivefold.parallel.host_staging import stage
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.zero.bucket import Bucket, slots_of
+from fivefold.parallel.zero.part import Part
+from fivefold.parallel.zero.reducer import Reducer
+from fivefold.parallel.zero.shards import bytes_of, copies, draw_rows, globally, held_by, remake, shared_names
+from fivefold.spec.model import ModelSpec
+
+
+class FullySharded:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        spec: ModelSpec,
+        mesh: Mesh,
+        compute: torch.dtype,
+        seed: int,
+        minimum: int = MINIMUM,
+        split: bool = False,
+    ):
+        self.mesh, self.halves = mesh, split
+        self.shared = shared_names(spec, mesh)
+        self.held: dict[str, Held] = {}
+        self.modules: list[FSDPModule] = []
+        self.parameters: dict[str, DTensor] = {}
+        self.masters: dict[str, nn.Parameter] = {}
+        self.roots: list[FSDPModule] = []
+        for model in stages:
+            held = held_by(model, spec, mesh)
+            remake(model, wide(compute), torch.device("meta"))
+            self.modules += _shard(model, layers_of({unit_of(name) for name in held}), mesh, compute)
+            self.roots.append(self.modules[-1])
+            self.held |= held
+            model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                self.parameters[name] = parameter
+                one, local = self.held[name], parameter._local_tensor
+                draw_rows(spec, one, one.share(mesh.zero.size, mesh.zero.rank), local, seed)
+                self.masters[name] = nn.Parameter(local.detach())
+                if split and one.late:
+                    parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
+        self.late = self._late(stages, spec, compute, minimum) if split else Reducer([], [], always=True)
+
+    def _late(self, stages: Sequence[nn.Module], spec: ModelSpec, compute: torch.dtype, minimum: int) -> Reducer:
+        groups = [
+            (number, group)
+            for number, model in enumerate(stages)
+            for group in buckets(held_by(model, spec, self.mesh).values(), minimum, split=True)
+            if group.late
+        ]
+        return Reducer([self._bucket(group, compute) for _, group in groups], groups, always=True)
+
+    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+        # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
+        shapes = {one.name: torch.empty(len(one.rows), one.width, device="meta") for one in group.held}
+        slots = slots_of(group, shapes, self.masters, self.mesh.zero.size)
+        return Bucket(slots, self.mesh.zero, self.mesh.tp if group.partial else None, 2, compute)
+
+    @contextmanager
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
+        if self.mesh.replicate.size > 1 and part != "weights":
+            self.roots[stage].set_requires_all_reduce(last)
+        with self.late.microbatch(last, stage, part) if part == "weights" else nullcontext():
+            yield
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self.late.add(name, gradient)
+
+    def finish(self) -> None:
+        self.late.finish()
+        for bucket in self.late.buckets if self.mesh.replicate.size > 1 else ():
+            dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
+        for name, parameter in self.parameters.items():
+            if name in self.late.home:
+                continue
+            master, gradient = self.masters[name], parameter.grad
+            # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
+            assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
+            master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
+            if name in self.shared:
+                dist.all_reduce(master.grad, group=self.mesh.ends.group)
+
+    def mirrors(self) -> dict[str, Tensor]:
+        return {}
+
+    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.masters[name].grad = None
+        for bucket in self.late.buckets:
+            bucket.forget()
+
+    def ready(self) -> None:
+        """The masters are the model's weights."""
+
+    def copies(self, name: str) -> tuple[int, int]:
+        return copies(self.held[name], self.mesh, sharded=True, shared=self.shared)
+
+    def block(self, name: str) -> tuple[range, ...]:
+        return self.held[name].block(self.mesh.zero.size, self.mesh.zero.rank)
+
+    def globally(self, name: str, local: Tensor) -> Tensor:
+        return globally(self.held[name], local, self.mesh, sharded=True)
+
+    def buffers(self) -> Iterator[Tensor]:
+        for bucket in self.late.buckets:
+            yield from bucket.held()
+
+    def gradient_memory(self) -> Iterator[Tensor]:
+        yield from (p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor))
+        for group in _groups(self.modules):
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+        yield from self.buffers()
+
+    def resident(self) -> dict[str, int]:
+        seen: set[int] = set()
+        gathered = []
+        for group in _groups(self.modules):
+            gathered += [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
+        return {
+            "parameters": bytes_of((*self.masters.values(), *gathered), seen),
+            "gradients": bytes_of(self.gradient_memory(), seen),
+            "masters": 0,
+        }
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Without a look at addresses, which tensors of a dry run do not have."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
+def _shard(model: nn.Module, blocks: list[str], mesh: Mesh, compute: torch.dtype) -> list[FSDPModule]:
+    """The model in FSDP2's hands, block by block; itself the last."""
+    found: list[FSDPModule] = []
+    plane = mesh.plane("replicate", "zero") if mesh.replicate.size > 1 else mesh.plane("zero")
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide(compute), cast_forward_inputs=False)
+    for module in (*(model.get_submodule(block) for block in blocks), model):
+        sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True)
+        assert isinstance(sharded, FSDPModule)
+        # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        if mesh.zero.staged:
+            stage(sharded)
+        found.append(sharded)
+    # In backward each one gathers the weights of the one below ahead; the lowest nothing. FSDP2 by itself goes by the
+    # order of past forwards, and under a pipeline would gather those of another microbatch or stage, which nobody uses.
+    for below, sharded in zip((found[0], *found), found, strict=False):
+        sharded.set_modules_to_backward_prefetch([below])
+    return found
+
+
+def _groups(modules: list[FSDPModule]) -> Iterator[Any]:
+    """FSDP2's own view of its parameters, which torch 2.13 keeps in a list and 2.11 does not."""
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        yield from state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]

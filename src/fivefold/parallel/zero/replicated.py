@@ -1,0 +1,212 @@
+"""ZeRO 0, 1 and 2: every rank computes with whole weights; gradients and optimizer state are whole or sharded.
+
+A hook on every parameter moves its new gradient into its bucket. Buckets are reduced in a fixed order, the same on all
+ranks, each as soon as it and those before it are final, while backward goes on. After the optimizer's step (stages 1
+and 2) the new weights are gathered while the next forward runs: a block waits for its own.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fivefold.layout.buckets import BOTTOM, MINIMUM, TOP, Grouping, Held, buckets, layers_of
+from fivefold.model.dtypes import wide
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.zero.bucket import Bucket, slots_of
+from fivefold.parallel.zero.part import Part
+from fivefold.parallel.zero.reducer import Reducer
+from fivefold.parallel.zero.shards import (
+    bytes_of,
+    copies,
+    draw_rows,
+    globally,
+    held_by,
+    local_of,
+    remake,
+    shared_names,
+)
+from fivefold.parallel.zero.unsharded import Loose
+from fivefold.spec.model import ModelSpec
+
+_AHEAD = 2  # stage 2: buckets of new weights on their way at a time, each in a buffer of its own
+
+
+class Replicated:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        spec: ModelSpec,
+        mesh: Mesh,
+        compute: torch.dtype,
+        seed: int,
+        minimum: int = MINIMUM,
+        split: bool = False,
+    ):
+        """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
+        self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
+        self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
+        self.shared = shared_names(spec, mesh)
+        per_stage = [held_by(model, spec, mesh) for model in stages]
+        self.held = {name: one for held in per_stage for name, one in held.items()}
+        for model in stages:
+            remake(model, compute, mesh.device)
+        self.parameters = {name: p for model in stages for name, p in model.named_parameters()}
+        self.weights = {name: local_of(p) for name, p in self.parameters.items()}
+        self.masters = {name: self._draw(spec, one, seed) for name, one in self.held.items()}
+        # A bucket never spans stages, which finish at different times; a tied embedding is the first stage's.
+        seen: set[str] = set()
+        groups: list[tuple[int, Grouping]] = []
+        for number, held in enumerate(per_stage):
+            fresh = [one for name, one in held.items() if name not in seen]
+            seen |= held.keys()
+            groups += [(number, group) for group in buckets(fresh, minimum, split, self.shared)]
+        self.loose = Loose({}, {})
+        if mesh.zero.size == 1:
+            self.loose = self._loosen([group for _, group in groups])
+            groups = [(number, group) for number, group in groups if group.partial or group.shared]
+        self.buckets = [self._bucket(group, compute) for _, group in groups]
+        self.reducer = Reducer(self.buckets, groups, always=self.stage == 2)
+        # Forward meets the stages in order; within a stage, buckets stand in backward's.
+        order = sorted(range(len(groups)), key=lambda index: (groups[index][0], -index))
+        self.forward_order = [self.buckets[index] for index in order]
+        self.unsent: deque[Bucket] = deque()  # buckets whose new weights are still to be gathered, in forward's order
+        for name in self.held:
+            self._listen(name)
+        if self.stage:
+            for number, model in enumerate(stages):
+                self._set_gates(
+                    model, [(b, g) for b, (of, g) in zip(self.buckets, groups, strict=True) if of == number]
+                )
+
+    # ---- making --------------------------------------------------------------------------------------------------
+
+    def _draw(self, spec: ModelSpec, one: Held, seed: int) -> nn.Parameter:
+        """Fill the weight, by way of full precision, and return this rank's master of it."""
+        weight, parts = self.weights[one.name], self.mesh.zero.size if self.stage else 1
+        mine = one.share(parts, self.mesh.zero.rank if self.stage else 0)
+        first = mine.start - one.rows.start
+        exact = weight if weight.dtype == wide(weight.dtype) else torch.empty_like(weight, dtype=torch.float32)
+        draw_rows(spec, one, one.rows, exact, seed)
+        if exact is weight:
+            parameter = self.parameters[one.name]
+            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor) and one.name not in self.shared
+            return parameter if own else nn.Parameter(weight[first : first + len(mine)])
+        weight.copy_(exact)
+        return nn.Parameter(exact[first : first + len(mine)].clone() if parts > 1 else exact)
+
+    def _loosen(self, groups: list[Grouping]) -> Loose:
+        """With nobody to shard over, only gradients that others have a part in need a bucket."""
+        names = [name for group in groups if not (group.partial or group.shared) for name in group.names]
+        return Loose({name: self.weights[name] for name in names}, {name: self.masters[name] for name in names})
+
+    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+        slots = slots_of(group, self.weights, self.masters, self.mesh.zero.size if self.stage else 1)
+        also = self.mesh.tp if group.partial else self.mesh.ends if group.shared else None
+        return Bucket(slots, self.mesh.zero, also, self.stage, compute)
+
+    def _listen(self, name: str) -> None:
+        parameter = self.parameters[name]
+        if parameter is self.masters[name]:
+            return  # autograd accumulates where the optimizer looks
+
+        def came(_: Tensor) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is None:
+                return  # it was put off, and will be added by whoever computes it
+            if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != self.held[name].tp.partial:
+                raise RuntimeError(f"the gradient of {name} came as {gradient.placements[0]} over tp")
+            self.add(name, local_of(gradient))
+
+        parameter.register_post_accumulate_grad_hook(came)
+
+    def _set_gates(self, model: nn.Module, buckets: list[tuple[Bucket, Grouping]]) -> None:
+        """A module's forward waits for the weights that are needed from there on."""
+        units = {unit for _, group in buckets for unit in group.units}
+        blocks = layers_of(units)
+        gates = {block: block for block in blocks} | {BOTTOM: "", TOP: blocks[-1] if blocks else ""}
+        for bucket, group in buckets:
+            for gate in {gates[unit] for unit in group.units}:
+                model.get_submodule(gate).register_forward_pre_hook(self._gate(bucket))
+
+    def _gate(self, bucket: Bucket) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            self._receive(bucket)
+
+        return wait
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+        return self.reducer.microbatch(last, stage, part)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """A gradient has come, from autograd or from a weight-gradient pass of its own; it may be the bucket's last."""
+        if name in self.reducer.home:
+            self.reducer.add(name, gradient)
+        else:
+            self.loose.add(name, gradient)
+
+    def finish(self) -> None:
+        self.reducer.finish()
+        self.loose.hand_over()
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def mirrors(self) -> dict[str, Tensor]:
+        return self.loose.mirrors()
+
+    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
+        for bucket in self.buckets:
+            bucket.forget()
+        self.loose.forget()
+        self.loose.send_weights(but=rounded)
+        self.unsent = deque(self.forward_order)
+        self._send(_AHEAD if self.stage == 2 else len(self.buckets))
+
+    def _send(self, most: int) -> None:
+        """Start gathers, in order, while fewer than `most` are under way."""
+        while self.unsent and sum(bucket.gathering is not None for bucket in self.buckets) < most:
+            self.unsent.popleft().send_weights()
+
+    def _receive(self, bucket: Bucket) -> None:
+        while bucket in self.unsent:
+            self.unsent.popleft().send_weights()
+        bucket.receive_weights()
+        self._send(_AHEAD)
+
+    def ready(self) -> None:
+        for bucket in self.forward_order:
+            self._receive(bucket)
+
+    # ---- looking -------------------------------------------------------------------------------------------------
+
+    def copies(self, name: str) -> tuple[int, int]:
+        return copies(self.held[name], self.mesh, sharded=self.stage > 0, shared=self.shared)
+
+    def block(self, name: str) -> tuple[range, ...]:
+        zero = self.mesh.zero
+        return self.held[name].block(zero.size, zero.rank) if self.stage else self.held[name].block(1, 0)
+
+    def globally(self, name: str, local: Tensor) -> Tensor:
+        return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)
+
+    def buffers(self) -> Iterator[Tensor]:
+        for bucket in self.buckets:
+            yield from bucket.held()
+
+    def gradient_memory(self) -> Iterator[Tensor]:
+        yield from self.buffers()
+        yield from (master.grad for master in self.loose.masters.values() if master.grad is not None)
+
+    def resident(self) -> dict[str, int]:
+        seen: set[int] = set()
+        return {
+            "parameters": bytes_of(self.weights.values(), seen),
+            "gradients": bytes_of(self.gradient_memory(), seen),
+            "masters": bytes_of(self.masters.values(), seen),
+        }

@@ -1,0 +1,1 @@
+"""Ring, all-gather or Ulysses, and from which length on."""

@@ -1,0 +1,95 @@
+"""Where one way of context parallelism overtakes another: the model of `context.py`, asked at many lengths and degrees.
+
+Nothing is derived here. Lengths double from one tile a piece upwards, and where an answer changes between two of them
+it is bisected. Attention grows with the square of the length and what is sent with its first power, so one change
+between two neighbours is the rule; kernels that fill their last wave badly can add some, which may be missed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from fivefold.layout.layout import ContextKind
+from fivefold.plan.context.methods import Case, Method, allgather, compare, possible, ring
+from fivefold.plan.cost.kernels import QUERIES
+
+LONGEST = 1 << 24  # tokens; longer sequences are not asked about
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Since(Generic[T]):
+    """An answer, and the least number that has it."""
+
+    start: int
+    answer: T
+
+
+def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[Since[T]]:
+    """The answers over ascending multiples of `step`: the first, and every other one where it begins."""
+    found = [Since(numbers[0], ask(numbers[0]))]
+    for low, high in pairwise(numbers):
+        at, last = low, ask(high)
+        while found[-1].answer != last:
+            end, answer = high, last
+            while end - at > step:
+                middle = (at + end) // 2 // step * step
+                if ask(middle) == found[-1].answer:
+                    at = middle
+                else:
+                    end, answer = middle, ask(middle)
+            found.append(Since(end, answer))
+            at = end
+    return found
+
+
+def _lengths(case: Case) -> tuple[list[int], int]:
+    """The lengths to ask about, and their common divisor: pieces are whole tiles."""
+    step = 2 * case.ranks * QUERIES
+    doubled = [step << power for power in range(64) if step << power <= max(LONGEST, step)]
+    return doubled, step
+
+
+def by_length(case: Case) -> list[Since[ContextKind]]:
+    """The fastest way, by the length of the sequence."""
+    return changes(lambda seq: possible(replace(case, seq=seq))[0].kind, *_lengths(case))
+
+
+def ring_or_gather(case: Case) -> list[Since[ContextKind]]:
+    """The faster of the two that do not deal out heads."""
+
+    def faster(seq: int) -> ContextKind:
+        asked = replace(case, seq=seq)
+        return min(ring(asked), allgather(asked), key=lambda one: one.seconds).kind
+
+    return changes(faster, *_lengths(case))
+
+
+def ring_is_free(case: Case) -> list[Since[bool]]:
+    """Whether attention hides every send of a ring but the last gradient's way home."""
+    return changes(lambda seq: ring(replace(case, seq=seq)).waits == 0, *_lengths(case))
+
+
+@dataclass(frozen=True)
+class Degree:
+    """One sequence over a number of ranks."""
+
+    ranks: int
+    seconds: dict[ContextKind, float | None]  # None: it cannot
+
+    @property
+    def best(self) -> ContextKind:
+        return min((time, kind) for kind, time in self.seconds.items() if time is not None)[1]
+
+
+def by_degree(case: Case, most: int) -> list[Degree]:
+    """The same sequence over 2, 4, 8, ... ranks, as far as there are any and it divides; and over as many as asked."""
+    doubled = {1 << power for power in range(1, most.bit_length())}
+    fits = sorted(c for c in doubled | {case.ranks} if c <= most and case.seq % (2 * c) == 0)
+    return [Degree(c, {kind: _seconds(one) for kind, one in compare(case.over(c)).items()}) for c in fits]
+
+
+def _seconds(one: object) -> float | None:
+    return one.seconds if isinstance(one, Method) else None

@@ -1,0 +1,249 @@
+"""Context parallelism of one layer: ring, all-gather and Ulysses by bytes, seconds and memory.
+
+    case = Case(seq=131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)    # heads of one tp rank
+    compare(case)["ring"].seconds
+
+Bytes are those of `traffic.py`, and of what `parallel/context` runs. A layer takes as long as its slowest rank:
+attention in whole tiles, the merging of partial results, and the communication that nothing hides.
+
+    ring        a step's attention hides that step's sends, as far as it lasts, and a step ends when its slowest rank is
+                done; the last gradient's way home follows all attention
+    allgather   nothing is hidden
+    ulysses     nothing is hidden; attention is one call, over whole rows of a rank's own heads
+
+(`parallel/context/allgather.py` runs a rank's own tile under the gather. `Method.spare` says how much that can hide; it
+is not taken off.)
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from msgspec import structs
+
+from fivefold.layout.collective_cost import Kind, wire
+from fivefold.layout.layout import ContextKind
+from fivefold.plan.context.splits import SIDES, Call, Split, contiguous, zigzag
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.memory import BYTES, wide_bytes
+from fivefold.plan.cost.stack import FIVEFOLD, Attention
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import either
+
+NARROW, WIDE = BYTES["bfloat16"], wide_bytes("bfloat16")
+
+# Bytes that a call's result costs per element before it is part of the whole: forward, to float32 and interpolated into
+# what was there; backward, the gradient of the queries, added up in float32.
+MERGE = (18.0, 10.0)
+KINDS: tuple[ContextKind, ...] = ("ring", "allgather", "ulysses")
+
+
+class Both(NamedTuple):
+    """Seconds of a layer's forward and backward pass."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def plus(self, other: "Both", times: int = 1) -> "Both":
+        return Both(self.forward + times * other.forward, self.backward + times * other.backward)
+
+
+class Sent(NamedTuple):
+    """Calls of one kind, and the payload of each, in bytes (`wire.py` says what that is)."""
+
+    kind: Kind
+    calls: int
+    payload: int
+
+
+class Work(NamedTuple):
+    """Kernels that run one after the other."""
+
+    attention: Both = Both()
+    merging: Both = Both()
+
+    def plus(self, other: "Work", times: int = 1) -> "Work":
+        return Work(self.attention.plus(other.attention, times), self.merging.plus(other.merging, times))
+
+    @property
+    def both(self) -> Both:
+        return self.attention.plus(self.merging)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's attention over sequences of one length. The cp degree is that of `wires.layout`."""
+
+    seq: int
+    heads: int  # of one tp rank, and kv heads likewise
+    kv_heads: int
+    head_dim: int
+    device: Device
+    wires: Wires
+    kernel: Attention = FIVEFOLD.attention  # over whole rows, as Ulysses has them
+    partial: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention  # over parts: it must give the log-sum-exp, too
+    samples: int = 1  # sequences, which travel and are computed together
+    narrow: int = NARROW  # bytes of what is computed with, and of sums
+    wide: int = WIDE
+
+    @property
+    def ranks(self) -> int:
+        return self.wires.layout.cp
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank."""
+        return self.seq // self.ranks
+
+    def size(self, heads: int) -> int:
+        """Elements of so many heads of a rank's tokens."""
+        return self.samples * self.tokens * heads * self.head_dim
+
+    @property
+    def pair(self) -> int:
+        """Elements of a rank's keys and values."""
+        return 2 * self.size(self.kv_heads)
+
+    @property
+    def lcm(self) -> int:
+        """Ulysses repeats kv heads until all ranks get as many."""
+        return math.lcm(self.kv_heads, self.ranks)
+
+    def over(self, ranks: int) -> "Case":
+        """The same sequence over another number of ranks."""
+        return replace(self, wires=replace(self.wires, layout=structs.replace(self.wires.layout, cp=ranks)))
+
+    def work(self, calls: Sequence[Call], merged: bool = True, heads: int = 0) -> Work:
+        """Calls one after the other, of all heads or of some."""
+        done = Work()
+        for call in calls:
+            tile = self.device.tile
+            rows = math.ceil(call.queries / tile) * tile
+            keys = call.computed(tile) / rows  # that a query is computed with, on average
+            name = self.partial if merged else self.kernel
+            kernel = Both(*self.device.attention(name, self.samples, heads or self.heads, self.head_dim, rows, keys))
+            parts = self.samples * call.queries * (heads or self.heads) * self.head_dim * merged
+            done = done.plus(Work(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
+        return done
+
+    def send(self, *payloads: int) -> float:
+        """Seconds in which a rank passes messages on to the next, through one port."""
+        return sum(self.wires.time("send", "cp", payload) for payload in payloads if payload)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What one way of context parallelism costs a layer, forward and backward."""
+
+    kind: ContextKind
+    split: Split
+    sent: tuple[tuple[Sent, ...], tuple[Sent, ...]]  # forward, backward
+    work: Work  # of the slowest rank
+    exposed: Both  # communication that nothing hides
+    kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
+    buffers: int  # bytes beside them while it runs, at most
+    moving: Both  # all communication, as if nothing hid any
+    waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
+    spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
+
+    @property
+    def seconds(self) -> float:
+        return self.work.both.total + self.exposed.total
+
+    def wire_bytes(self, backward: bool) -> int:
+        """That a rank sends."""
+        return sum(int(wire(kind, calls * payload, self.split.ranks)) for kind, calls, payload in self.sent[backward])
+
+
+def ring(case: Case, split: Split | None = None) -> Method:
+    split = split or zigzag(case.seq, case.ranks)
+    c, narrow, wide = case.ranks, case.pair * case.narrow, case.pair * case.wide
+    own, earlier, later = (case.work(split.calls(side)) for side in SIDES)
+    slower = max(earlier, later, key=lambda work: work.both.total)
+    forward, backward, waits = 0.0, case.send(wide), 0.0
+    for step in range(c):
+        behind = (slower if step else own).both
+        # While a rank works with some keys they travel on, and so does the gradient of those of the step before.
+        ahead, back = case.send(narrow * (step < c - 1)), case.send(narrow * (step < c - 1), wide * (step > 0))
+        late = max(0.0, ahead - behind.forward), max(0.0, back - behind.backward)
+        forward, backward, waits = forward + late[0], backward + late[1], waits + sum(late)
+    return Method(
+        "ring",
+        split,
+        ((Sent("send", c - 1, narrow),), (Sent("send", c - 1, narrow), Sent("send", c, wide))),
+        own.plus(slower, c - 1),
+        Both(forward, backward),
+        kept=_kept(case, case.kv_heads),
+        buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
+        moving=Both((c - 1) * case.send(narrow), (c - 1) * case.send(narrow) + c * case.send(wide)),
+        waits=waits,
+    )
+
+
+def allgather(case: Case, split: Split | None = None) -> Method:
+    split = split or zigzag(case.seq, case.ranks)
+    c, narrow, wide = case.ranks, case.ranks * case.pair * case.narrow, case.ranks * case.pair * case.wide
+    # Dealt forwards only, the last rank sees most in every round; in a zigzag ranks differ by the shapes alone.
+    works = [case.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
+    gather = case.wires.time("all-gather", "cp", narrow)
+    scatter = case.wires.time("reduce-scatter", "cp", wide)
+    own = case.work(split.calls("own")).both
+    return Method(
+        "allgather",
+        split,
+        ((Sent("all-gather", 1, narrow),), (Sent("all-gather", 1, narrow), Sent("reduce-scatter", 1, wide))),
+        max(works, key=lambda work: work.both.total),
+        Both(gather, gather + scatter),
+        kept=_kept(case, case.kv_heads),
+        buffers=narrow + wide,  # all keys and values, and their gradients
+        moving=Both(gather, gather + scatter),
+        spare=min(gather, own.forward) + min(gather, own.backward),
+    )
+
+
+def ulysses(case: Case) -> Method:
+    """Raises where a rank would get a part of a head."""
+    c = case.ranks
+    if case.heads % c:
+        fits = [n for n in range(1, case.heads + 1) if case.heads % n == 0]
+        near = [*[n for n in fits if n < c][-1:], *[n for n in fits if n > c][:1]]
+        raise UserError(f"cp={c} does not divide the {case.heads} heads of a tp rank; nearest: cp={either(near)}")
+    there, back = (case.size(heads) * case.narrow for heads in (case.heads + 2 * case.lcm, case.heads))
+    trade = case.wires.time("all-to-all", "cp", there) + case.wires.time("all-to-all", "cp", back)
+    sent = (Sent("all-to-all", 1, there), Sent("all-to-all", 1, back))
+    row = [Call(case.seq, case.seq, causal=True)]
+    return Method(
+        "ulysses",
+        contiguous(case.seq, c),
+        (sent, sent),
+        case.work(row, merged=False, heads=case.heads // c),
+        Both(trade, trade),
+        kept=_kept(case, case.lcm),
+        buffers=2 * there,  # gradients of q, k and v before and after the trade
+        moving=Both(trade, trade),
+    )
+
+
+def _kept(case: Case, kv_heads: int) -> int:
+    return 2 * case.size(case.heads + kv_heads) * case.narrow + case.samples * case.tokens * case.heads * case.wide
+
+
+def compare(case: Case) -> dict[ContextKind, Method | UserError]:
+    """All three, each over the split that it runs with; or why it cannot."""
+    found: dict[ContextKind, Method | UserError] = {"ring": ring(case), "allgather": allgather(case)}
+    try:
+        found["ulysses"] = ulysses(case)
+    except UserError as error:
+        found["ulysses"] = error
+    return found
+
+
+def possible(case: Case) -> list[Method]:
+    """The fastest first."""
+    return sorted((one for one in compare(case).values() if isinstance(one, Method)), key=lambda one: one.seconds)

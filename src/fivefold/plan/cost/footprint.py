@@ -1,0 +1,219 @@
+"""Peak memory of a rank: state, activations in flight, what the worst moment of a step adds, and a margin.
+
+footprint(case).total       # bytes on the fullest pipeline rank
+footprint(case).parts       # by component
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from msgspec import structs
+
+from fivefold.layout.layout import SPLIT, Layout
+from fivefold.layout.sharding import slices
+from fivefold.layout.stages import Stage
+from fivefold.plan.cost.activations import Kept, kept, put_off
+from fivefold.plan.cost.memory import Accounting, State
+from fivefold.plan.cost.stack import Stack
+from fivefold.plan.cost.time import Case, message, repeating, schedule_of, stage_parameters
+from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
+from fivefold.schedule.catalogue import placement
+from fivefold.spec.model import ModelSpec
+
+CONTEXT = 1.5e9  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
+FRAGMENTATION = 0.04  # of what is allocated: holes between blocks that no request fits
+HEADROOM = 0.88  # of the memory that a plan may fill: what no model counts takes the rest
+GATHERED = 6.0  # bytes per logit of the parts, the whole made of them, and its gradient, where logits are gathered
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One pipeline rank at the moment of the step that needs the most."""
+
+    rank: int
+    state: State
+    activations: Kept  # of all microbatches in flight
+    moment: str  # "the loss", "a block's backward", "the embedding's gradient"
+    transient: float  # bytes of that moment alone: logits; a block made again; gathered weights, gradients on their way
+    buffers: float  # messages and exchanges
+    margin: float
+    lazy: bool = False  # no gradient exists while the activations do
+    after: float = 0.0  # bytes of the moments in which they all do, at the end of the first backward pass
+
+    @property
+    def working(self) -> float:
+        """What is not state."""
+        return self.activations.total + self.transient + self.buffers
+
+    @property
+    def gradients(self) -> float:
+        """That are there at the peak; where they come after it, what they then need more than the peak had."""
+        if not self.lazy:
+            return self.state.gradients
+        return max(0.0, self.state.gradients + self.after - self.working)
+
+    @property
+    def allocated(self) -> float:
+        return self.state.total - self.state.gradients + self.gradients + self.working
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator has taken from the device: all but the context."""
+        return self.total - CONTEXT
+
+    @property
+    def total(self) -> float:
+        return self.allocated + self.margin
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "parameters": self.state.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.state.optimizer,
+            **{f"activations: {kind}": size for kind, size in self.activations._asdict().items() if size},
+            self.moment: self.transient,
+            "buffers": self.buffers,
+            "context and fragmentation": self.margin,
+        }
+
+
+def footprint(case: Case) -> Footprint:
+    """Of the pipeline rank that needs the most."""
+    return max((footprint_of(case, rank) for rank in range(case.layout.pp)), key=lambda one: one.total)
+
+
+def footprint_of(case: Case, rank: int) -> Footprint:
+    layout, stack, spec = case.layout, case.stack, case.spec
+    mine = placement(layout.schedule, layout.pp, layout.chunks).of_rank[rank]
+    stages = [case.stages[number] for number in mine]
+    count = sum(stage_parameters(spec, stage) for stage in stages) / layout.tp
+    held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+    shards = layout.dp // layout.replicate * layout.cp
+    state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
+    block = kept(spec, layout, stack, case.samples, case.seq, case.work.wide)
+    few = repeating(layout.pp, layout.microbatches)
+    flying = in_flight(layout.schedule, layout.pp, few, layout.chunks)[rank]
+    layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
+    moments = dict(_moments(case, stages, block))
+    moment, transient = max(moments.items(), key=lambda one: one[1])
+    last = next((number for number in mine if case.stages[number].last), None)
+    waiting = 0.0 if last is None else max(0, flying[last] - 1) * head_kept(spec, layout, stack, case.work.tokens)
+    # A stage's output is held until its backward pass, beside the next stage's copy of it.
+    outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
+    buffers = stack.bucket_bytes + (messages(layout) + outputs) * message(case)
+    # Buckets are there from the start; without them, gradients are made by the first backward pass.
+    unbucketed = shards * layout.replicate == 1 or layout.zero == 3
+    lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and _one_way(layout, few, rank)
+    waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
+    after = moments["a block's backward"] + buffers + block.times(waits * len(stages[0].layers)).total
+    found = Footprint(
+        rank, state, block.times(layers)._replace(head=waiting), moment, transient, buffers, 0.0, lazy, after
+    )
+    return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
+
+
+def _one_way(layout: Layout, microbatches: int, rank: int) -> bool:
+    """Whether no forward pass follows the rank's first backward: the most is held before there are gradients."""
+    kinds = [action.kind for action in _orders(layout.schedule, layout.pp, microbatches, layout.chunks)[rank]]
+    first = next((place for place, kind in enumerate(kinds) if kind is not FORWARD), len(kinds))
+    return FORWARD not in kinds[first:]
+
+
+def messages(layout: Layout) -> int:
+    """Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk."""
+    return 2 + 2 * layout.chunks if layout.pp > 1 else 0
+
+
+def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
+    """Bytes on top of the activations in flight, at the moments that can be the worst of a step."""
+    spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
+    table = spec.vocab * spec.hidden / layout.tp if spec.vocab > 1 else 0.0
+    wide = stack.gradient_bytes
+    again = 0.0
+    if layout.recompute != "none":
+        plain = structs.replace(layout, recompute="none")
+        again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
+    passing = work.passing_bytes + work.exchange_bytes
+    here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
+    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.dp * layout.cp > 1 else 0.0
+    # The gathered ends, and the head's gradient, wait for the end of the backward pass.
+    kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
+    yield "a block's backward", again + passing + kept_ends + _gathered(case, work.block_parameters, block.total)
+    if spec.vocab > 1 and last:
+        block_left = work.block_parameters * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
+        around = 4.0 * spec.hidden * work.tokens / (layout.tp if layout.sp else 1) + ends + block_left
+        yield "the loss", around + loss_held(spec, layout, stack, work.tokens)
+        if layout.zero == 2 and layout.dp * layout.cp > 1:
+            # Its sum is under way while the last block's backward makes the next.
+            flying = again + passing + work.block_parameters * wide
+            yield "the head's gradient", table * wide + max(table * stack.weight_bytes + around, flying)
+    if any(stage.first for stage in stages):
+        # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
+        rest = put_off(spec, layout, work.tokens, work.wide) if layout.schedule in SPLIT else 0.0
+        own = len(stages[0].layers) * max(0.0, block.total - rest)
+        flying = wide * table if layout.zero == 2 and layout.dp * layout.cp > 1 else 0.0
+        yield "the embedding's gradient", stack.weight_bytes * table + flying - own
+
+
+def _gathered(case: Case, parameters: float, block: float) -> float:
+    """Of blocks: ZeRO 3's weights of two and sums of one; ZeRO 2's gradients of one, or of two once the first
+    one's activations are gone."""
+    stack = case.stack
+    if case.layout.dp * case.layout.cp == 1:
+        return 0.0
+    if case.layout.zero == 3:
+        return parameters * (2 * stack.weight_bytes + stack.gradient_bytes)
+    one = parameters * stack.gradient_bytes
+    return max(one, 2 * one - block) if case.layout.zero == 2 else 0.0
+
+
+def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
+    """Bytes per token at the loss's peak."""
+    if stack.gathers_logits and layout.tp > 1:
+        return (stack.peak_logit_bytes + GATHERED) * spec.vocab
+    return stack.peak_logit_bytes * -(-spec.vocab // layout.tp)
+
+
+def loss_held(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:
+    """Bytes at the loss's peak. In one pass: a slice's logits, or what is left of them when its gradients are taken."""
+    if not stack.one_pass:
+        return logits_held(spec, layout, stack) * tokens
+    rows, narrow = -(-spec.vocab // layout.tp), stack.weight_bytes
+    parts = slices(tokens, rows)
+    logits, table = len(parts[0]) * rows, rows * spec.hidden
+    running = max(4, narrow) * table if len(parts) > 1 else 0
+    states = narrow * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
+    return states + max(stack.peak_logit_bytes * logits + running, narrow * (logits + table) + running)
+
+
+def head_kept(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:
+    """Bytes that a microbatch leaves at the head for its backward pass, besides activations."""
+    if not stack.one_pass:
+        return 0.0
+    states = tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    return stack.weight_bytes * (states + -(-spec.vocab // layout.tp) * spec.hidden)
+
+
+@lru_cache(maxsize=512)
+def in_flight(schedule: str, p: int, m: int, chunks: int) -> list[dict[int, int]]:
+    """By pipeline rank and stage: microbatches whose activations are held when the rank holds the most in all."""
+    found: list[dict[int, int]] = []
+    for order in _orders(schedule, p, m, chunks):
+        live: dict[int, int] = {}
+        best: dict[int, int] = {}
+        for action in order:
+            if action.kind is FORWARD:
+                live[action.stage] = live.get(action.stage, 0) + 1
+                if sum(live.values()) > sum(best.values()):
+                    best = dict(live)
+            elif action.kind in LAST_READERS:
+                live[action.stage] -= 1
+        found.append({stage: best.get(stage, 0) for stage in placement(schedule, p, chunks).of_rank[len(found)]})
+    return found
+
+
+def _orders(schedule: str, p: int, m: int, chunks: int) -> list[tuple[Action, ...]]:
+    built = schedule_of(schedule, p, m, chunks)
+    return [built.compute(rank) for rank in range(p)]

@@ -1,0 +1,119 @@
+"""How long a collective takes: ring or tree, within a node or across, by where an axis's ranks really are.
+
+    wires = Wires(device, 8, layout, stack.order)       # 8 GPUs a node
+    wires.time("all-reduce", "tp", 64 << 20)         # seconds
+
+Alpha-beta: a ring of n passes its bytes on n-1 times (twice that for an all-reduce), each time a latency; a tree needs
+log2 of the nodes, carries a little less, and is for all-reduces. Across nodes all of a group's ranks on a node send at
+once, each through
+its own port, so a group with g ranks a node has g times a port's bandwidth, until the links inside are slower.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from fivefold.hardware.accelerators import Accelerator
+from fivefold.hardware.efficiency import Achieved
+from fivefold.layout.collective_cost import Kind
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.kernels import Device
+
+TREE = 0.85  # of a ring's bandwidth
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The ranks of an axis: how many, and how many of them share a node."""
+
+    ranks: int
+    together: int
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.together)
+
+
+@dataclass(frozen=True)
+class Wires:
+    device: Device
+    gpus: int  # of a node
+    layout: Layout
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        return self.device.accelerator
+
+    @property
+    def _reached(self) -> Achieved:
+        return self.device.reached
+
+    @cached_property
+    def reaches(self) -> dict[str, Reach]:
+        """Of every axis. `zero` is dp and cp together."""
+        found, stride = {}, 1
+        for axis in self.order:
+            size = getattr(self.layout, axis)
+            found[axis] = Reach(size, _together(size, stride, self.gpus))
+            stride *= size
+        cp, dp = found["cp"], found["dp"]
+        shards = self.layout.dp // self.layout.replicate
+        found["zero"] = Reach(cp.ranks * shards, cp.together * min(shards, dp.together))
+        found["data"] = Reach(cp.ranks * dp.ranks, cp.together * dp.together)
+        outer = _together(self.layout.replicate, 1, max(1, dp.together // shards))
+        found["replicate"] = Reach(self.layout.replicate, outer)
+        return found
+
+    def across(self, axis: str) -> bool:
+        """Whether an axis leaves the node."""
+        return self.reaches[axis].nodes > 1
+
+    def bandwidth(self, axis: str) -> float:
+        """Bytes/s that one rank passes on in a large collective."""
+        inside = self._accelerator.inside.bandwidth * self._reached.inside
+        reach = self.reaches[axis]
+        if reach.nodes == 1:
+            return inside
+        return min(inside, reach.together * self._accelerator.across.bandwidth * self._reached.across)
+
+    def time(self, kind: Kind, axis: str, payload: float, calls: int = 1) -> float:
+        """Seconds of collectives that are handed `payload` bytes each."""
+        reach = self.reaches[axis]
+        n = reach.ranks
+        if n == 1 or calls == 0:
+            return 0.0
+        inner, outer = self._accelerator.inside.latency, self._accelerator.across.latency
+        if kind == "send":
+            hop = outer if reach.nodes > 1 else inner
+            link = self._accelerator.across if reach.nodes > 1 else self._accelerator.inside
+            share = self._reached.across if reach.nodes > 1 else self._reached.inside
+            return calls * (hop + payload / (link.bandwidth * share))
+        rounds = 2 if kind == "all-reduce" else 1
+        carried = rounds * payload * (n - 1) / n / self.bandwidth(axis)
+        # A ring passes every rank, and from node to node once each.
+        ring = rounds * ((n - reach.nodes) * inner + (reach.nodes if reach.nodes > 1 else 0) * outer) + carried
+        if kind == "all-to-all":
+            return calls * self._trade(reach, payload)
+        if kind != "all-reduce":  # gathers and scatters have no tree: every rank's part is another
+            return calls * ring
+        steps = rounds * (math.log2(max(2, reach.nodes)) * outer * (reach.nodes > 1) + reach.together * inner)
+        return calls * min(ring, steps + carried / TREE)
+
+    def _trade(self, reach: Reach, payload: float) -> float:
+        """All-to-all: what is for other nodes differs from rank to rank, and each rank's leaves by its own port."""
+        inside, across = self._accelerator.inside, self._accelerator.across
+        near = payload * (reach.together - 1) / reach.ranks / (inside.bandwidth * self._reached.inside)
+        if reach.nodes == 1:
+            return inside.latency + near
+        far = payload * (reach.ranks - reach.together) / reach.ranks / (across.bandwidth * self._reached.across)
+        return across.latency + max(near, far)
+
+
+def _together(size: int, stride: int, gpus: int) -> int:
+    """How many of `size` ranks, `stride` apart, share a node, in the group that is worst off."""
+    if stride >= gpus:
+        return 1
+    if gpus % (stride * size) and stride * size < gpus:
+        return max(1, size // 2)  # nodes are no multiple of the groups: some lie across two
+    return max(1, min(size, gpus // stride))

@@ -1,0 +1,110 @@
+"""Bytes that a rank holds between steps: parameters, gradients, optimizer state, by ZeRO stage.
+
+With N ranks to shard over (dp x cp, or dp/replicate x cp), P parameters per tp rank, in bytes per parameter:
+
+  stage   parameters   gradients   optimizer state
+  0       c            a           s
+  1       c            a           s/N
+  2       c            a/N         s/N
+  3       a/N          a/N         2a/N     (FSDP2 keeps the full-precision weights themselves in shards)
+
+c is the compute dtype's size, a the accumulation dtype's (4, or 8 in float64), s is 2a for AdamW's two moments and a
+more where a full-precision master is kept beside a bfloat16 weight.
+"""
+
+from dataclasses import dataclass
+
+from fivefold.layout.buckets import held
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import stages_of
+from fivefold.schedule.catalogue import placement
+from fivefold.spec.model import ModelSpec
+
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def wide_bytes(dtype: str) -> int:
+    """Of masters and sums: float32, or float64 in float64 runs."""
+    return max(BYTES["float32"], BYTES[dtype])
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Bytes per parameter, of mixed precision with AdamW. Two have names, because people mean different ones."""
+
+    weight: int = 2
+    gradient: int = 4
+    optimizer: int = 12  # master weight and two moments
+    sharded_masters: bool = True  # ZeRO 3 keeps the master as its only copy, and gathers compute weights from it
+
+    def state(self, whole: float, share: float, zero: int, ranks: int) -> State:
+        """Of a rank that computes with `whole` parameters and owns `share` of them, with `ranks` to shard over."""
+        if zero == 3 and ranks > 1:
+            if self.sharded_masters:
+                return State(4 * share, self.gradient * share, (self.optimizer - 4) * share)
+            return State(self.weight * share, self.gradient * share, self.optimizer * share)
+        gradients = share if zero == 2 else whole
+        owned = share if zero else whole
+        return State(self.weight * whole, self.gradient * gradients, self.optimizer * owned)
+
+
+# The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,
+# 16.6 and 1.88 GB with stages 0 to 3.
+PAPER = Accounting(weight=2, gradient=2, optimizer=12, sharded_masters=False)
+OURS = Accounting(weight=2, gradient=4, optimizer=12)  # this code's: gradients are added up in float32
+
+
+def paper(parameters: float, zero: int, ranks: int) -> State:
+    """What the ZeRO paper counts for a model of so many parameters, without tp and pp."""
+    return PAPER.state(parameters, parameters / ranks, zero, ranks)
+
+
+def state(spec: ModelSpec, layout: Layout, dtype: str) -> State:
+    """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
+    found = [state_of(spec, layout, dtype, pp=rank) for rank in range(layout.pp)]
+    return State(
+        max(one.parameters for one in found), max(one.gradients for one in found), max(one.optimizer for one in found)
+    )
+
+
+def state_of(
+    spec: ModelSpec, layout: Layout, dtype: str, *, pp: int = 0, tp: int = 0, zero: int = 0, seq: int | None = None
+) -> State:
+    """What the rank at those places of the pp, tp and zero axes holds, to the byte.
+
+    Layers are dealt out to stages for sequences of `seq` tokens; of the model's context where it is not said.
+    Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest.
+    """
+    compute, full = BYTES[dtype], wide_bytes(dtype)
+    ranks = layout.dp // layout.replicate * layout.cp
+    every, mine = held(spec, layout, tp), _names(spec, layout, seq or spec.context)[pp]
+    parts = [every[name] for name in mine]
+    whole = sum(one.size for one in parts)
+    owned = sum(len(one.share(ranks, zero)) * one.width for one in parts)
+    padded = sum(one.share_size(ranks) for one in parts)
+    if layout.zero == 3 and ranks * layout.replicate > 1:
+        return State(full * padded, full * padded, 2 * full * owned)
+    gradients = {0: whole, 1: padded * ranks, 2: padded}[layout.zero] if ranks > 1 else whole
+    masters = owned if layout.zero and ranks > 1 else whole
+    master = full if compute < full else 0
+    return State(compute * whole, full * gradients, (2 * full + master) * masters)
+
+
+def _names(spec: ModelSpec, layout: Layout, seq: int) -> list[set[str]]:
+    """By pipeline rank, the parameters that it holds; an embedding that both ends share on one rank is there once."""
+    stages = stages_of(spec, layout, seq)
+    owners = placement(layout.schedule, layout.pp, layout.chunks)
+    return [{name for stage in mine for name in stages[stage].names(spec)} for mine in owners.of_rank]

@@ -1,0 +1,156 @@
+"""Stack: the software that runs a layout. Which kernels it has, what it overlaps, in which order it places the axes.
+
+Two systems that run one layout on one cluster differ by a third in speed, and in memory too; what makes the difference
+is said here, by name. `FIVEFOLD` is this code. The systems behind published runs are in `systems.py`.
+"""
+
+from typing import Literal, NamedTuple
+
+from msgspec import Struct, structs
+
+from fivefold.hardware.efficiency import Software, software
+
+Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
+Pointwise = Literal["eager", "fused", "compiled", "fivefold", "float32"]
+Selective = Literal["pointwise", "attention", "half"]
+
+
+WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
+
+
+class Overlap(Struct, frozen=True, kw_only=True):
+    """Which collectives run behind compute: 1 those that do, 0 those that do not. `Software` says how much it hides."""
+
+    tp: float = 0.0  # of tensor parallelism, forward and backward
+    tp_backward: float = 0.0  # of its input gradients alone, behind the weight gradients
+    cp: float = 0.0  # keys and values round the ring, behind attention
+    zero: float = 0.0  # weights gathered and gradients scattered layer by layer (ZeRO 3), behind the neighbours
+    dp: float = 0.0  # gradients behind the last backward pass, weights behind the next forward
+    pp: float = 0.0  # sends between stages
+
+
+class Stack(Struct, frozen=True, kw_only=True):
+    name: str
+    attention: Attention = "flash2"
+    cp_attention: Attention | None = None  # where cp needs the log-sum-exp; None: the same
+    merges: bool = False  # partial results are merged by kernels of their own
+    pointwise: Pointwise = "fused"  # activation functions, rotations, residual sums
+    norm: Pointwise = "fused"
+    overlap: Overlap = Overlap()
+    software: Software = software()
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")  # of the axes, the fastest first
+    host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
+    computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
+    host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
+    weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
+    gradient_bytes: int = 4  # of a gradient when it is added up and reduced
+    accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
+    lazy_gradients: bool = False  # they take memory from the first backward pass on
+    step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
+    state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
+    logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
+    peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
+    one_pass: bool = False  # loss and gradient of a slice of the tokens at a time: no more logits than its are held
+    keeps_ends: bool = False  # ZeRO 3 leaves embedding and head gathered from forward to backward
+    gathers_logits: bool = False  # every tp rank computes the loss over the whole vocabulary
+    bucket_bytes: float = 0.5e9  # of collectives' buffers
+    copies_attention: bool = False  # its output is kept twice: as attention left it, and as the next product reads it
+    columns_apart: bool = False  # q, k and v, and gate and up, are products of their own: smaller ones fill less
+    rowwise: bool = False  # fp8 with a scale per row
+    scattered_sends: bool = False  # a stage's output is sent once, in tp parts, and gathered behind the link
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")  # that it has
+    even: bool = False  # every stage has as many layers, whatever stands at the ends
+    stops_early: bool = False  # recompute ends before a block's last product, whose output nothing needs
+    selective: Selective = "pointwise"  # recompute: all but matmuls; attention's core alone; every other matmul too
+
+    def but(self, **changes: object) -> "Stack":
+        return structs.replace(self, **changes)
+
+    def computing_in(self, precision: str) -> "Stack":
+        """The same with wider weights: no master beside them, and moments as wide."""
+        wide = WIDE.get(precision)
+        if wide is None:
+            return self
+        logits = 2.0 * wide if self.one_pass else self.peak_logit_bytes  # nothing is widened
+        moved = self.logit_bytes * (wide / 2 if self.one_pass else 1.0)  # others widen their logits in any case
+        return self.but(
+            weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide, peak_logit_bytes=logits, logit_bytes=moved
+        )
+
+    def hides(self, what: str) -> float:
+        """The share of a kind of collective that runs behind compute, where there is enough of it."""
+        return min(1.0, float(getattr(self.overlap, what) * getattr(self.software, what)))
+
+
+class Moved(NamedTuple):
+    """Bytes that kernels without a GEMM move per element, forward and backward, weights and sums in 2 bytes.
+
+    Norms and residual sums are per hidden feature of a token, the activation is per feed-forward column (of which a
+    gated one has two), the rotation per feature of q and k.
+    """
+
+    rmsnorm: tuple[float, float]
+    layernorm: tuple[float, float]
+    residual: tuple[float, float]
+    dropout: tuple[float, float]
+    swiglu: tuple[float, float]
+    gelu: tuple[float, float]
+    rope: tuple[float, float]
+
+
+# Fused: read the inputs, write the outputs. Eager: what the usual PyTorch expressions read and write, an RMSNorm in
+# float32 (to float, square, mean, scale, to bf16, weight), a rotation as two halves with a concatenation.
+MOVED: dict[Pointwise, Moved] = {
+    "fused": Moved((4, 8), (4, 8), (6, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
+    "eager": Moved((36, 60), (6, 10), (6, 6), (5, 5), (10, 18), (8, 14), (20, 24)),
+    # This code's blocks, compiled, by a profile of Llama 3 8B's on an H200, as bytes at the pace of plain streams: the
+    # norms' backward reduces as it reads, and attention's transposes are in the residual's share.
+    "fivefold": Moved((4, 12), (4, 12), (6, 6), (1, 3), (6, 10), (4, 6), (5.4, 6.2)),
+    "compiled": Moved((4, 8), (4, 8), (4, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
+    # This code's blocks as they are, in float32, where nothing is widened: PyTorch's operators, counted one by one.
+    "float32": Moved((14, 46), (4, 6), (6, 6), (5, 5), (10, 18), (4, 6), (19, 28)),
+}
+
+FIVEFOLD = Stack(
+    name="fivefold",
+    attention="flash3",  # what scaled_dot_product_attention takes on Hopper: cuDNN's
+    cp_attention="flash2",  # called by name: torch's cuDNN operator does not promise its log-sum-exp
+    merges=True,
+    pointwise="fivefold",
+    norm="fivefold",
+    columns_apart=True,
+    copies_attention=True,
+    stops_early=True,
+    lazy_gradients=True,
+    step_bytes=7,  # the norm, 4 at less than a stream's pace, and the model's copy of the weight, 2
+    overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1),
+    schedules=(
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zb-v",
+        "v-half",
+        "dualpipe-v",
+    ),  # of those it has, the ones worth trying
+    host=0.9,  # 0.86 to 1.27 ms on the hosts of five H200s
+    accumulate_bytes=8.0,  # a bf16 gradient widened by itself, 6 at three quarters of a stream's pace
+    # Per logit, compiled: read for its exponential, read again for the slope, which is written; both a little slow.
+    logit_bytes=10.0,
+    one_pass=True,
+    peak_logit_bytes=8.0,  # the logits, their shares in float32, and the slope that is rounded from them
+    keeps_ends=True,  # FSDP2's root
+    bucket_bytes=0.0,
+)
+
+# On CPU ranks, a thread each, in float32: nothing is compiled, and the core that launches and that carries bytes is the
+# one that computes, so nothing hides anything.
+ON_CPUS = FIVEFOLD.but(
+    name="fivefold on CPUs",
+    overlap=Overlap(),
+    pointwise="float32",
+    norm="float32",
+    accumulate_bytes=10.0,  # a gradient is copied to its place, 8, or added to what is there, 12
+    logit_bytes=20.0,  # of 2-byte numbers, operator by operator: the maximum, exponentials, their sum, the slope
+    step_bytes=20.0,  # the norm, clipping, and the weight itself; where `calibrate` was not asked
+    computes_itself=True,
+)

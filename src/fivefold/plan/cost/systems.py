@@ -1,0 +1,84 @@
+"""The systems behind published runs, as stacks: which kernels they have and what they overlap, as far as they say."""
+
+from fivefold.plan.cost.stack import Overlap, Stack
+
+# Bytes that Megatron's vocabulary-parallel cross-entropy moves per logit: written in bf16, cast to float32, and then
+# maximum, difference, exponential, sum and quotient each by themselves; the gradient scaled and cast back.
+EAGER_LOGITS = 52.0
+TORCH_LOGITS = 30.0  # F.cross_entropy in float32: cast, log-softmax, and back
+MEGATRON_ORDER = ("tp", "cp", "dp", "pp")  # parallel_state's default: pipeline stages are furthest apart
+
+
+MEGATRON_2021 = Stack(
+    name="Megatron-LM 2021",
+    attention="fused",
+    overlap=Overlap(),
+    order=MEGATRON_ORDER,
+    host=0.5,
+    gradient_bytes=4,
+    accumulate_bytes=10,
+    logit_bytes=EAGER_LOGITS,
+    scattered_sends=True,
+    even=True,
+)
+MEGATRON_2022 = MEGATRON_2021.but(
+    name="Megatron-LM 2022", overlap=Overlap(tp_backward=1), selective="attention", accumulate_bytes=0
+)
+DEEPSPEED = MEGATRON_2021.but(
+    name="Megatron-DeepSpeed", host=1.0, gradient_bytes=2, accumulate_bytes=6, scattered_sends=False
+)
+NEMO = Stack(
+    name="NeMo, Transformer Engine",
+    attention="flash3",
+    overlap=Overlap(tp=1, cp=1, dp=1, pp=1, zero=1),
+    order=MEGATRON_ORDER,
+    host=0.3,
+    host_step=0.02,  # timers, logging, and a gradient norm that the host waits for
+    logit_bytes=EAGER_LOGITS,
+)
+ALEPH = Stack(
+    name="Aleph Alpha",
+    attention="flash2",
+    overlap=Overlap(),
+    order=MEGATRON_ORDER,
+    host=0.5,
+    pointwise="eager",
+    norm="eager",
+    gradient_bytes=2,
+    accumulate_bytes=6,
+    logit_bytes=EAGER_LOGITS,
+    peak_logit_bytes=16,
+    columns_apart=True,
+    gathers_logits=True,  # found from which of its runs do not fit: with tp the memory of the loss does not shrink
+    even=True,
+)
+FOUNDRY = Stack(
+    name="llm-foundry, FSDP",
+    attention="flash1",
+    pointwise="eager",
+    norm="eager",
+    overlap=Overlap(zero=1),
+    host=0.5,
+    gradient_bytes=2,
+    logit_bytes=TORCH_LOGITS,
+)
+TITAN = Stack(
+    name="torchtitan, FSDP2",
+    attention="flash2",
+    pointwise="compiled",
+    norm="compiled",
+    selective="half",
+    overlap=Overlap(zero=1),
+    host=0.5,
+    logit_bytes=TORCH_LOGITS,
+    peak_logit_bytes=14,  # bf16, float32, log-probabilities, gradient
+    keeps_ends=True,  # FSDP2's root does not reshard after forward
+)
+XLA = Stack(
+    name="Pathways, XLA",
+    attention="fused",
+    pointwise="compiled",
+    norm="compiled",
+    overlap=Overlap(tp=1, zero=1),
+    gradient_bytes=2,
+)

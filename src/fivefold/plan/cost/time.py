@@ -1,0 +1,287 @@
+"""How long one training step takes under a layout: the stages' costs, on the clock of the schedule itself.
+
+case = Case(spec, layout, cluster, seq=8192, batch=2048)
+estimate(case).seconds
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from msgspec import structs
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.collective_cost import Kind
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import Stage, stages_of
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.stack import FIVEFOLD, Stack
+from fivefold.plan.cost.work import NOTHING, Passes, Seconds, Work, hidden
+from fivefold.schedule.catalogue import build, placement
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.simulate import Simulation, simulate
+from fivefold.spec.model import Attention as Counting
+from fivefold.spec.model import ModelSpec
+
+# How much of 1F1B's fill a schedule leaves, with stages, sends and a head as models have them; for closed forms only.
+FILL = {"zb-h1": 0.4, "auto": 0.4, "zb-h2": 0.3, "zb-v": 0.3, "v-half": 0.8, "dualpipe-v": 0.7}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout on a cluster: everything that decides how long a step takes."""
+
+    spec: ModelSpec
+    layout: Layout
+    cluster: Cluster
+    seq: int
+    batch: int  # sequences of a step
+    precision: str = "bf16"
+    stack: Stack = FIVEFOLD
+    device: Device | None = None  # None: the cluster's own
+    groups: tuple[int, ...] = ()  # of unlike nodes: which group each pipeline rank is on; empty: all on the first
+
+    @property
+    def samples(self) -> int:
+        """Sequences of a microbatch."""
+        return max(1, self.batch // (self.layout.dp * self.layout.microbatches))
+
+    @property
+    def on(self) -> Device:
+        """The first pipeline rank's."""
+        return self.work.device
+
+    @property
+    def wires(self) -> Wires:
+        return self.work.wires
+
+    @property
+    def work(self) -> Work:
+        return self.work_of(0)
+
+    def work_of(self, rank: int) -> Work:
+        """What a microbatch is on a pipeline rank's device."""
+        return self.works[self.groups[rank] if self.groups else 0]
+
+    @cached_property
+    def works(self) -> list[Work]:
+        """On each group's devices. Unlike groups meet over the slower of their networks."""
+        across = min((group.accelerator.across for group in self.cluster.groups), key=lambda link: link.bandwidth)
+        found = []
+        for group in self.cluster.groups:
+            card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
+            device = self.device or Device.of(card)
+            wires = Wires(device, group.gpus, self.layout, self.stack.order)
+            found.append(
+                Work(self.spec, self.layout, device, wires, self.stack, self.samples, self.seq, self.precision)
+            )
+        return found
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return _stages(self.spec, self.layout, self.seq)
+
+    def flops(self, counting: Counting = "full") -> float:
+        """Model FLOPs of a step."""
+        return float(self.spec.flops_per_token(self.seq, counting)) * self.batch * self.seq
+
+    def mfu(self, seconds: float, counting: Counting = "full") -> float:
+        """Of the makers' rates of the devices that the layout uses."""
+        peak = sum(group.world * group.accelerator.rate(self.precision) for group in self.cluster.groups)
+        return self.flops(counting) / seconds / (peak * self.layout.world / self.cluster.world)
+
+
+@lru_cache(maxsize=1024)
+def _stages(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
+    return stages_of(spec, layout, seq)
+
+
+@lru_cache(maxsize=256)
+def schedule_of(name: str, p: int, m: int, chunks: int) -> Schedule:
+    return build(name, p, m, chunks=chunks)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step, from its first forward pass to its new weights."""
+
+    case: Case
+    pipeline: float  # seconds of the schedule
+    busy: Seconds  # of the busiest pipeline rank, by cause
+    dp: float  # gradients and weights that nothing hides
+    optimizer: float
+    simulation: Simulation | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline + self.dp + self.optimizer + self.case.stack.host_step
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds of the step, adding up to it."""
+        return {
+            **self.busy._asdict(),
+            "bubble": self.pipeline - self.busy.total,
+            "dp": self.dp,
+            "optimizer": self.optimizer,
+            "other": self.case.stack.host_step,
+        }
+
+
+def estimate(case: Case, exact: bool = True) -> Estimate:
+    """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
+    passes = stage_passes(case)
+    placed = placement(case.layout.schedule, case.layout.pp, case.layout.chunks)
+    m = case.layout.microbatches
+    loads = []
+    for mine in placed.of_rank:
+        load = NOTHING
+        for stage in mine:
+            for part in passes[stage]:
+                load = load.plus(part)
+        loads.append(load.times(m))
+    busiest = max(loads, key=lambda load: load.total)
+    simulation = None
+    if case.layout.pp == 1:
+        length = busiest.total
+    elif exact:
+        simulation, length = _simulated(case, costs(case, passes))
+    else:
+        length = closed_form(case, [load.total / m for load in loads])
+    optimizer, exposed = _step_end(case, passes)
+    return Estimate(case, length, busiest, exposed, optimizer, simulation)
+
+
+def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float]:
+    """The schedule on its clock. A long one repeats itself: its steady state is timed, and counted on."""
+    layout, m = case.layout, case.layout.microbatches
+    few = repeating(layout.pp, m)
+    simulation = simulate(schedule_of(layout.schedule, layout.pp, few, layout.chunks), durations)
+    if few == m:
+        return simulation, simulation.makespan
+    longer = simulate(schedule_of(layout.schedule, layout.pp, few + layout.pp, layout.chunks), durations)
+    each = (longer.makespan - simulation.makespan) / layout.pp
+    return simulation, simulation.makespan + (m - few) * each
+
+
+def repeating(p: int, m: int) -> int:
+    """Microbatches after which a schedule of m only repeats itself: as many rounds of p as any warm-up needs."""
+    rounds = 3
+    return m if m <= rounds * p + LONG else rounds * p + m % p
+
+
+LONG = 64  # microbatches that are simulated whole, whatever p is
+
+
+def stage_passes(case: Case) -> list[Passes]:
+    """What each stage does with a microbatch."""
+    owner = placement(case.layout.schedule, case.layout.pp, case.layout.chunks).owner
+    found = []
+    for stage in case.stages:
+        work = case.work_of(owner[stage.index])
+        passes = work.block.times(len(stage.layers))
+        if stage.first:
+            passes = passes.plus(work.bottom)
+        if stage.last and case.spec.vocab > 1:
+            passes = passes.plus(work.top)
+        found.append(passes)
+    return found
+
+
+def message(case: Case) -> float:
+    """Bytes of the residual stream between two stages, of one rank."""
+    whole = float(case.work.wide * case.work.tokens * case.spec.hidden)
+    return whole / case.layout.tp if case.layout.sp or case.stack.scattered_sends else whole
+
+
+def costs(case: Case, passes: list[Passes]) -> Costs:
+    """In the simulator's words. What is sent without overlap stands in the stage that sends it."""
+    send = case.wires.time("send", "pp", message(case))
+    if case.stack.scattered_sends and not case.layout.sp:
+        send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
+    # An eager message travels while both ends compute; what is not overlapped holds them up.
+    held = (1 - case.stack.hides("pp")) * send
+    f = tuple(one.forward.total + held for one in passes)
+    i = tuple(one.inputs.total + held for one in passes)
+    w = tuple(one.weights.total for one in passes)
+    b = tuple(x + y for x, y in zip(i, w, strict=True))
+    ones = tuple(1.0 / case.layout.chunks for _ in passes)
+    return Costs(f=f, i=i, w=w, b=b, activation=ones, link=Link(latency=case.stack.hides("pp") * send))
+
+
+def closed_form(case: Case, ranks: list[float]) -> float:
+    """The schedule's makespan, nearly: all microbatches on the busiest rank, and the others' first and last."""
+    layout, m = case.layout, case.layout.microbatches
+    send = case.wires.time("send", "pp", message(case))
+    slowest = max(ranks)
+    fill = (sum(ranks) - slowest) / layout.chunks
+    fill *= m if layout.schedule == "naive" else FILL.get(layout.schedule, 1.0)
+    held = 2 * (1 - case.stack.hides("pp")) * send * m * layout.chunks
+    return m * slowest + fill + held + 2 * (layout.pp - 1) * send
+
+
+def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
+    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage."""
+    layout = case.layout
+    count = rank_parameters(case) / layout.tp
+    mine = count / case.wires.reaches["zero"].ranks if layout.zero else count
+    learns = case.spec.vocab > 1
+    optimizer = updating(case, count, mine, layout.zero < 2) + 10 * case.on.reached.launch if learns else 0.0
+    if layout.dp * layout.cp == 1:
+        return optimizer, 0.0
+    return optimizer, _sharded_end(case, passes, count) if layout.zero == 3 else _replicated_end(case, passes, count)
+
+
+def updating(case: Case, count: Any, mine: Any, whole: Any) -> Any:
+    """Seconds of the optimizer for `mine` of `count` parameters; `whole`: all gradients are here. Also for arrays."""
+    stack, device = case.stack, case.on
+    if stack.computes_itself and device.reached.update:
+        return device.reached.update * mine
+    moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
+    moved = moved + 2 * stack.gradient_bytes * (count - mine) * whole  # zeroed and normed before they are dealt
+    return moved / device.bandwidth
+
+
+def _replicated_end(case: Case, passes: list[Passes], count: float) -> float:
+    """ZeRO 0 to 2: gradients behind the last backward pass (stage 2: every one), weights behind the next forward."""
+    layout, stack, wires = case.layout, case.stack, case.wires
+    rounds = layout.microbatches if layout.zero == 2 else 1
+    gather = wires.time("all-gather", "data", count * stack.weight_bytes) if layout.zero else 0.0
+    kind: Kind = "reduce-scatter" if layout.zero else "all-reduce"
+    reduce = rounds * wires.time(kind, "data", count * stack.gradient_bytes)
+    fullest = max(case.stages, key=lambda stage: stage_parameters(case.spec, stage))
+    one = passes[fullest.index]
+    behind = (one.inputs.total + one.weights.total) * layout.chunks * rounds
+    return hidden(reduce, behind, stack.hides("dp")) + hidden(
+        gather, one.forward.total * layout.chunks, stack.hides("dp")
+    )
+
+
+def _sharded_end(case: Case, passes: list[Passes], count: float) -> float:
+    """ZeRO 3: what stands around the blocks, whose own is in their passes; and copies of the shards."""
+    layout, stack, wires = case.layout, case.stack, case.wires
+    ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
+    gather = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes)
+    scatter = wires.time("reduce-scatter", "zero", ends * stack.gradient_bytes)
+    exposed = layout.microbatches * hidden(gather + scatter, passes[-1].forward.total, stack.hides("zero"))
+    shards = wires.reaches["zero"].ranks
+    return exposed + wires.time("all-reduce", "replicate", count / shards * stack.gradient_bytes)
+
+
+@lru_cache(maxsize=4096)
+def stage_parameters(spec: ModelSpec, stage: Stage) -> int:
+    """Parameters of a stage, before tp."""
+    block = sum(p.size for p in spec.block_parameters(0))
+    table = spec.vocab * spec.hidden
+    learned = spec.context * spec.hidden * (spec.positions == "learned")
+    bottom = (table + learned) if stage.first else 0
+    top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
+    return len(stage.layers) * block + bottom + top
+
+
+def rank_parameters(case: Case) -> int:
+    """Of the pipeline rank that has the most, before tp."""
+    placed = placement(case.layout.schedule, case.layout.pp, case.layout.chunks)
+    return max(sum(stage_parameters(case.spec, case.stages[s]) for s in mine) for mine in placed.of_rank)

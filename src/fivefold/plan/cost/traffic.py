@@ -1,0 +1,256 @@
+"""What one rank sends in one training step, in closed form. `fivefold verify` holds it against what runs.
+
+    expected(spec, layout, seq=4096, batch=512, dtype="bfloat16")     # rows: axis, kind, calls, payload, wire
+    expected(..., seat=Seat.of(layout, rank=5))                       # of another rank than the first
+
+Letters: B sequences of a microbatch on one dp rank, S tokens of a sequence on one cp rank, m microbatches, L layers of
+one pp rank, E hidden, H and K query and kv heads of one tp rank, D head dim, t tp, c cp, N ranks of the zero axis, M
+the bytes of the weights of one tp and pp rank. `narrow` is the compute dtype, in which activations and weights travel;
+`wide`, float32 or float64, is that of gradients and of whatever is summed on the way.
+
+Textbook cases: dp, one all-reduce of M, 2M(N-1)/N on the wire; ZeRO 3 with one microbatch, 3M(N-1)/N; tp, four
+all-reduces of BSE a layer; pp, BSE forward and BSE back per microbatch and boundary.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from fivefold.layout.buckets import MINIMUM, Held, buckets, held, unit_of
+from fivefold.layout.collective_cost import Kind, Traffic, same_axis, sizes, total, wire
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import kv_head, slices
+from fivefold.layout.stages import Stage, stages_of
+from fivefold.plan.cost.memory import BYTES, wide_bytes
+from fivefold.schedule.actions import WEIGHT_GRAD
+from fivefold.schedule.catalogue import build, placement
+from fivefold.spec.model import ModelSpec
+
+_SCALAR = 8  # losses and norms are added up in float64
+
+
+class Seat(NamedTuple):
+    """Where a rank stands, as far as it matters to what it sends."""
+
+    tp: int = 0  # ranks along tp differ where the vocabulary does not divide
+    pp: int = 0  # they have other stages
+    zero: int = 0  # where the rows of a tied embedding do not divide
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Self:
+        """Of a global rank."""
+        at = layout.coordinates(rank)
+        return cls(at["tp"], at["pp"], at["dp"] % (layout.dp // layout.replicate) * layout.cp + at["cp"])
+
+
+FIRST = Seat()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The numbers that the formulas below are made of."""
+
+    spec: ModelSpec
+    layout: Layout
+    seat: Seat
+    stages: tuple[Stage, ...]  # of this rank
+    split: bool  # the schedule computes gradients of linears apart from the rest
+    tokens: int  # B S
+    narrow: int  # bytes
+    wide: int
+    minimum: int  # elements of a bucket
+    smoothing: bool
+
+    @property
+    def forwards(self) -> int:
+        """How often a block runs forward for one backward. Selective recompute keeps what its collectives made."""
+        return 2 if self.layout.recompute == "full" else 1
+
+    @property
+    def layers(self) -> int:
+        return sum(len(stage.layers) for stage in self.stages)
+
+    @property
+    def first(self) -> bool:
+        return any(stage.first for stage in self.stages)
+
+    @property
+    def last(self) -> bool:
+        return any(stage.last for stage in self.stages)
+
+    @property
+    def states(self) -> int:
+        """Bytes of BSE, the residual stream of a microbatch."""
+        return self.tokens * self.spec.hidden * self.narrow
+
+    @property
+    def shared(self) -> set[str]:
+        """What this rank holds a copy of and another stage's rank the other."""
+        apart = sizes(self.layout)["ends"] > 1 and (self.first or self.last)
+        return {"embedding.weight"} if self.spec.tied and apart else set()
+
+    def held(self) -> Iterator[list[Held]]:
+        """The parameters of each stage. An embedding that both ends on one rank share is the first's."""
+        every, seen = held(self.spec, self.layout, self.seat.tp), set[str]()
+        for stage in self.stages:
+            names = [name for name in stage.names(self.spec) if name not in seen]
+            seen.update(names)
+            yield [every[name] for name in names]
+
+
+_Sent = tuple[str, Kind, int, int]  # axis, kind, calls, bytes of one call
+
+
+def expected(
+    spec: ModelSpec,
+    layout: Layout,
+    seq: int,
+    batch: int,
+    dtype: str,
+    *,
+    seat: Seat = FIRST,
+    minimum: int = MINIMUM,
+    smoothing: bool = False,
+) -> list[Traffic]:
+    """One step of one rank."""
+    tokens = batch // layout.dp // layout.microbatches * (seq // layout.cp)
+    every, mine = stages_of(spec, layout, seq), placement(layout.schedule, layout.pp, layout.chunks).of_rank[seat.pp]
+    stages = tuple(every[number] for number in mine)
+    few = min(layout.microbatches, 4 * layout.pp)  # enough to see whether it does
+    split = build(layout.schedule, layout.pp, few, chunks=layout.chunks).count(WEIGHT_GRAD) > 0
+    step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
+    degrees = sizes(layout)
+    sent: list[_Sent] = [*_numbers(), *_gradients_and_weights(step)]
+    for axis, kind, calls, payload in (*_tensor(step), *_context(step), *_pipeline(step)):
+        sent.append((axis, kind, calls * layout.microbatches, payload))
+    return total(
+        Traffic(same_axis(layout, axis), kind, calls, calls * payload, wire(kind, calls * payload, degrees[axis]))
+        for axis, kind, calls, payload in sent
+        if degrees[axis] > 1 and calls
+    )
+
+
+def _numbers() -> Iterator[_Sent]:
+    """The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and
+    beside it whether a rank wants to stop."""
+    yield "data", "all-reduce", 1, _SCALAR
+    yield "pp", "all-reduce", 1, _SCALAR
+    yield "world", "all-reduce", 1, 2 * _SCALAR
+
+
+# ---- per microbatch --------------------------------------------------------------------------------------------------
+
+
+def _tensor(step: _Step) -> Iterator[_Sent]:
+    """Megatron-LM's (arXiv 1909.08053, section 3; with sp 2205.05198, section 4.2). All of them carry BSE elements.
+
+    A layer has two column groups (q, k, v; gate, up) and two row linears (o, down). Forward sums the rows' outputs,
+    backward the columns' input gradients; with sp a sum leaves each rank its part of the sequence, and what a group
+    reads, forward or backward, is gathered first, the columns' saved input once more in backward.
+    The embedding sums like a row linear; the head reads like a column group, forward and backward in one. Neither is
+    recomputed. A backward pass in two halves sends the same: the saved input is gathered by the half that needs it, the
+    weights'.
+    """
+    layers, forwards, first, last = step.layers, step.forwards, step.first, step.last
+    if step.layout.sp:
+        yield "tp", "reduce-scatter", layers * (2 * forwards + 2) + first + last, step.states
+        yield "tp", "all-gather", layers * (2 * forwards + 4) + first + last, step.states
+    else:
+        yield "tp", "all-reduce", layers * (2 * forwards + 2) + first + last, step.states
+    # The cross-entropy, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and
+    # its target's logit, and for label smoothing the sum of its logits.
+    for part in slices(step.tokens, -(-step.spec.vocab // step.layout.tp)):
+        yield "tp", "all-reduce", int(last), len(part) * step.wide
+        yield "tp", "all-reduce", int(last), (3 if step.smoothing else 2) * len(part) * step.wide
+
+
+def _pipeline(step: _Step) -> Iterator[_Sent]:
+    """The residual stream over every boundary to another rank, and its gradient back; under sp this rank's tokens."""
+    layout = step.layout
+    placed = placement(layout.schedule, layout.pp, layout.chunks)
+    leaving = sum(placed.owner[channel.source] == step.seat.pp for channel in placed.channels)
+    yield "pp", "send", leaving, step.states // (layout.tp if layout.sp else 1)
+
+
+def _context(step: _Step) -> Iterator[_Sent]:
+    """Keys and values round the ring, gathered, or traded for heads (parallel/context says how each works)."""
+    spec, layout, layers, c = step.spec, step.layout, step.layers, step.layout.cp
+    heads, kv_heads = spec.heads // layout.tp, len(kv_head(spec, layout, 0))
+    head = step.tokens * spec.head_dim  # elements of one head of this rank's tokens
+    pair = 2 * head * kv_heads  # of its keys and values
+    if layout.cp_kind == "ring":
+        # Round once in each forward and once in backward; their gradient follows, and travels one step further, home.
+        yield "cp", "send", layers * (step.forwards + 1) * (c - 1), pair * step.narrow
+        yield "cp", "send", layers * c, pair * step.wide
+    elif layout.cp_kind == "allgather":
+        yield "cp", "all-gather", layers * (step.forwards + 1), c * pair * step.narrow
+        yield "cp", "reduce-scatter", layers, c * pair * step.wide
+    else:
+        # Queries, keys and values one way, outputs the other; kv heads are repeated until c divides them.
+        traded = heads + 2 * math.lcm(kv_heads, c)
+        yield "cp", "all-to-all", layers * (step.forwards + 1), head * traded * step.narrow
+        yield "cp", "all-to-all", layers * (step.forwards + 1), head * heads * step.narrow
+
+
+# ---- per step, except what ZeRO 2 and 3 repeat -----------------------------------------------------------------------
+
+
+def _gradients_and_weights(step: _Step) -> Iterator[_Sent]:
+    if step.layout.zero == 3 and step.layout.dp * step.layout.cp > 1:
+        yield from _fully_sharded(step)
+    else:
+        yield from _replicated(step)
+
+
+def _replicated(step: _Step) -> Iterator[_Sent]:
+    """Buckets, each stage's its own. Shares are padded to the longest, so a reduce-scatter or all-gather is handed N
+    times that. Summands of other tp ranks and of the other end's embedding are added up once a step, in the share that
+    is left."""
+    layout, parts = step.layout, sizes(step.layout)["zero"]
+    stage = layout.zero if parts > 1 else 0
+    for mine in step.held():
+        for bucket in buckets(mine, step.minimum, step.split, step.shared):
+            if stage == 0:
+                yield "zero", "all-reduce", 1, bucket.size() * step.wide
+            else:
+                reductions = layout.microbatches if stage == 2 else 1
+                yield "zero", "reduce-scatter", reductions, bucket.padded(parts) * step.wide
+                yield "zero", "all-gather", 1, bucket.padded(parts) * step.narrow
+            left = bucket.padded(parts) // parts if stage else bucket.size()
+            yield "tp", "all-reduce", int(bucket.partial), left * step.wide
+            yield "ends", "all-reduce", int(bucket.shared), left * step.wide
+
+
+def _fully_sharded(step: _Step) -> Iterator[_Sent]:
+    """FSDP2: a unit is a block, or what stands around the blocks of a stage; it pads like the buckets.
+
+    A unit is gathered for forward and again for backward, and reduce-scattered, in every microbatch; recompute finds
+    its weights gathered. Copies (replicate) add up their shares once a step, and so do the two ends, theirs of a tied
+    embedding. A gradient that is a summand over tp is added up before it is reduce-scattered, parameter by parameter,
+    in every microbatch. Gradients of linears that are computed apart go by buckets, as in stage 2.
+    """
+    parts, m = sizes(step.layout)["zero"], step.layout.microbatches
+    for mine in step.held():
+        gathered: dict[str, int] = {}  # by unit, elements of a share
+        reduced: dict[str, int] = {}
+        for one in mine:
+            unit, share = unit_of(one.name) if one.name.startswith("layers.") else "", one.share_size(parts)
+            gathered[unit] = gathered.get(unit, 0) + share
+            if step.split and one.late:
+                continue
+            reduced[unit] = reduced.get(unit, 0) + share
+            yield "tp", "all-reduce", m * one.tp.partial, one.size * step.narrow
+            if one.name in step.shared:
+                yield "ends", "all-reduce", 1, len(one.share(parts, step.seat.zero)) * one.width * step.wide
+        for share in gathered.values():
+            yield "zero", "all-gather", 2 * m, parts * share * step.narrow
+        for share in reduced.values():
+            yield "zero", "reduce-scatter", m, parts * share * step.wide
+            yield "replicate", "all-reduce", 1, share * step.wide
+        for bucket in buckets(mine, step.minimum, split=True) if step.split else ():
+            if bucket.late:
+                share = bucket.padded(parts) // parts
+                yield "zero", "reduce-scatter", m, parts * share * step.wide
+                yield "tp", "all-reduce", int(bucket.partial), share * step.wide
+                yield "replicate", "all-reduce", 1, share * step.wide

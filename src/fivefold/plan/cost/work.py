@@ -1,0 +1,296 @@
+"""What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
+
+Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
+heads, F feed-forward columns, V vocabulary rows.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from fivefold.layout.layout import SPLIT, ContextKind, Layout
+from fivefold.plan.context import methods as context
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.stack import MOVED, WIDE, Stack
+from fivefold.spec.model import ModelSpec
+
+FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
+ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)
+
+
+class Seconds(NamedTuple):
+    """Where time goes. Collectives count as far as nothing hides them."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0  # kernels that are bound by it: norms, activation functions, residual sums, the loss
+    recompute: float = 0.0
+    host: float = 0.0  # the device waits for its next kernel
+    tp: float = 0.0
+    cp: float = 0.0
+    zero: float = 0.0
+
+    def plus(self, other: "Seconds") -> "Seconds":
+        return Seconds(*map(sum, zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Seconds":
+        return Seconds(*(factor * part for part in self))
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+NOTHING = Seconds()
+
+
+class Passes(NamedTuple):
+    """One microbatch through a part of the model: forward, and backward in its two halves."""
+
+    forward: Seconds
+    inputs: Seconds  # gradients of what came in; with it, what is computed again
+    weights: Seconds
+
+    def plus(self, other: "Passes") -> "Passes":
+        return Passes(*(a.plus(b) for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Passes":
+        return Passes(*(part.times(factor) for part in self))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A microbatch of `samples` sequences under a layout, on a device, with a stack."""
+
+    spec: ModelSpec
+    layout: Layout
+    device: Device
+    wires: Wires
+    stack: Stack
+    samples: int
+    seq: int
+    precision: str = "bf16"
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq // self.layout.cp
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an activation."""
+        return WIDE.get(self.precision, 2)
+
+    @cached_property
+    def gemms(self) -> list[tuple[int, int, int]]:
+        """Forward products of a block: rows, columns, inner."""
+        spec, t = self.spec, self.layout.tp
+        heads, kv = spec.heads // t * spec.head_dim, max(1, spec.kv_heads // t) * spec.head_dim
+        seen, mixed = [heads, kv, kv], [spec.ffn // t] * (2 if spec.activation == "swiglu" else 1)
+        if not self.stack.columns_apart:
+            seen, mixed = [sum(seen)], [sum(mixed)]
+        return [
+            *((self.tokens, columns, spec.hidden) for columns in seen),
+            (self.tokens, spec.hidden, heads),
+            *((self.tokens, columns, spec.hidden) for columns in mixed),
+            (self.tokens, spec.hidden, spec.ffn // t),
+        ]
+
+    @cached_property
+    def block(self) -> Passes:
+        forward = self._forward_gemms
+        inputs = sum(self._gemm(m, k, n) for m, n, k in self.gemms)
+        weights = sum(self._gemm(n, k, m) for m, n, k in self.gemms)
+        attend, attend_back = self._attention
+        point, point_back = self._pointwise
+        ahead = Seconds(gemm=forward, attention=attend, memory=point)
+        tp, tp_back = self._tensor(forward, inputs + weights, weights)
+        cp, cp_back = self._context()
+        again = self._again(ahead, tp)
+        gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again)
+        ahead = ahead._replace(tp=tp, cp=cp, zero=gather)
+        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter)
+        late = Seconds(gemm=weights, memory=self._added(self.block_parameters))
+        # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
+        passes = 3 if self.layout.recompute == "full" else 2
+        itself = self.stack.computes_itself
+        pace = (itself and self.device.reached.host) or self.stack.host * self.stack.software.host
+        launching, behind = passes * pace, 0.0 if itself else ahead.total + back.total + late.total
+        wait = max(0.0, launching - behind)
+        share = 1 / passes
+        return Passes(ahead._replace(host=share * wait), back._replace(host=(1 - share) * wait), late)
+
+    def _added(self, parameters: float) -> float:
+        """Adding up gradients in kernels of their own."""
+        return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
+
+    @property
+    def _forward_gemms(self) -> float:
+        return sum(self._gemm(*shape) for shape in self.gemms)
+
+    def _gemm(self, m: int, n: int, k: int) -> float:
+        slower = ROWWISE if self.stack.rowwise and self.precision == "fp8" else 1.0
+        return slower * self.device.gemm(m, n, k, self.precision)
+
+    @cached_property
+    def _attention(self) -> tuple[float, float]:
+        """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
+        spec, layout = self.spec, self.layout
+        if self._over_ranks is not None:
+            work = self._over_ranks.work
+            parts = work.both if self.stack.merges else work.attention
+            return parts.forward, parts.backward
+        heads = spec.heads // layout.tp
+        return self.device.attention(self.stack.attention, self.samples, heads, spec.head_dim, self.seq, self.seq / 2)
+
+    @cached_property
+    def _over_ranks(self) -> context.Method | None:
+        """The microbatch over the cp ranks (context.py says how each way works)."""
+        spec, layout = self.spec, self.layout
+        if layout.cp == 1:
+            return None
+        whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
+        heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
+        axes = Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)  # nothing else matters: found again
+        wires = replace(self.wires, layout=axes)
+        sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
+        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, wires, whole, partial, *sizes)
+        return _method(layout.cp_kind, case)
+
+    @cached_property
+    def _pointwise(self) -> tuple[float, float]:
+        """Two norms and two residual sums over E, of which sp leaves 1/tp; activation and rotation over F and H."""
+        spec, t = self.spec, self.layout.tp
+        moved, norm = MOVED[self.stack.pointwise], getattr(MOVED[self.stack.norm], self.spec.norm)
+        if self.stack.norm == "eager":
+            norm = tuple(self.stack.software.norm * one for one in norm)
+        along = self.tokens * spec.hidden / (t if self.layout.sp else 1)
+        inner = self.tokens * spec.ffn / t
+        turned = self.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / t * (spec.positions == "rope")
+        active = moved.swiglu if spec.activation == "swiglu" else moved.gelu
+        # Inputs of fp8 products are cast, forward, and again transposed for the weights' gradients.
+        inputs = 2 * spec.hidden + (spec.heads * spec.head_dim + spec.ffn) / t
+        cast = self.tokens * inputs * (self.precision == "fp8")
+        kernels = 8 if self.stack.pointwise != "eager" else 20
+        forward, backward = (
+            2 * along * (norm[at] + moved.residual[at] + moved.dropout[at] * (spec.dropout > 0))
+            + inner * active[at]
+            + turned * moved.rope[at]
+            + cast * FP8_CAST
+            for at in (0, 1)
+        )
+        wider = self.wide / 2  # the bytes above are of 2-byte activations
+        return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
+
+    def _again(self, forward: Seconds, tp: float) -> float:
+        """Recompute: the whole block, or what is cheap and large."""
+        if self.layout.recompute == "none":
+            return 0.0
+        if self.layout.recompute == "full":
+            stops = self.stack.stops_early and self.layout.tp == 1 and self.layout.schedule not in SPLIT
+            return forward.total + tp - (self._gemm(*self.gemms[-1]) if stops else 0.0)
+        match self.stack.selective:
+            case "attention":
+                return forward.attention
+            case "half":
+                return forward.memory + 0.5 * forward.gemm
+        return forward.memory
+
+    def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
+        """Two sums of T x E forward and two back; sp gathers what columns read once more in backward."""
+        if self.layout.tp == 1:
+            return 0.0, 0.0
+        payload, hides = float(self.wide * self.tokens * self.spec.hidden), self.stack.hides
+        if self.layout.sp:
+            half = self.wires.time("reduce-scatter", "tp", payload) + self.wires.time("all-gather", "tp", payload)
+            again = 2 * self.wires.time("all-gather", "tp", payload)
+        else:
+            half, again = self.wires.time("all-reduce", "tp", payload), 0.0
+        ahead = hidden(2 * half, forward, hides("tp"))
+        if self.stack.overlap.tp:
+            return ahead, hidden(2 * half + again, backward, hides("tp"))
+        # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
+        behind = 0.0 if self.layout.schedule in SPLIT else weights
+        return ahead, hidden(2 * half + again, behind, hides("tp_backward"))
+
+    def _context(self) -> tuple[float, float]:
+        """What attention does not hide of the exchange of keys and values; a recomputed block exchanges again."""
+        if self._over_ranks is None:
+            return 0.0, 0.0
+        share = self.stack.hides("cp") if self.layout.cp_kind == "ring" else 1.0
+        least, most = self._over_ranks.exposed, self._over_ranks.moving
+        forward, backward = (whole - share * (whole - rest) for whole, rest in zip(most, least, strict=True))
+        return forward, backward + (forward if self.layout.recompute == "full" else 0.0)
+
+    def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
+        """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
+        layout = self.layout
+        if layout.zero != 3 or layout.dp * layout.cp == 1:
+            return 0.0, 0.0
+        count = self.block_parameters
+        gather = self.wires.time("all-gather", "zero", count * self.stack.weight_bytes)
+        scatter = self.wires.time("reduce-scatter", "zero", count * self.stack.gradient_bytes)
+        share = self.stack.hides("zero")
+        return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
+
+    @property
+    def passing_bytes(self) -> float:
+        """That backward through a block needs on its way: gradients of the feed-forward part's intermediates and of its
+        largest weight; with tp of both that share an input, and of that input, gathered."""
+        inner, outer = self.spec.ffn / self.layout.tp, self.spec.hidden
+        bytes_ = self.wide * (2.0 * self.tokens * inner + outer * inner)
+        if self.layout.tp > 1:
+            bytes_ += self.wide * (outer * inner + (2 if self.layout.sp else 1) * self.tokens * outer)
+        return bytes_
+
+    @property
+    def exchange_bytes(self) -> float:
+        """That cp needs beside the activations while attention runs."""
+        return self._over_ranks.buffers if self._over_ranks else 0.0
+
+    @property
+    def block_parameters(self) -> float:
+        """Of one tp rank."""
+        return sum(p.size for p in self.spec.block_parameters(0)) / self.layout.tp
+
+    # ---- the ends ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bottom(self) -> Passes:
+        """The embedding: rows looked up, and added into."""
+        moved = 2.0 * self.wide * self.tokens * self.spec.hidden
+        tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
+        look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
+        table = self.spec.vocab * self.spec.hidden / self.layout.tp * (self.spec.vocab > 1)
+        back = self.device.stream(2 * moved, 2) + self._added(table)
+        return Passes(look, NOTHING, Seconds(memory=back))
+
+    @cached_property
+    def top(self) -> Passes:
+        """The last norm, the head and the loss."""
+        spec, t = self.spec, self.layout.tp
+        rows = -(-spec.vocab // t)
+        shape = (self.tokens, rows, spec.hidden)
+        precision = "bf16" if self.precision == "fp8" else self.precision  # the head is never in 8 bits
+        gathered = self.stack.gathers_logits and t > 1
+        moved = self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
+        payload = float(self.wide * self.tokens * spec.hidden)
+        tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
+        m, n, k = shape
+        loss = self.device.stream(moved / 2, 6)
+        trade = self.wires.time("all-gather", "tp", float(self.wide) * self.tokens * spec.vocab) if gathered else 0.0
+        return Passes(
+            Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
+            Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),
+            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self._added(rows * spec.hidden)),
+        )
+
+
+@lru_cache(maxsize=4096)
+def _method(kind: ContextKind, case: context.Case) -> context.Method:
+    return {"ring": context.ring, "allgather": context.allgather, "ulysses": context.ulysses}[kind](case)
+
+
+def hidden(seconds: float, behind: float, share: float) -> float:
+    """What remains of a collective of which `share` can run behind compute, as far as there is any."""
+    return seconds - share * min(seconds, behind)

@@ -1,0 +1,1 @@
+"""All layouts, pruned by closed forms and timed by their schedules."""

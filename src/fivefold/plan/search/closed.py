@@ -1,0 +1,242 @@
+"""Closed forms of time and memory for many layouts at once: they rank and prune, and schedules decide (search.py).
+
+An element of the arrays is a combination of choices. What a block costs depends on a few of them only (a `Shape`), and
+is worked out once for each by the same functions that time a single layout.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from fivefold.layout.layout import SPLIT, ContextKind, Layout, Recompute
+from fivefold.plan.cost.activations import kept
+from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
+from fivefold.plan.cost.memory import Accounting
+from fivefold.plan.cost.time import FILL, Case, updating
+from fivefold.spec.model import ModelSpec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Shape(NamedTuple):
+    """The choices that decide what a block costs."""
+
+    tp: int
+    cp: int
+    cp_kind: ContextKind
+    sp: bool
+    samples: int  # of a microbatch
+    recompute: Recompute
+
+
+class Pipeline(NamedTuple):
+    schedule: str
+    chunks: int
+
+    @property
+    def split(self) -> bool:
+        """Whether weights' gradients are computed apart."""
+        return self.schedule in SPLIT
+
+    def live(self, p: Array, m: Array) -> Array:
+        """Microbatches whose activations a rank holds at most, in units of a whole rank's."""
+        peak = {
+            "interleaved": p + (p - 1) / self.chunks,
+            "v-half": p / 2 + 1.0,
+            "dualpipe-v": p + 1.0,
+        }.get(self.schedule, p)
+        return np.minimum(m, peak)
+
+
+class Choices(NamedTuple):
+    """Arrays of one length, an element a combination."""
+
+    tp: Array
+    pp: Array
+    cp: Array
+    dp: Array
+    zero: Array
+    samples: Array
+    microbatches: Array
+    shape: Array  # index into a list of Shapes
+    pipeline: Array  # index into a list of Pipelines
+
+
+class Block(NamedTuple):
+    """Seconds and bytes of one block and of the ends, for a microbatch of a shape."""
+
+    forward: float
+    backward: float
+    unhidden: float  # seconds that a schedule which splits backward adds: tp has nothing to hide behind
+    ends: float
+    kept: float
+    whole: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
+    logits: float
+    message: float
+
+    @classmethod
+    def of(cls, case: Case, shape: Shape) -> "Block":
+        """`case` with one dp rank's microbatch as its batch."""
+        layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
+        work = _work(case, layout, shape.samples)
+        block = work.block
+        apart = _work(case, structs.replace(layout, schedule="zb-h1"), shape.samples) if shape.tp > 1 else work
+        plain = structs.replace(layout, recompute="none")
+        mine = kept(case.spec, layout, case.stack, shape.samples, case.seq, work.wide).total
+        again = kept(case.spec, plain, case.stack, shape.samples, case.seq, work.wide).total - mine
+        return cls(
+            forward=block.forward.total,
+            backward=block.inputs.total + block.weights.total,
+            unhidden=apart.block.inputs.total - block.inputs.total,
+            ends=sum(part.total for part in (*work.top, *work.bottom)),
+            kept=mine,
+            whole=again + work.passing_bytes + work.exchange_bytes,
+            logits=loss_held(case.spec, layout, case.stack, work.tokens) + 4 * case.spec.hidden * work.tokens,
+            message=float(work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)),
+        )
+
+
+def _work(case: Case, layout: Layout, samples: int) -> Any:
+    return Case(case.spec, layout, case.cluster, case.seq, samples, case.precision, case.stack, case.device).work
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What the formulas are made of: the choices, and their blocks as arrays."""
+
+    case: Case
+    of: Choices
+    block: Block  # of arrays
+    pipelines: tuple[Pipeline, ...]
+
+    @classmethod
+    def make(cls, case: Case, of: Choices, blocks: list[Block], pipelines: tuple[Pipeline, ...]) -> "Closed":
+        table = np.array(blocks).reshape(-1, len(Block._fields))
+        return cls(case, of, Block(*table[of.shape].T), pipelines)
+
+    @property
+    def alone(self) -> Array:
+        return self.of.pp == 1
+
+    @property
+    def chunks(self) -> Array:
+        return np.where(self.alone, 1, np.array([one.chunks for one in self.pipelines])[self.of.pipeline])
+
+    @property
+    def per_block(self) -> Array:
+        """Parameters of a block on one tp rank."""
+        return sum(p.size for p in self.case.spec.block_parameters(0)) / self.of.tp
+
+    @property
+    def parameters(self) -> Array:
+        """Of the fullest pipeline rank, on one tp rank."""
+        return _rank_parameters(self.case.spec, self.of.pp) / self.of.tp
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def seconds(self) -> Array:
+        """Of a step."""
+        rate, latency = self._data_links()
+        rank = self._rank() + np.where(self.of.zero == 3, self._gathering(rate, latency), 0.0)
+        return self._pipeline(rank) + self._after(rate, latency) + self._optimizer() + self.case.stack.host_step
+
+    def _rank(self) -> Array:
+        """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
+        layers, block, pp = self.case.spec.layers, self.block, self.of.pp
+        split = np.array([one.split for one in self.pipelines])[self.of.pipeline] & ~self.alone
+        each = block.forward + block.backward + np.where(split, block.unhidden, 0.0)
+        most = np.ceil((layers + block.ends / each) / (pp * self.chunks)) * self.chunks
+        return np.maximum((layers * each + block.ends) / pp, np.where(self.alone, 0, np.minimum(most, layers)) * each)
+
+    def _gathering(self, rate: Array, latency: Array) -> Array:
+        """ZeRO 3's exposed collectives of a microbatch."""
+        stack = self.case.stack
+        fetch = latency + self.per_block * stack.weight_bytes * rate
+        bring = 2 * latency + self.per_block * (stack.weight_bytes + stack.gradient_bytes) * rate
+        share = stack.hides("zero")
+        exposed = fetch - share * np.minimum(fetch, self.block.forward)
+        exposed = exposed + bring - share * np.minimum(bring, self.block.backward)
+        return exposed * self.case.spec.layers / self.of.pp
+
+    def _pipeline(self, rank: Array) -> Array:
+        remains = np.array([FILL.get(one.schedule, 1.0) for one in self.pipelines])[self.of.pipeline]
+        link, reached = self.case.on.accelerator.across, self.case.on.reached
+        send = 2 * (self.of.pp - 1) * (link.latency + self.block.message / (link.bandwidth * reached.across))
+        return self.of.microbatches * rank + remains * (self.of.pp - 1) * rank / self.chunks + send
+
+    def _after(self, rate: Array, latency: Array) -> Array:
+        """Gradients and weights of ZeRO 0 to 2 that nothing hides."""
+        stack, of, layers = self.case.stack, self.of, self.case.spec.layers
+        rounds = np.where(of.zero == 2, of.microbatches, 1)
+        times = np.where(of.zero == 0, 2, 1)  # an all-reduce is a reduce-scatter and an all-gather
+        bring = rounds * (latency + self.parameters * stack.gradient_bytes * rate * times)
+        fetch = np.where(of.zero > 0, latency + self.parameters * stack.weight_bytes * rate, 0.0)
+        share = stack.hides("dp")
+        left = bring - share * np.minimum(bring, self.block.backward * layers / of.pp * rounds)
+        left = left + fetch - share * np.minimum(fetch, self.block.forward * layers / of.pp)
+        return np.where((of.zero == 3) | (of.dp * of.cp == 1), 0.0, left)
+
+    def _optimizer(self) -> Array:
+        of = self.of
+        mine = self.parameters / np.where(of.zero > 0, of.dp * of.cp, 1)
+        return np.asarray(updating(self.case, self.parameters, mine, of.zero < 2))
+
+    def _data_links(self) -> tuple[Array, Array]:
+        """Seconds per byte of a gather over dp x cp, and its latency, for where the ranks are."""
+        keys = np.column_stack([self.of.tp, self.of.pp, self.of.cp, self.of.dp])
+        unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+        found = []
+        for tp, pp, cp, dp in unique.tolist():
+            wires = _work(self.case, Layout(tp=tp, pp=pp, cp=cp, dp=dp), 1).wires
+            small, large = wires.time("all-gather", "zero", 1.0), wires.time("all-gather", "zero", 1e9)
+            found.append(((large - small) / 1e9, small))
+        rate, latency = np.array(found).reshape(-1, 2).T
+        return rate[inverse.ravel()], latency[inverse.ravel()]
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def memory(self) -> Array:
+        """Bytes of the fullest rank."""
+        stack, share = self.case.stack, self.case.spec.layers / self.of.pp
+        flying = self._flying()
+        first = self.block.kept * flying * share + self.block.whole + self._gathered()
+        # The last stage has the logits and, unless ranks have several stages, one microbatch.
+        last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
+        messages = np.where(self.alone, 0.0, (2 + 2 * self.chunks + flying * self.chunks) * self.block.message)
+        allocated = self._state() + np.maximum(first, last) + messages + stack.bucket_bytes
+        return allocated * (1 + FRAGMENTATION) + CONTEXT
+
+    def _state(self) -> Array:
+        stack, of = self.case.stack, self.of
+        held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+        owned = self.parameters / (of.dp * of.cp)
+        found = np.zeros(len(of.tp))
+        for stage in range(4):
+            at = of.zero == stage
+            found[at] = held.state(self.parameters[at], owned[at], stage, 2).total
+        return found
+
+    def _flying(self) -> Array:
+        found = np.ones(len(self.of.tp))
+        for index, pipeline in enumerate(self.pipelines):
+            at = (self.of.pipeline == index) & ~self.alone
+            found[at] = pipeline.live(self.of.pp[at], self.of.microbatches[at])
+        return found
+
+    def _gathered(self) -> Array:
+        """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
+        stack, several = self.case.stack, self.of.dp * self.of.cp > 1
+        three = self.per_block * (2 * stack.weight_bytes + stack.gradient_bytes)
+        one = self.per_block * stack.gradient_bytes
+        two = np.maximum(one, 2 * one - self.block.kept)
+        return np.where(several & (self.of.zero == 3), three, np.where(several & (self.of.zero == 2), two, 0.0))
+
+
+def _rank_parameters(spec: ModelSpec, pp: Array) -> Array:
+    """Of the fullest pipeline rank, before tp."""
+    block = sum(p.size for p in spec.block_parameters(0))
+    table = spec.vocab * spec.hidden
+    ends = table * (1 if spec.tied else 2)
+    return np.where(pp == 1, spec.layers * block + ends, np.ceil(spec.layers / pp) * block + table)

@@ -1,0 +1,168 @@
+"""Why a layout, and why not its neighbours: one sentence each, from the same numbers that rank them.
+
+for neighbour in neighbours(option): print(neighbour.sentence)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import structs
+
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.time import estimate
+from fivefold.plan.cost.traffic import expected
+from fivefold.plan.search.search import Option
+from fivefold.support.formatting import either
+
+# What a cause of time is called in a sentence.
+CAUSES = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "recompute": "recomputation",
+    "host": "waiting for the host",
+    "tp": "tp collectives",
+    "cp": "cp exchange",
+    "zero": "weights gathered and scattered in every microbatch",
+    "bubble": "bubbles and sends of the pipeline",
+    "dp": "gradient and weight collectives",
+    "optimizer": "the optimizer",
+    "other": "the host between steps",
+}
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A layout one change away. `slower` is relative to the best; None where it cannot run or does not fit."""
+
+    change: str
+    layout: Layout
+    slower: float | None
+    sentence: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"change": self.change, "layout": str(self.layout), "slower": self.slower, "why": self.sentence}
+
+
+def neighbours(option: Option) -> list[Neighbour]:
+    """What every single change would do."""
+    return [_judge(option, change, layout) for change, layout in _changes(option.layout, option.case.cluster.world)]
+
+
+def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
+    """One degree doubled or halved (dp takes the difference), or one other choice."""
+    if layout.split:  # dealt out by hand, or over unlike nodes: a changed degree would need another split
+        degrees: tuple[str, ...] = ()
+    else:
+        degrees = ("tp", "pp", "cp")
+    for axis in degrees:
+        value = getattr(layout, axis)
+        for other in (2 * value, value // 2):
+            others = world // max(1, layout.world // layout.dp // value * other) if other else 0
+            if others:
+                changes: dict[str, Any] = {axis: other, "dp": others}
+                if axis == "tp":
+                    changes["sp"] = other > 1 and (layout.sp or layout.tp == 1)
+                changed = structs.replace(layout, **_scaled(layout, changes))
+                yield f"{axis}={other}", changed
+    for zero in range(4):
+        if abs(zero - layout.zero) == 1 and layout.dp * layout.cp > 1:
+            yield f"zero={zero}", structs.replace(layout, zero=zero)
+    for recompute in ("none", "selective", "full"):
+        if recompute != layout.recompute:
+            yield f"recompute={recompute}", structs.replace(layout, recompute=recompute)
+    for count in (2 * layout.microbatches, layout.microbatches // 2):
+        if count:
+            yield f"microbatches={count}", structs.replace(layout, microbatches=count)
+    if layout.tp > 1:
+        yield ("no sp" if layout.sp else "sp"), structs.replace(layout, sp=not layout.sp)
+    if layout.pp > 1:
+        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+            if schedule != layout.schedule:
+                yield f"schedule={schedule}", structs.replace(layout, schedule=schedule, chunks=0, split=())
+
+
+def _scaled(layout: Layout, changes: dict[str, Any]) -> dict[str, Any]:
+    """With another dp, microbatches stay as large as they are: their number changes."""
+    total = layout.dp * layout.microbatches
+    if total % changes["dp"] == 0:
+        return changes | {"microbatches": total // changes["dp"]}
+    return changes
+
+
+def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
+    case = replace(option.case, layout=layout, groups=option.case.groups if layout.pp == option.layout.pp else ())
+    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch)
+    if problems:
+        return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
+    room = footprint(case)
+    if room.total > HEADROOM * option.memory:
+        before = option.footprint.parts
+        grown = max(room.parts, key=lambda part: room.parts[part] - before.get(part, 0.0))
+        return Neighbour(
+            change,
+            layout,
+            None,
+            f"{change} needs {room.total / 1e9:.1f} GB on pipeline rank {room.rank}, of which a plan may fill "
+            f"{HEADROOM * option.memory / 1e9:.1f}; {grown}: {room.parts[grown] / 1e9:.1f} GB instead of "
+            f"{before.get(grown, 0) / 1e9:.1f}",
+        )
+    other = estimate(case)
+    slower = other.seconds / option.seconds - 1
+    return Neighbour(change, layout, slower, f"{change} {difference(option, Option(case, other, room))}")
+
+
+def difference(best: Option, other: Option) -> str:
+    """How another option's step differs, and what makes the difference."""
+    slower = other.seconds / best.seconds - 1
+    here, there = best.estimate.causes, other.estimate.causes
+    grown = sorted(there, key=lambda cause: here[cause] - there[cause])
+    if abs(slower) < 0.001:
+        return "takes the same time"
+    if slower < 0:
+        return f"is {-slower:.1%} faster: {_moved(grown[-1], best, other)}"
+    across = [axis for axis in ("tp", "cp") if _leaves(other, axis) and not _leaves(best, axis)]
+    why = f", since {either(across)} then leaves the node" if grown[0] in across else ""
+    return f"is {slower:.1%} slower: {_moved(grown[0], best, other)}{why}"
+
+
+def _moved(cause: str, best: Option, other: Option) -> str:
+    before, after = best.estimate.causes[cause], other.estimate.causes[cause]
+    sign = "+" if after > before else "-"
+    return f"{CAUSES[cause]} {sign}{abs(after - before) / best.seconds:.1%} of the step"
+
+
+def _leaves(option: Option, axis: str) -> bool:
+    return getattr(option.layout, axis) > 1 and option.case.wires.across(axis)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a rank sends along an axis in one step, and over which class of link."""
+
+    axis: str
+    kind: str
+    calls: int
+    payload: int  # bytes handed to the collectives
+    inside: float  # bytes on the wire within the node
+    across: float  # and between nodes
+
+
+def traffic(option: Option) -> list[Moved]:
+    """Of the first rank: bytes by axis and kind, each divided by where the axis's ranks really are."""
+    case, found = option.case, []
+    reaches = case.wires.reaches
+    dtype = {4: "float32", 8: "float64"}.get(case.work.wide, "bfloat16")
+    for row in expected(case.spec, case.layout, case.seq, case.batch, dtype):
+        reach = reaches.get(row.axis)
+        if reach is None:  # the whole world, the pipeline's ends: a few numbers
+            share = 1.0 if case.cluster.nodes > 1 else 0.0
+        elif row.kind == "send":
+            share = 1.0 if reach.nodes > 1 else 0.0
+        else:  # a ring leaves a node once for each that it enters
+            share = 1.0 / reach.together if reach.nodes > 1 else 0.0
+        wire = float(row.wire)
+        found.append(Moved(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share))
+    return found

@@ -1,0 +1,1 @@
+"""Serving: latency, throughput, cache."""

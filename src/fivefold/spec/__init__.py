@@ -1,0 +1,1 @@
+"""Models as descriptions: numbers, parameters, presets, Hugging Face configs."""

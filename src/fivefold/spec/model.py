@@ -1,0 +1,185 @@
+"""ModelSpec: the numbers of a decoder, and what follows from them.
+
+    spec = preset("llama3-8b")
+    spec.parameter_count            # 8030261248
+    spec.flops_per_token(8192)      # forward + backward, attention counted full
+
+The family is wide enough for Llama 2 and 3, Qwen3 and GPT-3: pre-norm blocks whose norm, activation, positions, biases
+and q/k norm are chosen by name. `parameters()` is the one list of names and shapes: the model is built to it, the
+initialiser draws by it, the planner counts with it.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from fivefold.support.formatting import either
+
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+Positions = Literal["rope", "learned"]
+Kind = Literal["embedding", "linear", "norm", "bias"]
+Attention = Literal["full", "causal"]
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Llama 3.1's stretch of the rotary wavelengths: long ones by `factor`, short ones not, a ramp between."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+class Parameter(NamedTuple):
+    name: str  # global: the same on every rank of every layout
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * (self.shape[1] if len(self.shape) == 2 else 1)
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    name: str = "custom"
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0  # 0: as many as heads (MHA); fewer is GQA, one is MQA
+    head_dim: int = 0  # 0: hidden / heads
+    ffn: int = 0  # 0: 4 x hidden
+    context: int = 2048  # longest sequence; the rows of a learned position table
+    norm: Norm = "rmsnorm"
+    norm_eps: float = 1e-5
+    activation: Activation = "swiglu"
+    positions: Positions = "rope"
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    bias: bool = False  # on every linear of the blocks (never on the head)
+    qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of q and k, before the rotation
+    tied: bool = False  # the head is the embedding
+    dropout: float = 0.0  # of the embedding and of each residual branch; attention probabilities are never dropped
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        derived = {
+            "kv_heads": self.kv_heads or self.heads,
+            "head_dim": self.head_dim or _share(self.hidden, self.heads),
+            "ffn": self.ffn or 4 * self.hidden,
+        }
+        for field, value in derived.items():
+            msgspec.structs.force_setattr(self, field, value)
+
+    # ---- what follows from the numbers -------------------------------------------------------------------------
+
+    def block_parameters(self, layer: int) -> Iterator[Parameter]:
+        """One block, in the order of its forward pass."""
+        prefix, hidden = f"layers.{layer}", self.hidden
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield from self._norm(f"{prefix}.attention_norm", hidden)
+        for name, width in (("q", q), ("k", kv), ("v", kv)):
+            yield from self._linear(f"{prefix}.attention.{name}", width, hidden)
+        if self.qk_norm:
+            yield Parameter(f"{prefix}.attention.q_norm.weight", (self.head_dim,), "norm")
+            yield Parameter(f"{prefix}.attention.k_norm.weight", (self.head_dim,), "norm")
+        yield from self._linear(f"{prefix}.attention.o", hidden, q)
+        yield from self._norm(f"{prefix}.mlp_norm", hidden)
+        if self.activation == "swiglu":
+            yield from self._linear(f"{prefix}.mlp.gate", self.ffn, hidden)
+        yield from self._linear(f"{prefix}.mlp.up", self.ffn, hidden)
+        yield from self._linear(f"{prefix}.mlp.down", hidden, self.ffn)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter once; a tied head is the embedding and is not repeated."""
+        yield Parameter("embedding.weight", (self.vocab, self.hidden), "embedding")
+        if self.positions == "learned":
+            yield Parameter("positions.weight", (self.context, self.hidden), "embedding")
+        for layer in range(self.layers):
+            yield from self.block_parameters(layer)
+        yield from self._norm("norm", self.hidden)
+        if not self.tied:
+            yield Parameter("head.weight", (self.vocab, self.hidden), "linear")
+
+    def _linear(self, name: str, rows: int, columns: int) -> Iterator[Parameter]:
+        yield Parameter(f"{name}.weight", (rows, columns), "linear")
+        if self.bias:
+            yield Parameter(f"{name}.bias", (rows,), "bias")
+
+    def _norm(self, name: str, width: int) -> Iterator[Parameter]:
+        yield Parameter(f"{name}.weight", (width,), "norm")
+        if self.norm == "layernorm":
+            yield Parameter(f"{name}.bias", (width,), "bias")
+
+    @cached_property
+    def parameter_count(self) -> int:
+        return sum(parameter.size for parameter in self.parameters())
+
+    @cached_property
+    def matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: the linears and the head (tied or not), not the look-up tables."""
+        linears = sum(p.size for p in self.parameters() if p.kind == "linear")
+        return linears + (self.vocab * self.hidden if self.tied else 0)
+
+    def flops_per_token(self, seq: int, attention: Attention = "full") -> int:
+        """Model FLOPs of one training token, forward and backward, without recomputation.
+
+        6 for every matmul weight, and 12 x layers x heads x head_dim x seq for the scores and their product with V.
+        `full` counts all seq x seq scores, as PaLM's appendix B does; `causal` counts the half that a causal mask
+        leaves, as newer reports do. An MFU means nothing without the name of its convention.
+        """
+        scores = 12 * self.layers * self.heads * self.head_dim * seq
+        return 6 * self.matmul_parameters + (scores if attention == "full" else scores // 2)
+
+    # ---- validation ----------------------------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with these numbers, each with its value and what would be right."""
+        found = [
+            f"model.{field}={getattr(self, field)} must be at least 1"
+            for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context")
+            if getattr(self, field) < 1
+        ]
+        if self.head_dim < 1 and self.heads > 0:
+            fewer = [n for n in range(1, self.heads) if self.hidden % n == 0]
+            more = [n for n in range(self.heads + 1, self.hidden + 1) if self.hidden % n == 0]
+            nearest = either([f"heads={n}" for n in (*fewer[-1:], *more[:1])] or ["heads=1"])
+            found.append(
+                f"model.hidden={self.hidden} does not divide into model.heads={self.heads} equal heads; nearest: "
+                f"{nearest}, or give model.head_dim"
+            )
+        if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            near = min(divisors, key=lambda n: abs(n - self.kv_heads))
+            found.append(
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: each kv head serves an "
+                f"equal group of query heads; nearest: kv_heads={near}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            found.append(
+                f"model.head_dim={self.head_dim} is odd and rotary positions turn pairs of dims; "
+                f"nearest: head_dim={self.head_dim + 1}"
+            )
+        if not 0 <= self.dropout < 1:
+            found.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
+        found += [
+            f"model.{field}={getattr(self, field)} must be positive"
+            for field in ("norm_eps", "init_std", "rope_theta")
+            if not 0 < getattr(self, field) < math.inf
+        ]
+        scaling = self.rope_scaling
+        if scaling is not None and not (scaling.factor > 0 and scaling.high_freq_factor > scaling.low_freq_factor > 0):
+            found.append(
+                f"model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
+                f"{scaling.factor}, {scaling.high_freq_factor} and {scaling.low_freq_factor}"
+            )
+        return found
+
+
+def _share(hidden: int, heads: int) -> int:
+    """The width of a head; 0, which is refused as a problem, where the heads do not divide the hidden width."""
+    return hidden // heads if heads > 0 and hidden % heads == 0 else 0

@@ -1,0 +1,1 @@
+"""How the program speaks: errors, formatting, reading of tables, files."""

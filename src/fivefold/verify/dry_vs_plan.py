@@ -1,0 +1,105 @@
+"""A dry run's figures beside the planner's: neither knows of the other, so where they agree, both are right or both
+wrong in the same way."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.dryrun.run import Dry
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job
+from fivefold.layout.collective_cost import Traffic, sizes
+from fivefold.plan.cost.flops import rank_flops
+from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
+from fivefold.plan.cost.memory import state_of
+from fivefold.plan.cost.stack import FIVEFOLD
+from fivefold.plan.cost.time import Case
+from fivefold.plan.cost.traffic import Seat, expected
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One quantity, counted and planned."""
+
+    name: str
+    dry: float
+    plan: float
+    unit: str  # "GB", "TFLOP", ""
+
+    @property
+    def difference(self) -> float:
+        """Relative."""
+        return self.plan / self.dry - 1 if self.dry else float(self.plan != 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "dry": self.dry, "plan": self.plan, "difference": self.difference}
+
+
+@dataclass(frozen=True)
+class Against:
+    """One rank: what was counted, and what was planned for it."""
+
+    dry: Dry
+    room: Footprint
+    figures: tuple[Figure, ...]
+    planned: tuple[Traffic, ...]
+    ranks: dict[str, int]  # of each axis
+
+    @property
+    def traffic_agrees(self) -> bool:
+        return self.planned == self.dry.traffic
+
+    @property
+    def device_bytes(self) -> float:
+        """What the device must have: the peak, fragmentation, and the context."""
+        return self.dry.peak * (1 + FRAGMENTATION) + CONTEXT
+
+    def to_dict(self) -> dict[str, Any]:
+        dry = self.dry
+        return {
+            "rank": dry.rank,
+            "place": dry.place,
+            "layers": list(dry.layers),
+            "seconds": dry.seconds,
+            "peak_bytes": dry.peak,
+            "peak_moment": dry.peak_moment,
+            "device_bytes": self.device_bytes,
+            "figures": [figure.to_dict() for figure in self.figures],
+            "live": dry.live,
+            "live_allowed": dry.allowed,
+            "traffic": [row.to_dict() | {"ranks": self.ranks.get(row.axis)} for row in dry.traffic],
+            "planned_traffic": [row.to_dict() for row in self.planned],
+            "traffic_agrees": self.traffic_agrees,
+            "moments": [moment._asdict() | {"activations": moment.activations} for moment in dry.moments],
+        }
+
+
+PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+def case_of(job: Job, cluster: Cluster) -> Case:
+    """The job, as the planner asks."""
+    precision = PRECISION[job.train.dtype]
+    stack = FIVEFOLD.computing_in(precision)
+    return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
+
+
+def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
+    """The planner's word on the rank that was run."""
+    seat, layout, seq, batch = Seat.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
+    case = case_of(job, cluster)
+    room = footprint_of(case, seat.pp)
+    state = state_of(job.model, layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero, seq=seq)
+    flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp)
+    late = room.lazy and room.gradients > 0  # the peak is where all gradients are, and little else
+    working = room.after if late else room.working
+    peak = state.total - (state.gradients if room.lazy and not late else 0.0) + working
+    figures = (
+        Figure("parameters", dry.parameters, state.parameters, "GB"),
+        Figure("gradients", dry.gradients, state.gradients, "GB"),
+        Figure("optimizer", dry.optimizer, state.optimizer, "GB"),
+        Figure("activations at the peak", dry.activations, working, "GB"),
+        Figure("peak", dry.peak, peak, "GB"),
+        Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
+    )
+    planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat)
+    return Against(dry, room, figures, tuple(planned), sizes(layout))

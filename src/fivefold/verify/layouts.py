@@ -1,0 +1,171 @@
+"""Every legal layout of a world, the models that make them stumble, and samples that still meet every pair.
+
+Without a pipeline "every" is: all products dp x cp x tp, all kinds of cp where cp > 1, sp on and off where tp > 1, ZeRO
+0 to 3 where dp x cp > 1, with every hybrid (replicate) at 3, every recompute, and one and two microbatches. The world's
+other settings do not change what is computed.
+
+With one, the product would be ten times as long, most of it the same thing again: a schedule does not know what its
+stages compute. So "every" is all products dp x cp x tp x pp with every schedule (but naive, which is gpipe in another
+order) and every ZeRO and hybrid; each of those once, with the rest (kinds of cp, sp, recompute; 1, p and 2p
+microbatches; layers that are balanced over the stages or pile up on the last) chosen such that every pair of settings
+is met, and more layouts where that takes more. What the batch has no microbatches for is left out.
+
+The model asked for runs on all of them; if it has too few layers for all the stages, and may be changed (`deepen`), on
+as many more as it takes. `variants` of it, each a known way to go wrong, run on the least sample of layouts that meets
+every pair of settings.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import get_args
+
+import msgspec
+
+from fivefold.job.config import Job
+from fivefold.layout.layout import SCHEDULES, ContextKind, Layout, Recompute
+from fivefold.spec.model import ModelSpec
+
+_GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
+_MICROBATCHES = (1, 2)
+_FACTORS = ("dp", "cp", "tp", "pp", "schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model."""
+
+    job: Job
+    variant: str  # how the model differs from the one asked for; empty: it is that one
+
+
+def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
+    met: Counter[object] = Counter()
+    left: list[Layout] = []
+    for dp, cp, tp, pp in product(_divisors(world), repeat=4):
+        if dp * cp * tp * pp != world:
+            continue
+        sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in _divisors(dp) if copies > 1]
+        schedules = [name for name in SCHEDULES if name != "naive"] if pp > 1 else ["1f1b"]
+        for schedule, (zero, replicate) in product(schedules, sharded if dp * cp > 1 else [(0, 1)]):
+            base = Layout(dp=dp, cp=cp, tp=tp, pp=pp, schedule=schedule, zero=zero, replicate=replicate)
+            legal = [
+                layout
+                for layout in _rest(base, deep_enough(spec, base) if deepen else spec)
+                if not layout.problems(deep_enough(spec, layout) if deepen else spec, world=world, seq=seq, batch=batch)
+            ]
+            if pp == 1:
+                yield from legal
+            elif legal:
+                best = max(legal, key=lambda layout: _worth(layout, met))
+                met.update(_pairs(best))
+                left += [layout for layout in legal if layout is not best]
+                yield best
+    for layout in left:
+        if not _pairs(layout) <= met.keys():
+            met.update(_pairs(layout))
+            yield layout
+
+
+def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
+    """How many pairs of settings it would add, and how rare its others are."""
+    seen = [met[pair] for pair in _pairs(layout)]
+    return seen.count(0), -sum(seen)
+
+
+def _rest(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
+    """What is left to choose when the degrees, the schedule and ZeRO are given."""
+    piled = [(), _piled(spec.layers, base.stages)] if base.pp > 1 else [()]
+    for kind, sp, recompute, microbatches, split in product(
+        get_args(ContextKind) if base.cp > 1 else ("ring",),
+        (False, True) if base.tp > 1 else (False,),
+        get_args(Recompute),
+        (1, base.pp, 2 * base.pp) if base.pp > 1 else _MICROBATCHES,
+        piled,
+    ):
+        yield msgspec.structs.replace(
+            base, cp_kind=kind, sp=sp, recompute=recompute, microbatches=microbatches, split=split
+        )
+
+
+def _piled(layers: int, stages: int) -> tuple[int, ...]:
+    """A layer each for the last stages, none for the first, and all that are too many on the last."""
+    each = [int(stages - stage <= layers) for stage in range(stages)]
+    each[-1] += layers - sum(each)
+    return tuple(each)
+
+
+def deep_enough(spec: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model with as many layers as fill the stages; the ends may have none but embedding and head."""
+    return msgspec.structs.replace(spec, layers=max(spec.layers, layout.stages - 2))
+
+
+def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
+    """Models that differ from `spec` in one way that layouts have to get right."""
+    changes: dict[str, dict[str, object]] = {
+        "one kv head": {"kv_heads": 1},  # fewer than tp: shared by ranks, whose gradients add up
+        "two kv heads": {"kv_heads": 2},
+        "vocab 257": {"vocab": 257},  # a prime: no tp divides it
+        "GPT block with dropout": {**_GPT, "kv_heads": spec.heads},
+        "q/k norm": {"qk_norm": True},  # one scale for heads on different ranks
+        "tied embeddings": {"tied": True},
+    }
+    made = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}
+    return {name: variant for name, variant in made.items() if variant != spec and not variant.problems()}
+
+
+def all_cases(job: Job, world: int, deepen: bool = False) -> list[Case]:
+    """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them."""
+    size = {"world": world, "seq": job.data.seq, "batch": job.train.batch}
+    layouts = list(legal_layouts(job.model, world, job.data.seq, job.train.batch, deepen))
+
+    def case(spec: ModelSpec, layout: Layout, variant: str) -> Case:
+        spec = deep_enough(spec, layout) if deepen else spec
+        return Case(msgspec.structs.replace(job, model=spec, layout=layout), variant)
+
+    cases = [case(job.model, layout, "") for layout in layouts]
+    for name, spec in variants(job.model).items():
+        chosen = [case(spec, layout, name) for layout in layouts]
+        chosen = [one for one in chosen if not one.job.layout.problems(one.job.model, **size)]
+        if name in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
+            chosen = [one for one in chosen if one.job.layout.tp > 1]
+        cases += pairwise(chosen)
+    return cases
+
+
+def pairwise(cases: Sequence[Case], most: int | None = None) -> list[Case]:
+    """Few cases in which every pair of settings that occurs in any of them occurs together, or the best `most` of them.
+
+    Greedy: always the case with the most pairs that are still to be met. What is asked for beyond a cover starts a
+    second one among the rest.
+    """
+    left = {number: _pairs(case.job.layout, case.variant) for number, case in enumerate(cases)}
+    wanted: set[object] = set()
+    chosen: list[int] = []
+    while left and (most is None or len(chosen) < most):
+        if not wanted:
+            if most is None and chosen:
+                break
+            wanted = set().union(*left.values())
+        best = max(left, key=lambda number: (len(left[number] & wanted), -number))
+        wanted -= left.pop(best)
+        chosen.append(best)
+        if most is not None and not any(pairs & wanted for pairs in left.values()):
+            wanted = set()
+    return [cases[number] for number in sorted(chosen)]
+
+
+def covered(sample: Sequence[Case], cases: Sequence[Case]) -> float:
+    """The share of the pairs of settings that a sample meets."""
+    met, wanted = (set().union(*(_pairs(case.job.layout, case.variant) for case in some)) for some in (sample, cases))
+    return len(met) / len(wanted) if wanted else 1.0
+
+
+def _pairs(layout: Layout, variant: str = "") -> set[object]:
+    settings = [("model", variant), ("piled", bool(layout.split))]
+    return set(combinations([*settings, *((name, getattr(layout, name)) for name in _FACTORS)], 2))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,86 @@
+"""One rank of a proof: run the layout, hold every step against the reference, count what moves.
+
+Every rank compares for itself what its stages hold: ranks that hold the same thing may disagree, and one of them is
+then wrong.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fivefold.job.config import Job
+from fivefold.job.learning_rate import learning_rate
+from fivefold.launch.device import choose_device
+from fivefold.launch.ranks import Rank, named
+from fivefold.model.compiled import compilation
+from fivefold.parallel.gather_full import digest, whole
+from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.traffic import TrafficCounter
+from fivefold.train.engine import Engine
+from fivefold.train.memory_ledger import Ledger
+from fivefold.verify import compare
+from fivefold.verify.batches import make_batch
+from fivefold.verify.reference import Reference
+from fivefold.verify.verdict import Measured
+
+
+def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
+    """`hook` names a function, "module:name", that is called first: a test plants a bug with it."""
+    device = choose_device(job.train.device, rank.number)
+    if rank.world > 1:
+        rank.join(backend(device, rank.world))
+    if hook:
+        named(hook)()
+    mesh = Mesh.of(job.layout, device)
+    engine, wanted = Engine(job, mesh), Reference.load(reference)
+    bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
+    ledger = Ledger(engine, counter)
+    # Under a counter nothing runs compiled: then it is the numbers that are proven, and those that count stay outside.
+    counted: list[AbstractContextManager[Any]] = [ledger, counter]
+    first, others = [nullcontext(), nullcontext()] if engine.compiled else counted
+    mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
+    for step, target in enumerate(wanted.steps, start=1):
+        batch = make_batch(job, step - 1)
+        with first if step == 1 else others:
+            loss, norm = engine.accumulate(batch), engine.gradient_norm()
+        if step == 1:
+            measured.held.update(_held(engine, ledger))
+        measured.losses.append((loss.item(), target.loss))
+        measured.norms.append((norm.item(), target.norm))
+        measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
+        measured.errors.append(compare.number("norm", step, norm.item(), target.norm, bound))
+        gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
+        measured.errors.extend(compare.gradients(_whole(engine.gradients()), gradients, wanted.zeros, step, bound))
+        rate = learning_rate(job.optimizer, step - 1, job.train.steps)
+        with others:
+            engine.step(rate if batch.loss_tokens else None, norm)
+    with others:
+        engine.weights.ready()  # weights that would have been gathered under the next forward
+    measured.traffic.extend(counter.rows())
+    if engine.compiled:
+        measured.graphs.append(compilation())
+    found = _whole(engine.parameters())
+    parameters = {name: wanted.parameters[name] for name in wanted.parameters if name in mine}
+    measured.errors.extend(compare.parameters(found, parameters, job, bound))
+    measured.digests.update({name: digest(parameter) for name, parameter in found.items()})
+    return measured
+
+
+def _held(engine: Engine, ledger: Ledger) -> dict[str, float]:
+    """What this rank keeps when gradients are complete, and what the first step took to get there."""
+    resident = engine.weights.resident()
+    return {
+        "parameters": resident["parameters"],
+        "gradients": resident["gradients"],
+        "optimizer": resident["masters"] + engine.optimizer.resident(),
+        "microbatches in flight": engine.pipeline.peak,
+        "peak": ledger.peak,
+        "flops": ledger.flops,
+    }
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Collective: every rank gathers the same names in the same order."""
+    return {name: whole(tensor) for name, tensor in sorted(tensors.items())}

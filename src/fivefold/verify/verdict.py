@@ -1,0 +1,177 @@
+"""What the ranks found, and what follows from it."""
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from fivefold.job.config import Job
+from fivefold.layout.collective_cost import Kind, Traffic, times
+from fivefold.verify.compare import Error, bound_of, worst
+
+_KINDS = ("loss", "norm", "gradient", "parameter")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank found. Pairs are (the layout's, the reference's), one a step. Tensors are those of its stages."""
+
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    norms: list[tuple[float, float]] = field(default_factory=list)
+    errors: list[Error] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)  # of all steps
+    digests: dict[str, str] = field(default_factory=dict)  # of the parameters after the last step
+    graphs: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # compiled ones, and the breaks between them
+    held: dict[str, float] = field(default_factory=dict)  # bytes by component, microbatches in flight, FLOPs
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a rank sent in all steps along one axis, by one kind of collective, and what the closed form says."""
+
+    rank: int  # the first that differs, or 0
+    expected: Traffic
+    counted: Traffic
+
+    @property
+    def holds(self) -> bool:
+        return self.expected == self.counted
+
+    def __str__(self) -> str:
+        e, c = self.expected, self.counted
+        return (
+            f"rank {self.rank} made {c.calls} {c.kind} calls over {c.axis} with {c.payload} bytes in all steps, and "
+            f"the closed form has {e.calls} with {e.payload}"
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of something, and what the closed form says."""
+
+    rank: int  # the first that differs, or 0
+    name: str  # "parameters", "gradients", "optimizer": bytes; "microbatches in flight"
+    expected: float
+    counted: float
+
+    @property
+    def holds(self) -> bool:
+        return self.expected == self.counted
+
+    def __str__(self) -> str:
+        unit = "" if self.name == "microbatches in flight" else "bytes of "
+        return (
+            f"rank {self.rank} holds {self.counted:.0f} {unit}{self.name}, and the closed form has {self.expected:.0f}"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    job: Job
+    seconds: float
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    norms: list[tuple[float, float]] = field(default_factory=list)
+    errors: list[Error] = field(default_factory=list)  # of every comparison, the worst over ranks
+    traffic: list[Count] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)  # ranks that hold the same parameter and other bits of it
+    held: list[Held] = field(default_factory=list)
+    peak: float = 0.0  # bytes, of the rank that holds most in the first step
+    flops: float = 0.0  # of all ranks, in the first step
+    graphs: tuple[int, dict[str, int]] | None = None  # of the first rank, where blocks are compiled
+    broken: str = ""  # why there is nothing to compare: a rank died, hung or raised
+    details: str = ""  # its stack
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        measured: list[Measured],
+        expected: list[list[Traffic]],
+        holding: list[dict[str, float]],
+        seconds: float,
+    ) -> "Verdict":
+        """`expected` has a step's traffic of each rank, `holding` what it should hold."""
+        return cls(
+            job,
+            seconds,
+            losses=measured[0].losses,
+            norms=measured[0].norms,
+            errors=_worst_over_ranks(job, measured),
+            traffic=_counts(job, measured, expected),
+            torn=_torn(measured),
+            held=_held(measured, holding),
+            peak=max(one.held["peak"] for one in measured),
+            flops=sum(one.held["flops"] for one in measured),
+            graphs=measured[0].graphs[0] if measured[0].graphs else None,
+        )
+
+    def worst(self, what: str) -> Error | None:
+        return worst(error for error in self.errors if error.what == what)
+
+    @property
+    def problems(self) -> list[str]:
+        """What broke; else failed comparisons, the worst of each kind by name; copies that differ; traffic; memory."""
+        if self.broken:
+            return [self.broken]
+        failed = [error for error in self.errors if not error.holds]
+        firsts = [e for what in _KINDS if (e := worst(error for error in failed if error.what == what)) is not None]
+        more = [f"{count} more comparisons fail"] if (count := len(failed) - len(firsts)) else []
+        counts = [str(count) for count in self.traffic if not count.holds]
+        others = [f"{len(self.torn) - 1} more parameters differ so"] if len(self.torn) > 1 else []
+        held = [str(one) for one in self.held if not one.holds]
+        return [*map(str, firsts), *more, *self.torn[:1], *others, *counts, *held]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.errors) and not self.problems
+
+
+def _worst_over_ranks(job: Job, measured: list[Measured]) -> list[Error]:
+    """Every comparison, by the rank that is worst off; a parameter that no rank has compared fails."""
+    found: dict[tuple[str, str, int], Error] = {}
+    for error in (error for one in measured for error in one.errors):
+        key = error.what, error.name, error.step
+        found[key] = max(found.get(key, error), error, key=lambda e: math.inf if math.isnan(e.value) else e.value)
+    steps, bound = job.train.steps, bound_of(job)
+    for parameter in job.model.parameters():
+        wanted = [("gradient", step) for step in range(1, steps + 1)] + [("parameter", steps)]
+        for what, step in wanted:
+            key = what, parameter.name, step
+            found.setdefault(key, Error(*key, math.inf, bound, "is held by no rank"))
+    return list(found.values())
+
+
+def _torn(measured: list[Measured]) -> list[str]:
+    """Copies of a parameter after the last step: they have to be equal to the bit, or they drift apart."""
+    firsts: dict[str, tuple[int, str]] = {}
+    found: dict[str, str] = {}
+    for rank, one in enumerate(measured):
+        for name, digest in one.digests.items():
+            first, known = firsts.setdefault(name, (rank, digest))
+            if known != digest:
+                found.setdefault(name, f"ranks {first} and {rank} hold {name}, and not the same bits of it")
+    return list(found.values())
+
+
+def _counts(job: Job, measured: list[Measured], expected: list[list[Traffic]]) -> list[Count]:
+    """For each row the first rank that differs from the closed form, or what all agree on."""
+    chosen: dict[tuple[str, Kind], Count] = {}
+    for rank, one in enumerate(measured):
+        wanted = {row[:2]: times(row, job.train.steps) for row in expected[rank]}
+        seen = {row[:2]: row for row in one.traffic}
+        for key in {**wanted, **seen}:
+            nothing = Traffic(*key, 0, 0, Fraction())
+            count = Count(rank, wanted.get(key, nothing), seen.get(key, nothing))
+            if key not in chosen or (chosen[key].holds and not count.holds):
+                chosen[key] = count
+    return list(chosen.values())
+
+
+def _held(measured: list[Measured], holding: list[dict[str, float]]) -> list[Held]:
+    """For each thing the first rank that differs from the closed form, or rank 0's."""
+    chosen: dict[str, Held] = {}
+    for rank, (one, wanted) in enumerate(zip(measured, holding, strict=True)):
+        for name, expected in wanted.items():
+            found = Held(rank, name, expected, one.held[name])
+            if name not in chosen or (chosen[name].holds and not found.holds):
+                chosen[name] = found
+    return list(chosen.values())

@@ -1,0 +1,43 @@
+"""The dry run against real ranks: the same step, counted by the same counters."""
+
+import pytest
+import torch
+
+from fivefold.dryrun.run import blank, dry_run
+from fivefold.job.config import read_job
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.traffic import TrafficCounter
+from fivefold.train.engine import Engine
+from fivefold.train.memory_ledger import Ledger
+from tests.ranks import run_ranks
+
+SMALL = ["model=tiny", "model.layers=4", "data.seq=64", "train.batch=8"]
+
+
+def real(rank: int, world: int, layout: str) -> tuple[int, float, list[object]]:
+    """The same step on real ranks."""
+    job = read_job(None, [*SMALL, f"layout={layout}"])
+    mesh = Mesh.of(job.layout, torch.device("cpu"))
+    engine = Engine(job, mesh)
+    counter = TrafficCounter(mesh)
+    ledger = Ledger(engine, counter)
+    with ledger:
+        engine.accumulate(blank(job))
+        engine.step(1e-3, engine.gradient_norm())
+        engine.weights.ready()
+    return ledger.peak, ledger.flops, list(counter.rows())
+
+
+REAL = ["dp=2,tp=2,zero=2,microbatches=2", "pp=2,tp=2,sp,microbatches=4", "dp=2,pp=2,cp=2,zero=1"]
+
+
+@pytest.mark.parametrize("layout", REAL)
+def test_a_real_run_holds_and_sends_what_the_dry_one_says(layout: str) -> None:
+    job = read_job(None, [*SMALL, f"layout={layout}"])
+    results = run_ranks(job.layout.world, real, layout)
+    for rank in (0, job.layout.world - 1):
+        peak, flops, traffic = results[rank]
+        dry = dry_run(job, rank, kernels="cpu")
+        assert traffic == list(dry.traffic)
+        assert flops == dry.flops
+        assert peak == pytest.approx(dry.peak, rel=0.02)  # gloo's threads let go of a buffer a little later

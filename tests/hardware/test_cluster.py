@@ -1,0 +1,406 @@
+"""Clusters: how they are written, what is refused and why, and what lies between two ranks."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from fivefold.hardware.accelerators import ACCELERATORS, LINKS, PRECISIONS, Link, find_accelerator
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.hardware.efficiency import achieved
+from fivefold.support.errors import UserError
+
+groups = st.builds(Group, st.integers(1, 4096), st.integers(1, 72), st.sampled_from(list(ACCELERATORS.values())))
+clusters = st.builds(Cluster, st.lists(groups, min_size=1, max_size=4).map(tuple))
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["H100", "8xB200"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["group", "nodes", "gpus", "accelerator", "name", "peak", "memory", "across", "bandwidth"])
+            | st.text(max_size=4),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+def problems(value: object) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        Cluster.from_dict(value)
+    return caught.value.problems
+
+
+# How it is written
+
+
+@given(clusters)
+def test_a_cluster_reads_back_from_its_text(cluster):
+    assert Cluster.parse(str(cluster)) == cluster
+
+
+@given(clusters)
+def test_a_cluster_reads_back_from_its_tables(cluster):
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "world"),
+    [("8x8xH100", 8, 64), ("8xH100", 1, 8), ("H100", 1, 1), ("8x1xH100", 8, 8), ("2x72xGB200", 2, 144)],
+)
+def test_left_out_counts_are_one(text, nodes, world):
+    cluster = Cluster.parse(text)
+    assert (cluster.nodes, cluster.world, str(cluster)) == (nodes, world, text)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("A100", "A100-80"),
+        ("a100-40gb", "A100-40"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("H100-SXM", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("h200", "H200"),
+        ("GB200-NVL72", "GB200"),
+        ("RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("cpu", "CPU"),
+    ],
+)
+def test_common_spellings_are_understood(spelling, name):
+    assert find_accelerator(spelling).name == name
+    assert str(Cluster.parse(f" 2 X 4 x {spelling} ")) == f"2x4x{name}"
+
+
+def test_another_board_of_the_same_name_is_not_taken_for_it():
+    with pytest.raises(UserError, match="unknown accelerator 'H100 PCIe'; did you mean 'H100'"):
+        find_accelerator("H100 PCIe")
+
+
+def test_unlike_nodes_make_groups():
+    cluster = Cluster.parse("4x8xH100+2x8xA100-80")
+    assert [(group.nodes, group.gpus, group.accelerator.name) for group in cluster.groups] == [
+        (4, 8, "H100"),
+        (2, 8, "A100-80"),
+    ]
+    assert (cluster.world, cluster.nodes) == (48, 6)
+
+
+def test_toml_says_the_same_as_text():
+    tables = """
+        [[cluster.group]]
+        nodes = 4
+        gpus = 8
+        accelerator = "H100"
+        [[cluster.group]]
+        nodes = 2
+        gpus = 8
+        accelerator = "A100"
+    """
+    expected = Cluster.parse("4x8xH100+2x8xA100-80")
+    assert Cluster.from_dict(tomllib.loads(tables)) == expected
+    assert Cluster.from_dict(tomllib.loads(tables)["cluster"]) == expected
+    assert Cluster.from_dict(tomllib.loads('cluster = "4x8xH100+2x8xA100-80"')) == expected
+    assert Cluster.from_dict({"nodes": 8, "gpus": 8, "accelerator": "H100"}) == Cluster.parse("8x8xH100")
+
+
+def test_an_override_replaces_only_what_it_names():
+    usual = ACCELERATORS["H100"]
+    table = {"nodes": 2, "gpus": 8, "accelerator": "H100", "memory": 60e9, "across": {"bandwidth": 25e9}}
+    cluster = Cluster.from_dict(table)
+    device = cluster.groups[0].accelerator
+    assert device.memory == 60_000_000_000
+    assert device.across == Link(25e9, usual.across.latency, usual.across.name)
+    assert (device.peak, device.inside) == (usual.peak, usual.inside)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+def test_a_link_can_be_named():
+    cluster = Cluster.from_dict({"nodes": 2, "gpus": 8, "accelerator": "H100", "across": "roce-200g"})
+    assert cluster.link_between(0, 8) == LINKS["RoCE-200G"]
+    assert problems({"accelerator": "H100", "across": "RoCE-20G"}) == [
+        "cluster: across: unknown link 'RoCE-20G'; did you mean 'RoCE-200G'?"
+    ]
+
+
+def test_a_changed_accelerator_does_not_pass_for_the_catalogues():
+    cluster = Cluster.from_dict({"gpus": 8, "accelerator": "H100", "memory": 60e9})
+    assert str(cluster) == "8xH100*"
+    with pytest.raises(UserError, match="did you mean 'H100'"):
+        Cluster.parse(str(cluster))
+
+
+def test_an_accelerator_can_be_given_inline():
+    table = {
+        "name": "MI300X",
+        "peak": {"bf16": 1307.4e12},
+        "memory": 192e9,
+        "memory_bandwidth": 5.3e12,
+        "inside": {"bandwidth": 448e9, "latency": 4e-6},
+        "across": "InfiniBand-NDR",
+    }
+    cluster = Cluster.from_dict({"nodes": 2, "gpus": 8, "accelerator": table})
+    assert cluster.groups[0].accelerator.rate("bf16") == 1307.4e12
+    assert cluster.link_between(0, 1).bandwidth == 448e9
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    del table["memory"], table["across"]
+    table["name"] = 300
+    assert problems({"accelerator": table}) == [
+        "cluster: accelerator: name=300 must be a text",
+        "cluster: accelerator: memory is missing",
+        "cluster: accelerator: across is missing",
+    ]
+
+
+# An accelerator of one's own, in a file
+
+FILE = """
+name = "mine"
+memory = 150e9
+memory_bandwidth = 4.8e12
+[peak]
+bf16 = 989e12
+[inside]
+bandwidth = 450e9
+latency = 3e-6
+name = "NVLink4"
+[across]
+bandwidth = 50e9
+latency = 14e-6
+[achieved]
+gemm = 0.75
+units = 132
+launch = 2e-6
+source = "measured"
+"""
+
+
+@pytest.mark.parametrize(("counts", "nodes", "world"), [("", 1, 1), ("8x", 1, 8), ("2x8x", 2, 16)])
+def test_a_file_stands_where_a_name_does(counts, nodes, world, tmp_path):
+    folder = tmp_path / "my.dir"
+    folder.mkdir()
+    (folder / "8xh200.toml").write_text(FILE)
+    cluster = Cluster.parse(f"{counts}{folder}/8xh200.toml")
+    device = cluster.groups[0].accelerator
+    assert (cluster.nodes, cluster.world, device.name) == (nodes, world, "mine")
+    assert device.achieved is not None
+    assert (device.achieved.gemm, device.achieved.units, device.achieved.launch) == (0.75, 132, 2e-6)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    assert Cluster.from_dict({"accelerator": f"{folder}/8xh200.toml"}).groups[0].accelerator == device
+    with pytest.raises(UserError):
+        Cluster.parse(str(cluster))
+
+
+def test_what_a_file_leaves_out_is_as_the_catalogue_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("h100.toml").write_text(FILE.replace('"mine"', '"H100"', 1))
+    device = Cluster.parse("8xh100.toml").groups[0].accelerator
+    assert device.achieved == structs.replace(achieved("H100"), gemm=0.75, units=132, launch=2e-6, source="measured")
+
+
+def test_shares_can_be_replaced_in_a_group():
+    cluster = Cluster.from_dict({"gpus": 8, "accelerator": "H100", "achieved": {"gemm": 0.5}})
+    assert cluster.groups[0].accelerator.achieved == structs.replace(achieved("H100"), gemm=0.5)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+def test_every_problem_of_the_shares_is_told():
+    wrong = {"gem": 0.7, "stream": 0.0, "flash2": 1.6, "units": 0, "launch": -1, "ramp": "x", "source": ""}
+    assert problems({"accelerator": "H100", "achieved": wrong}) == [
+        "cluster: achieved: unknown key 'gem'; did you mean 'gemm'?",
+        "cluster: achieved: ramp='x' must be a number of steps, at least 0 and below a million",
+        "cluster: achieved: units=0 must be a whole number of at least 1",
+        "cluster: achieved: flash2=1.6 must be a share of the ceiling: above 0, at most 1.5",
+        "cluster: achieved: stream=0.0 must be a share of the ceiling: above 0, at most 1.5",
+        "cluster: achieved: launch=-1 must be a number of seconds, at least 0 and below 1",
+        "cluster: achieved: source='' must be a text",
+    ]
+    assert problems({"accelerator": "H100", "achieved": 3})[0].startswith("cluster: achieved: 3 must be a table with")
+
+
+def test_a_bad_file_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert problems("8xh200.toml") == [
+        "'8xh200.toml': no accelerator file h200.toml; 'fivefold calibrate -o h200.toml' makes one of this device"
+    ]
+    Path("h200b.toml").write_text("name =")
+    assert problems("8xh200.toml")[0].endswith("did you mean 'h200b.toml'?")
+    [problem] = problems("h200b.toml")
+    assert problem.startswith("'h200b.toml': accelerator file h200b.toml cannot be read as TOML: ")
+    Path("dir.toml").mkdir()
+    assert problems("dir.toml")[0].startswith("'dir.toml': accelerator file dir.toml cannot be read as TOML: ")
+    Path("part.toml").write_text(FILE.replace("gemm = 0.75", "gemm = 75").replace("memory = 150e9", ""))
+    assert problems("2x8xpart.toml") == [
+        "'2x8xpart.toml': part.toml: memory is missing",
+        "'2x8xpart.toml': part.toml: achieved: gemm=75 must be a share of the ceiling: above 0, at most 1.5",
+    ]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("8x8xH10", "'8x8xH10': unknown accelerator 'H10'; did you mean 'H100'?"),
+        ("0x8xH100", "'0x8xH100': nodes=0 must be a whole number of at least 1"),
+        ("8x-8xH100", "'8x-8xH100': gpus=-8 must be a whole number of at least 1"),
+        ("1.5x8xH100", "'1.5x8xH100': nodes=1.5 must be a whole number of at least 1"),
+        ("8x8", "'8x8': no accelerator is named; write nodes x GPUs per node x accelerator, for example '8x8xH100'"),
+        ("2x8x8xH100", "'2x8x8xH100': 3 counts are too many"),
+        ("", "the cluster is empty; write nodes x GPUs per node x accelerator, for example '8x8xH100'"),
+        ("4x8xH100+", "'': no accelerator is named"),
+        ("?!", "'?!': no accelerator is named"),
+    ],
+)
+def test_bad_text_is_answered_with_the_values_and_what_to_write(text, sentence):
+    [problem] = problems(text)
+    assert problem.startswith(sentence)
+
+
+def test_all_problems_are_told_at_once():
+    assert problems("0x8xH10+2x0xB20") == [
+        "'0x8xH10': nodes=0 must be a whole number of at least 1",
+        "'0x8xH10': unknown accelerator 'H10'; did you mean 'H100'?",
+        "'2x0xB20': gpus=0 must be a whole number of at least 1",
+        "'2x0xB20': unknown accelerator 'B20'; did you mean 'B200'?",
+    ]
+    told = problems(
+        {
+            "group": [
+                {"node": 4, "accelerator": "H100", "memory": -1},
+                {"accelerator": "CUP", "across": {"bandwith": 1e9, "latency": float("nan")}},
+                {"nodes": True},
+            ],
+            "grup": 1,
+        }
+    )
+    assert told[:-2] == [
+        "cluster: unknown key 'grup'; did you mean 'group'?",
+        "cluster.group[0]: unknown key 'node'; did you mean 'nodes'?",
+        "cluster.group[0]: memory=-1 must be a number of bytes, at least 1",
+        "cluster.group[1]: unknown accelerator 'CUP'; did you mean 'CPU'?",
+        "cluster.group[1]: across: unknown key 'bandwith'; did you mean 'bandwidth'?",
+        "cluster.group[1]: across: latency=nan must be a number of seconds, at least 0",
+    ]
+    assert told[-2] == "cluster.group[2]: nodes=True must be a whole number of at least 1"
+    assert told[-1].startswith("cluster.group[2]: accelerator=None must be a table or one of A100-40")
+
+
+def test_a_misspelled_group_key_is_named():
+    assert "cluster: unknown key 'groups'; did you mean 'group'?" in problems({"groups": []})
+
+
+def read_or_refused(value: object) -> bool:
+    """Anything but a cluster or a `UserError` is a crash that a user would see."""
+    try:
+        return Cluster.from_dict(value).world >= 1
+    except UserError as error:
+        return all(error.problems)
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[-0-9.]{0,5}x[-0-9.]{0,5}x[A-Z0-9+]{0,6}", fullmatch=True))
+def test_any_text_is_read_or_refused_with_a_sentence(text):
+    assert read_or_refused(text)
+
+
+@given(anything)
+def test_any_table_is_read_or_refused_with_a_sentence(value):
+    assert read_or_refused(value)
+
+
+# Where ranks are, and what lies between them
+
+
+def test_ranks_count_through_nodes_and_then_groups():
+    cluster = Cluster.parse("2x8xH100+3x4xA100-80")
+    assert [cluster.node_of(rank) for rank in (0, 7, 8, 15, 16, 19, 20, 27)] == [0, 0, 1, 1, 2, 2, 3, 4]
+    assert cluster.group_of(15).accelerator.name == "H100"
+    assert cluster.group_of(16).accelerator.name == "A100-80"
+
+
+@pytest.mark.parametrize("rank", [-1, 28])
+def test_a_rank_outside_is_refused(rank):
+    with pytest.raises(UserError, match=f"rank {rank} is outside of .* 0 to 27"):
+        Cluster.parse("2x8xH100+3x4xA100-80").node_of(rank)
+
+
+def test_the_link_is_the_nodes_own_inside_and_the_networks_across():
+    cluster = Cluster.parse("2x8xH100")
+    assert cluster.link_between(0, 7) == LINKS["NVLink4"]
+    assert cluster.link_between(7, 8) == LINKS["InfiniBand-NDR"]
+    assert cluster.link_between(8, 15) == LINKS["NVLink4"]
+
+
+def test_a_rack_of_72_is_one_node():
+    cluster = Cluster.parse("2x72xGB200")
+    assert cluster.link_between(0, 71) == LINKS["NVLink5"]
+    assert cluster.link_between(71, 72) == LINKS["InfiniBand-NDR"]
+
+
+def test_unlike_nodes_meet_at_the_slower_end():
+    cluster = Cluster.parse("8xH100+8xRTX4090")
+    slow = LINKS["Ethernet-10G"]
+    assert cluster.link_between(0, 8) == cluster.link_between(8, 0) == slow
+    mixed = {"group": [{"gpus": 1, "accelerator": "H100", "across": {"latency": 1.0}}, {"accelerator": "A100"}]}
+    link = Cluster.from_dict(mixed).link_between(0, 1)
+    assert (link.bandwidth, link.latency) == (25e9, 1.0)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link():
+    cluster = Cluster.parse("2x8xH100+8xA100-80")
+    assert cluster.link_between(*range(8)) == LINKS["NVLink4"]
+    assert cluster.link_between(*range(16)) == LINKS["InfiniBand-NDR"]
+    assert cluster.link_between(*range(24)) == LINKS["InfiniBand-HDR"]
+
+
+def test_a_rank_has_no_link_to_itself():
+    with pytest.raises(UserError, match="at least two ranks"):
+        Cluster.parse("8xH100").link_between(3, 3)
+
+
+# The catalogue
+
+
+@pytest.mark.parametrize("device", ACCELERATORS.values(), ids=list(ACCELERATORS))
+def test_the_catalogue_is_consistent(device):
+    rates = [getattr(device.peak, name) for name in PRECISIONS]
+    known = [rate for rate in rates if rate is not None]
+    assert known == sorted(known), "a narrower format is never slower"
+    assert device.peak.bf16 in (device.peak.fp16, None)  # it came with the A100
+    assert device.inside.bandwidth >= device.across.bandwidth  # a TPU's torus is both
+    assert device.inside.bandwidth < device.memory_bandwidth
+    assert device.memory_bandwidth < device.peak.fp32
+
+
+def test_rates_are_dense():
+    # MFU in the field's papers is counted against these; a sparse figure here would halve every MFU.
+    assert ACCELERATORS["A100-80"].rate("bf16") == 312e12
+    assert round(ACCELERATORS["H100"].rate("bf16") / 1e12) == 989
+
+
+def test_a_missing_precision_is_refused():
+    with pytest.raises(UserError, match="A100-80 has no fp8 rate; it has fp64, fp32, tf32, bf16, fp16"):
+        ACCELERATORS["A100-80"].rate("fp8")
+    with pytest.raises(UserError, match="unknown precision 'bf61'; did you mean 'bf16'"):
+        ACCELERATORS["H100"].rate("bf61")
+
+
+def test_torch_stays_out():
+    code = "import sys, fivefold.hardware.cluster; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_links_have_the_published_bandwidths() -> None:
+    """One direction: half of what datasheets print for NVLink, an eighth of a port's bits."""
+    gigabytes = {name: link.bandwidth / 1e9 for name, link in LINKS.items()}
+    published = {"NVLink3": 300, "NVLink4": 450, "NVLink5": 900, "InfiniBand-HDR": 25, "InfiniBand-NDR": 50}
+    assert {name: gigabytes[name] for name in published} == published

@@ -1,0 +1,111 @@
+"""Job files: defaults, changes, round trips, and all mistakes at once."""
+
+import msgspec
+import pytest
+
+from fivefold.job.config import Job, RunConfig, read_job, to_toml
+from fivefold.layout.layout import Layout
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.errors import UserError
+
+
+def job_file(tmp_path, text: str):
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(*changes: str, path=None) -> list[str]:
+    with pytest.raises(UserError) as error:
+        read_job(path, list(changes))
+    return error.value.problems
+
+
+def test_no_file_is_the_default_job() -> None:
+    job = read_job()
+    assert job == Job(model=preset("tiny"), run=RunConfig(name="run"))
+    assert job.problems(world=1) == []
+
+
+def test_changes_lie_over_the_file(tmp_path) -> None:
+    path = job_file(tmp_path, 'model = "small"\n[optimizer]\nlr = 1e-4\nwarmup = 5\n[train]\nsteps = 7\n')
+    job = read_job(path, ["optimizer.lr=3e-4", "train.dtype=bfloat16", "model.layers=2", "data.path=a b"])
+    assert (job.optimizer.lr, job.optimizer.warmup, job.train.steps) == (3e-4, 5, 7)
+    assert (job.model.name, job.model.layers, job.train.dtype, job.data.path) == ("small", 2, "bfloat16", "a b")
+    assert job.run.name == "job"
+
+
+def test_a_layout_is_a_string_or_a_table_or_both(tmp_path) -> None:
+    expected = Layout.parse("dp=2,tp=4,zero=1")
+    assert read_job(None, ["layout=dp=2,tp=2,zero=1", "layout.tp=4"]).layout == expected
+    assert read_job(job_file(tmp_path, 'layout = "dp=2,tp=2,zero=1"'), ["layout.tp=4"]).layout == expected
+    assert read_job(job_file(tmp_path, "[layout]\ndp=2\ntp=4\nzero=1")).layout == expected
+    assert read_job(None, ["layout.pp=2", "layout.split=1,3"]).layout == Layout.parse("pp=2,split=1,3")
+
+
+def test_a_model_comes_from_a_preset_a_config_or_its_numbers(tmp_path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300, '
+                      '"n_positions": 64, "attn_pdrop": 0}')  # fmt: skip
+    assert read_job(None, [f"model.config={config}", "model.layers=3"]).model.norm == "layernorm"
+    assert read_job(None, ["model.hidden=256"]).model == preset("tiny", hidden=256)
+    numbers = job_file(tmp_path, "[model]\nlayers=1\nhidden=32\nheads=4\nvocab=257\n")
+    assert read_job(numbers).model.head_dim == 8
+    every_number = ["model.layers=2", "model.hidden=128", "model.heads=4", "model.vocab=257"]
+    assert read_job(None, every_number).model == preset("tiny", layers=2)  # changes of tiny, however many
+    assert "model.heads is missing" in problems_of(path=job_file(tmp_path, "[model]\nlayers=1"))[1]
+    assert "exclude each other" in problems_of("model.preset=tiny", "model.config=x")[0]
+    assert "did you mean 'preset'" in problems_of("model.prset=small")[0]
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_the_resolved_job_is_a_job_file(tmp_path, model: str) -> None:
+    changes = [f"model={model}", "layout=pp=2,split=1,3,sp,schedule=zb-v", "optimizer.lr=1e-5", 'run.name=a "b"']
+    job = read_job(None, changes)
+    assert read_job(job_file(tmp_path, to_toml(job))) == job
+
+
+def test_misspelled_keys_get_the_nearest_right_one(tmp_path) -> None:
+    path = job_file(tmp_path, "[optimizer]\nlearning_rate = 1\nwarm_up = 3\n[trian]\nsteps = 2\n")
+    assert problems_of(path=path) == [
+        "trian is not a setting; did you mean 'train'?",
+        "optimizer.learning_rate is not a setting; "
+        "known: lr, betas, eps, weight_decay, clip, schedule, warmup, decay, final",
+        "optimizer.warm_up is not a setting; did you mean 'warmup'?",
+    ]
+
+
+def test_wrong_types_are_all_named() -> None:
+    found = problems_of("train.steps=ten", "optimizer.lr=fast", "train.dtype=fp8", "optimizer.betas=0.9", "run=3", "x")
+    assert len(found) == 6
+    assert "train.steps='ten' is not a whole number" in found
+    assert "optimizer.betas=0.9 is not a list of 2 numbers" in found
+
+
+def test_wrong_values_are_all_named() -> None:
+    changes = [
+        "optimizer.lr=nan", "optimizer.betas=[0.9,1.0]", "optimizer.eps=0", "optimizer.weight_decay=-1",
+        "optimizer.clip=-1", "optimizer.warmup=-1", "optimizer.decay=2", "optimizer.final=-0.1", "train.steps=0",
+        "train.batch=0", "train.eval_every=-1", "train.eval_samples=-1", "train.log_every=0", "data.seq=0",
+        "run.name=..",
+    ]  # fmt: skip
+    job = read_job(None, changes)
+    assert len(job.problems()) == len(changes)
+
+
+def test_a_learned_table_bounds_the_sequence() -> None:
+    job = read_job(None, ["model=tiny-gpt", "model.context=64", "data.seq=100"])
+    assert any("longer than the 64 learned positions" in problem for problem in job.problems())
+    assert read_job(None, ["model.context=64", "data.seq=100"]).problems() == []
+
+
+def test_a_missing_file_is_answered_with_its_neighbour(tmp_path) -> None:
+    job_file(tmp_path, "")
+    assert "did you mean" in problems_of(path=tmp_path / "jbo.toml")[0]
+    assert "is not TOML" in problems_of(path=job_file(tmp_path, "steps 3"))[0]
+    assert "cannot read" in problems_of(path=tmp_path)[0]
+
+
+def test_jobs_are_values() -> None:
+    assert hash(read_job()) == hash(read_job())
+    assert msgspec.json.decode(msgspec.json.encode(read_job()), type=Job) == read_job()

@@ -1,0 +1,145 @@
+"""Layouts: text that round-trips, and every reason why one cannot run."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.layout.layout import CHUNKED, SCHEDULES, Layout, tp_fits
+from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
+
+degrees = st.integers(1, 64)
+layouts = st.builds(
+    Layout,
+    dp=degrees,
+    tp=degrees,
+    pp=degrees,
+    cp=degrees,
+    cp_kind=st.sampled_from(["ring", "allgather", "ulysses"]),
+    zero=st.integers(0, 3),
+    replicate=degrees,
+    sp=st.booleans(),
+    schedule=st.sampled_from(list(SCHEDULES)),
+    chunks=st.integers(0, 8),
+    microbatches=degrees,
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    split=st.lists(st.integers(0, 99), max_size=5).map(tuple),
+)
+
+
+@given(layouts)
+def test_text_round_trips(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+def test_text_is_what_people_write() -> None:
+    layout = Layout.parse("dp=2, tp=2,pp=2,zero=1,schedule=1f1b")
+    assert (layout.dp, layout.tp, layout.pp, layout.zero, layout.world) == (2, 2, 2, 1, 8)
+    assert str(layout) == "dp=2,tp=2,pp=2,zero=1"
+    assert Layout.parse("pp=4,split=15,16,16,15,sp").split == (15, 16, 16, 15)
+    assert Layout.parse("tp=2,sp") == Layout.parse("sp=true,tp=2")
+    assert Layout.parse("") == Layout()
+    assert str(Layout()) == "dp=1"
+
+
+def test_a_schedule_brings_its_own_chunks() -> None:
+    assert Layout(schedule="zb-v").chunks == 2
+    assert Layout(schedule="interleaved", chunks=4).stages == 4
+    assert Layout(pp=4).stages == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("dq=2", ["layout.dq is not a setting; did you mean 'dp'"]),
+        ("dp=two,zero=x", ["layout.dp='two' is not a whole number", "layout.zero='x' is not a whole number"]),
+        ("cp_kind=rnig", ["layout.cp_kind='rnig' is not a choice; did you mean 'ring'"]),
+        ("dp", ["layout.dp has no value"]),
+        ("dp=1,dp=2", ["layout gives dp twice"]),
+        ("split=1,a", ["layout.a is not a setting"]),
+    ],
+)
+def test_bad_text_names_every_piece(text: str, sentences: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        Layout.parse(text)
+    assert len(error.value.problems) == len(sentences)
+    for problem, sentence in zip(error.value.problems, sentences, strict=True):
+        assert sentence in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "sentence"),
+    [
+        ("tp=3", "llama3-8b", "tp=3 does not divide the 32 attention heads of llama3-8b; nearest: tp=2 or tp=4"),
+        ("tp=64", "llama3-8b", "nearest: tp=32"),
+        ("tp=5", "llama2-13b", "tp=5 does not divide the feed-forward width 13824"),
+        ("tp=2,sp,cp=2", "tiny", "does not divide into the 8 equal pieces"),
+        ("sp", "tiny", "sp shards the sequence over tp, and tp=1"),
+        ("cp=8,cp_kind=ulysses", "tiny", "deals the heads out over cp x tp = 8 ranks"),
+        ("pp=8", "tiny", "makes 8 stages"),
+        ("pp=2,split=3,2", "tiny", "adds up to 5 layers, and tiny has 4"),
+        ("pp=2,split=4", "tiny", "names 1 stages, and pp=2 x chunks=1 makes 2"),
+        ("schedule=1f2b", "tiny", "unknown schedule '1f2b'; did you mean '1f1b'"),
+        ("schedule=zb-v,chunks=3", "tiny", "schedule=zb-v has 2 per rank"),
+        ("pp=4,schedule=interleaved,chunks=1,microbatches=3", "tiny", "nearest: microbatches=4, or schedule=1f1b"),
+        ("pp=2,schedule=dualpipe-v,microbatches=3", "tiny", "nearest: microbatches=4"),
+        ("zero=4", "tiny", "nearest: zero=3"),
+        ("dp=4,replicate=2", "tiny", "replicate=2 copies the shards of zero=3"),
+        ("dp=4,zero=3,replicate=3", "tiny", "nearest: replicate=2 or replicate=4"),
+        ("dp=3,microbatches=5", "tiny", "a global batch of 16 sequences does not divide"),
+        ("dp=0", "tiny", "layout.dp=0 must be at least 1; nearest: dp=1"),
+        ("schedule=interleaved,chunks=9", "tiny", "nearest: chunks=6"),
+        ("cp=3,cp_kind=ulysses,tp=3", "tiny", "nearest: cp_kind=ring"),
+        ("split=-1,5,pp=2", "tiny", "negative number of layers"),
+    ],
+)
+def test_a_layout_that_cannot_run_says_why(text: str, model: str, sentence: str) -> None:
+    problems = Layout.parse(text).problems(preset(model), seq=100, batch=16)
+    assert any(sentence in problem for problem in problems), problems
+
+
+def test_all_problems_come_at_once() -> None:
+    layout = Layout.parse("tp=3,pp=9,zero=7,schedule=zbv,microbatches=5")
+    problems = layout.problems(preset("tiny"), world=8, seq=100, batch=16)
+    assert len(problems) == 5
+    assert len(Layout.parse("dp=0,tp=3,zero=9").problems(preset("tiny"))) == 3
+
+
+def test_the_world_is_checked_against_the_degrees() -> None:
+    problem = Layout.parse("tp=2").problems(preset("tiny"), world=8)
+    assert problem == ["layout tp=2 needs 2 ranks (dp x tp x pp x cp), and there are 8; nearest: dp=4, or --nproc 2"]
+
+
+def test_published_layouts_are_legal() -> None:
+    llama = Layout.parse("dp=128,tp=8,pp=16,sp,schedule=interleaved,chunks=8,microbatches=16")
+    assert llama.problems(preset("llama3-405b"), world=16_384, seq=8192, batch=2048) == []
+    few_kv_heads = Layout.parse("tp=16")
+    assert few_kv_heads.problems(preset("llama3-70b")) == []
+
+
+@given(st.sampled_from(["tiny", "llama3-8b", "llama2-13b", "gpt3-175b"]), st.integers(2, 130))
+def test_suggested_tensor_degrees_are_legal(model: str, tp: int) -> None:
+    spec = preset(model)
+    problems = Layout(tp=tp).problems(spec)
+    assert bool(problems) != tp_fits(spec, tp)
+    for problem in problems:
+        suggested = [int(word.split("=")[1]) for word in problem.split("nearest: ")[1].split(" or ")]
+        assert suggested
+        assert all(tp_fits(spec, n) for n in suggested)
+
+
+def test_layouts_and_builders_agree_on_schedules() -> None:
+    """The same names, and a layout is refused for its microbatches exactly where the builder refuses them."""
+    assert list(CATALOGUE) == list(SCHEDULES)
+    assert set(CHUNKED) <= set(SCHEDULES)
+    spec = preset("llama3-70b")
+    for schedule in SCHEDULES:
+        for p in range(1, 6):
+            for m in range(1, 12):
+                legal = not Layout(pp=p, schedule=schedule, microbatches=m).problems(spec)
+                try:
+                    build(schedule, p, m)
+                    assert legal, (schedule, p, m)
+                except UserError:
+                    assert not legal, (schedule, p, m)

@@ -1,0 +1,49 @@
+"""Which layers a stage holds: exactly balanced, or as told."""
+
+import itertools
+
+import pytest
+
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import balanced, costs, stages_of
+from fivefold.spec.presets import preset
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("vocab", [64, 257, 5000, 100_000])
+def test_no_split_has_a_faster_slowest_stage(stages: int, vocab: int) -> None:
+    spec = preset("tiny", layers=6, vocab=vocab)
+    layer, bottom, top = costs(spec, 32)
+
+    def slowest(sizes: tuple[int, ...]) -> float:
+        load = [size * layer for size in sizes]
+        load[0] += bottom
+        load[-1] += top
+        return max(load)
+
+    splits = [sizes for sizes in itertools.product(range(7), repeat=stages) if sum(sizes) == 6]
+    assert slowest(balanced(spec, stages, 32)) == min(map(slowest, splits))
+
+
+def test_a_large_head_takes_layers_off_the_last_stage() -> None:
+    """Llama 3's 405B run did so by hand (arXiv 2407.21783, section 3.3.2)."""
+    small, large = (balanced(preset("tiny", layers=12, vocab=vocab), 4, 64) for vocab in (64, 4000))
+    assert small == (3, 3, 3, 3)
+    assert large[-1] < 3
+    assert sum(large) == 12
+
+
+def test_stages_hold_every_parameter_once_and_a_tied_embedding_at_both_ends() -> None:
+    for tied in (False, True):
+        spec = preset("tiny", layers=5, tied=tied)
+        stages = stages_of(spec, Layout(pp=3), 32)
+        names = [name for stage in stages for name in stage.names(spec)]
+        assert sorted(set(names)) == sorted(parameter.name for parameter in spec.parameters())
+        twice = {name for name in names if names.count(name) > 1}
+        assert twice == ({"embedding.weight"} if tied else set())
+
+
+def test_a_split_is_taken_as_it_is() -> None:
+    stages = stages_of(preset("tiny"), Layout(pp=3, split=(0, 3, 1)), 32)
+    assert [stage.layers for stage in stages] == [range(0), range(3), range(3, 4)]
+    assert [(stage.first, stage.last) for stage in stages] == [(True, False), (False, False), (False, True)]

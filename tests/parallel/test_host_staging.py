@@ -1,0 +1,52 @@
+"""Host copies for ranks that share a GPU change no result: the same on CPUs, told to stage."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.job.config import read_job
+from fivefold.layout.layout import Layout
+from fivefold.parallel.gather_full import whole
+from fivefold.parallel.mesh import Axis, Mesh, backend
+from fivefold.train.engine import Engine
+from fivefold.verify.batches import make_batch
+from tests.ranks import run_ranks
+
+
+def one_step(rank: int, world: int, text: str, staged: bool) -> tuple[float, dict[str, np.ndarray]]:
+    small = ["model.layers=1", "model.hidden=16", "model.head_dim=4", "model.ffn=16", "model.vocab=17"]
+    job = read_job(None, [*small, f"layout={text}", "data.seq=8", "train.batch=4", "train.dtype=float64"])
+    mesh = Mesh.of(job.layout, torch.device("cpu"))
+    if staged:
+        axes = {name: replace(axis, staged=True) for name, axis in vars(mesh).items() if isinstance(axis, Axis)}
+        mesh = replace(mesh, **axes)
+    engine = Engine(job, mesh)
+    loss = engine.accumulate(make_batch(job, 0)).item()
+    gradients = {name: whole(gradient).numpy() for name, gradient in engine.gradients().items()}
+    engine.step(1e-3, engine.gradient_norm())
+    engine.weights.ready()
+    weights = {f"new {name}": whole(weight).numpy() for name, weight in engine.parameters().items()}
+    return loss, gradients | weights
+
+
+@pytest.mark.parametrize(
+    "text", ["tp=2,sp", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "cp=2,cp_kind=allgather", "cp=2"]
+)
+def test_staging_changes_no_bit(text: str) -> None:
+    plain, staged = (run_ranks(2, one_step, text, how) for how in (False, True))
+    for (loss, tensors), (other, others) in zip(plain, staged, strict=True):
+        assert loss == other
+        assert all(np.array_equal(tensors[name], others[name]) for name in tensors)
+        assert len(tensors) == len(others) > 0
+
+
+def test_cpus_talk_through_gloo() -> None:
+    assert backend(torch.device("cpu"), 8) == "gloo"
+
+
+def test_a_mesh_of_one_rank_needs_no_process_group() -> None:
+    mesh = Mesh.of(Layout(), torch.device("cpu"))
+    assert mesh.root is None
+    assert [mesh.tp.size, mesh.zero.size, mesh.world.size] == [1, 1, 1]

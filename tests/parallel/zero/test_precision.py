@@ -1,0 +1,69 @@
+"""Starts are equal to the bit in every layout, and bfloat16 adds up in float32."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.layout.layout import Layout
+from fivefold.model.decoder import Decoder
+from fivefold.model.init import initialise
+from fivefold.spec.presets import preset
+from tests.parallel.zero.world import SEED, SMALL, accumulate, each, make, microbatches, train, whole
+from tests.ranks import run_ranks
+
+TINY = preset("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=9, vocab=11)
+STAGES = range(4)
+
+
+def start(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, _, weights, _ = make(SMALL, layout, dtype)
+    masters = {name: whole(weights.globally(name, p.detach())) for name, p in weights.masters.items()}
+    return masters, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world", "texts"),
+    [(2, ["dp=2", "dp=2,zero=1"]), (4, ["dp=4,zero=2", "dp=4,zero=3,replicate=2", "dp=2,tp=2,sp,zero=3"])],
+)
+def test_the_same_seed_starts_from_the_same_bits(world: int, texts: list[str]) -> None:
+    calls = [(Layout.parse(text), dtype) for text in texts for dtype in (torch.float32, torch.bfloat16)]
+    model = Decoder(SMALL)
+    initialise(model, SMALL, SEED)
+    for rank in run_ranks(world, each, start, calls):
+        for (layout, dtype), (masters, weights) in zip(calls, rank, strict=True):
+            for name, p in model.named_parameters():
+                assert masters[name].dtype == torch.float32
+                assert torch.equal(masters[name], p)
+                # FSDP2 rounds as it gathers; between the steps it holds the masters alone.
+                assert torch.equal(weights[name], p if layout.zero == 3 else p.to(dtype))
+
+
+def gradients(rank: int, world: int, layout: Layout) -> dict[str, Tensor]:
+    model, ops, weights, mesh = make(TINY, layout, torch.bfloat16)
+    parts, count = microbatches(TINY, mesh, 0, 4, ())
+    accumulate(model, ops, weights, parts, count)
+    return {name: whole(weights.globally(name, p.grad)) for name, p in weights.masters.items() if p.grad is not None}
+
+
+def test_bfloat16_gradients_of_two_ranks_are_those_of_two_microbatches_to_the_bit() -> None:
+    """The summands are the same, and there are only two: in float32 they add up to the same bits."""
+    alone = gradients(0, 1, Layout(microbatches=2))
+    assert alone
+    for rank in run_ranks(2, each, gradients, [(Layout(dp=2, zero=stage),) for stage in STAGES]):
+        for found in rank:
+            for name, gradient in alone.items():
+                assert found[name].dtype == torch.float32
+                assert torch.equal(found[name], gradient), name
+
+
+def test_bfloat16_training_follows_one_process() -> None:
+    alone = train(0, 1, TINY, Layout(microbatches=2), 4, (), torch.bfloat16)
+    calls = [(TINY, Layout(dp=2, zero=stage), 4, (), torch.bfloat16) for stage in STAGES]
+    for rank in run_ranks(2, each, train, calls):
+        for stage, run in zip(STAGES, rank, strict=True):
+            assert run.norms == pytest.approx(alone.norms, rel=1e-6)
+            for name, master in alone.masters.items():
+                torch.testing.assert_close(run.masters[name], master, rtol=0, atol=1e-6)
+                if stage < 3:
+                    assert run.model[name].dtype == torch.bfloat16
+                    assert torch.equal(run.model[name], run.masters[name].to(torch.bfloat16))

@@ -1,0 +1,199 @@
+"""Models as numbers: exact counts, FLOPs by their convention, Hugging Face configurations."""
+
+import json
+import warnings
+
+import pytest
+import transformers
+
+from fivefold.spec.hf_config import read_hf_config, spec_from_hf
+from fivefold.spec.model import ModelSpec, RopeScaling
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.errors import Note, UserError
+
+PUBLISHED = {  # from the releases' own weights
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "gpt2-124m": 124_439_808,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name: str) -> None:
+    assert preset(name).parameter_count == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron")])
+def test_megatron_counts_follow_the_papers_formula(name: str) -> None:
+    """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)), to which the final norm adds 2h."""
+    spec = preset(name)
+    lhs = 12 * spec.layers * spec.hidden**2 + 13 * spec.layers * spec.hidden + (51_200 + 2048) * spec.hidden
+    assert spec.parameter_count == lhs + 2 * spec.hidden
+    published = name.removeprefix("megatron-").removesuffix("b")
+    billions = 1008.0 if published == "1t" else float(published)
+    assert spec.parameter_count / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_flops_per_token_name_their_convention() -> None:
+    """6 per matmul weight and 12 l h s, as PaLM counts; half of the latter under a causal mask."""
+    spec = preset("llama3-8b")
+    weights = spec.parameter_count - 128_256 * 4096 - (2 * 32 + 1) * 4096  # no look-up table, no norms
+    assert spec.matmul_parameters == weights
+    assert spec.flops_per_token(8192, "full") == 6 * weights + 12 * 32 * 4096 * 8192
+    assert spec.flops_per_token(8192, "causal") == 6 * weights + 6 * 32 * 4096 * 8192
+    tied = preset("llama3.2-1b")
+    assert tied.matmul_parameters == sum(p.size for p in tied.parameters() if p.kind != "norm")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (
+            "llama3.2-1b",
+            {"rope_scaling": RopeScaling(factor=32.0), "rope_theta": 5e5, "norm_eps": 1e-5, "head_dim": 64},
+        ),
+        ("llama3-405b", {"rope_scaling": RopeScaling(factor=8.0), "kv_heads": 8, "context": 131_072}),
+        ("llama2-70b", {"rope_theta": 1e4, "rope_scaling": None, "kv_heads": 8, "context": 4096}),
+        ("qwen3-8b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "head_dim": 128, "context": 40_960}),
+        ("megatron-1t", {"heads": 160, "layers": 128, "context": 2048, "norm": "layernorm", "activation": "gelu"}),
+        ("megatron-529.6b", {"heads": 128, "layers": 105}),
+        ("gpt3-175b", {"heads": 96, "head_dim": 128, "bias": True, "tied": True}),
+    ],
+)
+def test_presets_have_the_published_settings(name: str, fields: dict[str, object]) -> None:
+    spec = preset(name)
+    assert {field: getattr(spec, field) for field in fields} == fields
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_sound(name: str) -> None:
+    assert preset(name).problems() == []
+
+
+def test_derived_fields_follow_a_changed_one() -> None:
+    assert preset("tiny", hidden=256).head_dim == 64
+    assert preset("qwen3-0.6b", hidden=512).head_dim == 128  # given, not derived
+    assert ModelSpec(layers=1, hidden=8, heads=2, vocab=3).ffn == 32
+
+
+def test_unknown_models_are_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="unknown model 'lama3-8b'; did you mean 'llama3-8b'"):
+        preset("lama3-8b")
+
+
+def test_heads_that_do_not_divide_the_hidden_width_are_not_rounded() -> None:
+    [problem] = preset("tiny", heads=3, kv_heads=1).problems()
+    assert "does not divide into model.heads=3 equal heads; nearest: heads=2 or heads=4" in problem
+    assert preset("tiny", heads=3, kv_heads=1, head_dim=32).problems() == []
+
+
+def test_every_problem_of_a_model_is_reported() -> None:
+    assert len(preset("tiny", layers=0, heads=6, kv_heads=4, dropout=2, norm_eps=float("nan")).problems()) == 5
+    problems = preset("tiny", heads=6, kv_heads=4, head_dim=15, dropout=1.5).problems()
+    assert len(problems) == 3
+    assert "kv_heads=4 does not divide model.heads=6" in problems[0]
+    assert "nearest: kv_heads=3" in problems[0]
+
+
+LLAMA31 = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_released_config_is_read_as_its_preset(tmp_path) -> None:
+    folder = tmp_path / "llama3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA31))
+    assert read_hf_config(folder) == read_hf_config(folder / "config.json") == preset("llama3.1-8b")
+
+
+def test_todays_transformers_writes_configs_that_are_read_back(tmp_path) -> None:
+    config = transformers.Qwen3Config(hidden_size=64, num_hidden_layers=2, head_dim=24, tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    spec = read_hf_config(tmp_path)
+    assert (spec.hidden, spec.head_dim, spec.qk_norm, spec.tied) == (64, 24, True, True)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3Config(
+            hidden_size=64, num_hidden_layers=2, head_dim=24, vocab_size=50, tie_word_embeddings=True
+        )
+    )
+    assert spec_from_hf(model.config.to_dict()).parameter_count == model.num_parameters()
+
+
+def test_old_and_new_spellings_of_rope_agree() -> None:
+    new = {k: v for k, v in LLAMA31.items() if not k.startswith("rope")}
+    new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA31["rope_scaling"]}  # type: ignore[dict-item]
+    assert spec_from_hf(new) == spec_from_hf(LLAMA31)
+    assert spec_from_hf(new).rope_scaling == RopeScaling(factor=8.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "lama"}, "model_type 'lama' is not of the family; did you mean 'llama'"),
+        ({"attention_bias": True}, "attention_bias=True is not supported for llama"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3' has no low_freq_factor"),
+        ({"rms_norm_eps": "small"}, "model.norm_eps='small' is not a number"),
+        ({"model_type": ["llama"]}, "is not of the family"),
+        ({"rope_scaling": "yarn"}, "rope scaling is 'yarn', not a table"),
+        ({"hidden_size": True}, "hidden_size is missing or not a whole number"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ({"model_type": "qwen3"}, "head_dim is missing"),
+        ({"num_key_value_heads": 5}, "kv_heads=5 does not divide"),
+    ],
+)
+def test_what_would_change_the_arithmetic_is_refused(change, sentence) -> None:
+    with pytest.raises(UserError, match=sentence):
+        spec_from_hf(LLAMA31 | change)
+
+
+def test_gpt2_configs_keep_one_dropout_and_warn_of_the_other() -> None:
+    config = transformers.GPT2Config().to_dict()
+    with pytest.warns(Note, match="attn_pdrop"):
+        spec = spec_from_hf(config)
+    with pytest.warns(Note, match="attention_dropout"):
+        spec_from_hf(LLAMA31 | {"attention_dropout": 0.5})
+    assert spec.dropout == 0.1
+    assert spec.parameter_count == PUBLISHED["gpt2-124m"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        spec_from_hf(config | {"attn_pdrop": 0.0})
+    with pytest.raises(UserError, match="activation_function='relu'"):
+        spec_from_hf(config | {"activation_function": "relu"})
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_config_file_is_named(tmp_path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_hf_config(tmp_path)
+    with pytest.raises(UserError, match="cannot read"):
+        read_hf_config(tmp_path / "none")

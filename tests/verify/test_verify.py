@@ -1,0 +1,154 @@
+"""Layouts on real ranks against one process; and what breaks is found and named."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from fivefold.job.config import Job
+from fivefold.launch import ranks
+from fivefold.plan.cost.traffic import Seat, expected
+from fivefold.spec.presets import preset
+from fivefold.verify.verdict import Verdict
+from fivefold.verify.verify import Judge
+from tests.verify import cases
+from tests.verify.cases import job, tiny
+
+BUGS = "tests.verify.cases:"
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge(patience=60) as one:
+        yield one
+
+
+GPT = preset("tiny-gpt", layers=2, hidden=32, ffn=24, vocab=37, context=16)
+QWEN = preset("tiny-qwen3", layers=2, hidden=32, head_dim=16, ffn=24, vocab=37)
+
+PROOFS = {
+    # Counted traffic equals the closed form for every ZeRO stage, with one and with four microbatches ...
+    **{
+        f"zero {zero}, {m} microbatches": job(f"dp=2,zero={zero},microbatches={m}") for zero in range(4) for m in (1, 4)
+    },
+    # ... for tp with and without sp and recompute ...
+    **{
+        f"tp=2{sp}, {recompute}": job(f"tp=2{sp},recompute={recompute}")
+        for sp in ("", ",sp")
+        for recompute in ("none", "selective", "full")
+    },
+    # ... and for the three kinds of cp.
+    **{
+        f"{kind}, {recompute}": job(f"cp=2,cp_kind={kind},recompute={recompute}")
+        for kind in ("ring", "allgather", "ulysses")
+        for recompute in ("none", "full")
+    },
+    "hybrid sharding": job("dp=4,zero=3,replicate=2,microbatches=2"),
+    "sp under zero 3, microbatches": job("dp=2,tp=2,sp,zero=3,microbatches=2"),
+    "one kv head, two ranks": job("tp=2,cp=2,zero=1", tiny(kv_heads=1)),
+    "two kv heads, four ranks, label smoothing": job("tp=4,sp", label_smoothing=0.1, z_loss=1e-3),
+    "GPT with dropout": job("tp=2,cp=2,sp,zero=2", GPT),
+    "q/k norm, tied": job("dp=2,tp=2", QWEN),
+    "float32": job("tp=2,cp=2,sp", dtype="float32"),
+    "bfloat16": job("dp=2,tp=2,sp,zero=1", dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("proof", PROOFS.values(), ids=PROOFS)
+def test_a_layout_computes_what_one_process_computes_and_sends_what_the_closed_form_says(
+    judge: Judge, proof: Job
+) -> None:
+    verdict = judge(proof)
+    assert verdict.problems == []
+    assert verdict.passed
+    assert {error.name for error in verdict.errors} >= {parameter.name for parameter in proof.model.parameters()}
+    assert sum(count.counted.calls for count in verdict.traffic) > 0
+    if proof.train.dtype == "float64":
+        assert all(error.value < 1e-13 for error in verdict.errors)  # far below what is asked
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2",
+        "dp=2,zero=1,microbatches=2",
+        "tp=2,cp=2,sp,zero=2,microbatches=2",
+        "dp=2,pp=2,zero=2,microbatches=2,schedule=zb-v",
+        "dp=2,pp=2,zero=3,microbatches=2,schedule=zb-h1",
+    ],
+)
+def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
+    """A bucket for each unit of the decoder; models of this size fill only one."""
+    one = job(layout)
+    found = ranks.run(
+        one.layout.world, "fivefold.verify.measure:measure", one, judge._reference(one),
+        BUGS + cases.small_buckets.__name__, timeout=60,
+    )  # fmt: skip
+    seats = [Seat.of(one.layout, rank) for rank in range(one.layout.world)]
+    forms = [expected(one.model, one.layout, 16, 8, "float64", seat=seat, minimum=1) for seat in seats]
+    verdict = Verdict.of(one, found, forms, [{} for _ in forms], 0.0)
+    assert verdict.problems == []
+    if one.layout.zero and one.layout.pp == 1:
+        gathers = [count.counted for count in verdict.traffic if count.counted.kind == "all-gather"]
+        assert gathers[0].calls >= (one.model.layers + 2) * one.train.steps
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "named"),
+    [
+        (cases.mean_of_means, "dp=2", "embedding.weight"),
+        (cases.norms_are_not_summed_over_tp, "tp=2,sp", "norm.weight"),
+        (cases.gradients_are_divided_by_cp, "cp=2", "layers.0.attention.q.weight"),
+        (cases.the_ring_sees_one_key_too_late, "cp=2", "attention.q.weight"),
+        (cases.a_gradient_stays_away, "dp=2", "norm.weight"),
+    ],
+)
+def test_a_deliberate_bug_fails_and_the_parameter_is_named(judge: Judge, bug: object, layout: str, named: str) -> None:
+    judge.hook = BUGS + bug.__name__
+    verdict = judge(job(layout))
+    judge.hook = ""
+    assert not verdict.passed
+    failed = [error for error in verdict.errors if error.what == "gradient" and not error.holds]
+    assert any(error.name.endswith(named) for error in failed)
+    worst = verdict.worst("gradient")
+    assert worst in failed
+    assert any(worst.name in problem for problem in verdict.problems)
+
+
+def test_only_what_a_bug_touches_is_named(judge: Judge) -> None:
+    judge.hook = BUGS + cases.norms_are_not_summed_over_tp.__name__
+    verdict = judge(job("tp=2,sp"))
+    judge.hook = ""
+    failed = {
+        error.name for error in verdict.errors if error.what == "gradient" and not error.holds and error.step == 1
+    }
+    assert failed == {p.name for p in tiny().parameters() if p.kind == "norm"}
+
+
+def test_a_collective_that_the_closed_form_does_not_have_fails(judge: Judge) -> None:
+    judge.hook = BUGS + cases.one_collective_too_many.__name__
+    verdict = judge(job("tp=2"))
+    judge.hook = ""
+    assert all(error.holds for error in verdict.errors)
+    assert not verdict.passed
+    [problem] = verdict.problems
+    assert problem.startswith("rank 0 made 28 all-reduce calls over tp")
+    assert "closed form has 26" in problem
+
+
+@pytest.mark.parametrize(
+    ("bug", "sentence"),
+    [
+        (cases.rank_1_dies, "rank 1 died by SIGKILL"),
+        (cases.rank_1_raises, "rank 1 failed with ValueError: a number that is none"),
+        (cases.rank_1_sleeps, "rank 1 gave no answer within 3 s; it is in"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object, sentence: str) -> None:
+    with Judge(patience=60) as judge:
+        judge._reference(job("dp=2"))
+        judge.hook = BUGS + bug.__name__
+        judge.patience = 3.0 if bug is cases.rank_1_sleeps else 60.0
+        verdict = judge(job("dp=2"))
+    assert not verdict.passed
+    [problem] = verdict.problems
+    assert problem.startswith(sentence)
