@@ -18,7 +18,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 def question(
     source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **sampling: float
 ) -> Question:
-    return Question(source, None, layout, dtype, "cpu", count, Sampling(**sampling), 60.0)  # type: ignore[arg-type]
+    return Question(source, None, layout, dtype, "cpu", count, Sampling(**how), 60.0)  # type: ignore[arg-type]
 
 
 def said(*arguments, **settings) -> list[int]:
@@ -50,7 +50,7 @@ def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
     logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
 
     def drawn(**sampling: float) -> list[float]:
-        choose = Chooser(Sampling(**sampling))  # type: ignore[arg-type]
+        choose = Chooser(Sampling(**how))  # type: ignore[arg-type]
         count = [0] * 4
         for _ in range(2000):
             count[choose(logits)] += 1
