@@ -15,9 +15,7 @@ from tests.checkpoint.test_hf import made
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def question(
-    source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **sampling: float
-) -> Question:
+def question(source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **how: float) -> Question:
     return Question(source, None, layout, dtype, "cpu", count, Sampling(**how), 60.0)  # type: ignore[arg-type]
 
 
@@ -49,7 +47,7 @@ def test_the_same_seed_draws_the_same_in_every_layout(tmp_path: Path) -> None:
 def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
     logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
 
-    def drawn(**sampling: float) -> list[float]:
+    def drawn(**how: float) -> list[float]:
         choose = Chooser(Sampling(**how))  # type: ignore[arg-type]
         count = [0] * 4
         for _ in range(2000):

@@ -2,8 +2,8 @@
 
     achieved("H100").gemm      # of the peak rate, in a large bf16 GEMM
 
-The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in `efficiency.toml` beside this file: fitted
-to published runs by `fivefold truth --fit`, or measured on a device by `fivefold calibrate`; the file says which.
+The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in `efficiency.toml` beside this file:
+fitted to published runs by `fivefold truth --fit`, or measured on a device by `fivefold calibrate`; it says which.
 """
 
 import re

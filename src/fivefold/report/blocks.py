@@ -1,0 +1,96 @@
+"""The blocks that a result is made of, and `Result`, which every command returns."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Style = Literal["", "bold", "dim", "good", "bad"]
+
+
+class Cell(NamedTuple):
+    """A cell of a table, with emphasis. A plain string is a cell without any."""
+
+    text: str
+    style: Style = ""
+
+
+def mark(holds: bool) -> Cell:
+    """The end of a row that judges something."""
+    return Cell("ok", "good") if holds else Cell("FAILS", "bad")
+
+
+class Column(NamedTuple):
+    head: str
+    right: bool  # aligned: numbers are, words are not
+    breaks: bool  # may go on in a second line, after a comma or a space
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sentence, or several lines."""
+
+    text: str
+    style: Style = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells. In `heads`, `>step` is aligned to the right and the cells of `~layout` may break into lines.
+
+    A table that does not fit the terminal breaks those cells; if that is not enough, each row becomes a record.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    title: str = ""
+    caption: str = ""
+    totals: Sequence[Sequence[str | Cell]] = field(default=())  # below a rule
+
+    @property
+    def columns(self) -> list[Column]:
+        return [Column(head.lstrip(">~"), ">" in head[:2], "~" in head[:2]) for head in self.heads]
+
+    @property
+    def cells(self) -> Iterator[list[Cell]]:
+        """All rows, the totals last, each with a cell for every column."""
+        for row in (*self.rows, *self.totals):
+            cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            yield cells + [Cell("")] * (len(self.heads) - len(cells))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture made of characters: `draw(width, colour)` returns its lines, in rich's markup-free text with ANSI."""
+
+    draw: Callable[[int, bool], str]
+
+
+Block = Text | Table | Drawing
+
+
+class Result:
+    """What a command has found. Subclasses say what people see (`blocks`), what scripts read (`to_dict`) and, where a
+    picture helps, what is drawn (`svg`)."""
+
+    ok: bool = True  # whether the command succeeded; a result that is not ends it with exit code 1
+
+    def blocks(self) -> Iterable[Block]:
+        raise NotImplementedError
+
+    def to_dict(self) -> Any:
+        """The same figures as plain data, for JSON."""
+        raise NotImplementedError
+
+    def svg(self) -> str | None:
+        return None
+
+    def __str__(self) -> str:
+        from fivefold.report.terminal import to_text
+
+        return to_text(self.blocks())
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        from fivefold.report.html import to_html
+
+        return to_html(self)

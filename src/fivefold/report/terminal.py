@@ -1,0 +1,51 @@
+"""Blocks on a terminal, and as plain text."""
+
+import os
+from collections.abc import Iterable
+from io import StringIO
+
+from rich.console import Console
+from rich.text import Text as RichText
+
+from fivefold.report import fit
+from fivefold.report.blocks import Block, Drawing, Table, Text
+
+STYLES = {"": "", "bold": "bold", "dim": "dim", "good": "green", "bad": "bold red"}
+
+
+def console_of(stderr: bool = False) -> Console:
+    """For everything that the program prints: numbers are not coloured, and nothing is cut."""
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+
+
+def width_of(console: Console) -> int | None:
+    """Columns there are; None, which is any number, where the output goes into a file or a pipe."""
+    return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
+
+
+def render(blocks: Iterable[Block], console: Console, width: int | None) -> None:
+    for block in blocks:
+        if isinstance(block, Text):
+            console.print(RichText(block.text, STYLES[block.style]), soft_wrap=width is None, width=width)
+        elif isinstance(block, Drawing):
+            drawn = block.draw(width or 120, console.color_system is not None)
+            console.print(RichText.from_ansi(drawn), no_wrap=True, crop=True)
+        else:
+            _table(block, console, width)
+
+
+def _table(table: Table, console: Console, width: int | None) -> None:
+    if table.title:
+        console.print(RichText(f"\n{table.title}", "bold underline"), soft_wrap=width is None, width=width)
+    for line in fit.lines(table, width):
+        text = RichText.assemble(*((text, STYLES[style]) for text, style in line))
+        console.print(text, no_wrap=True, overflow="ignore", crop=False)
+    if table.caption:
+        console.print(RichText(table.caption, "dim"), soft_wrap=width is None, width=width)
+
+
+def to_text(blocks: Iterable[Block], width: int | None = None) -> str:
+    """Without colours: what `print` and files get."""
+    out = StringIO()
+    render(blocks, Console(file=out, highlight=False, width=width or 10_000, color_system=None), width)
+    return out.getvalue()
