@@ -6,22 +6,7 @@ import time
 
 import pytest
 
-PURE = [
-    "fivefold.spec.model", "fivefold.spec.presets", "fivefold.spec.hf_config", "fivefold.layout.layout",
-    "fivefold.hardware.cluster", "fivefold.hardware.accelerators", "fivefold.support.reading",
-    "fivefold.schedule", "fivefold.schedule.draw", "fivefold.cli", "fivefold.job.config",
-    "fivefold.job.learning_rate", "fivefold.job.preflight", "fivefold.launch.world", "fivefold.data.prepare",
-    "fivefold.data.batch", "fivefold.layout.sharding", "fivefold.layout.buckets",
-    "fivefold.layout.collective_cost", "fivefold.plan.cost.traffic", "fivefold.plan.cost.memory",
-    "fivefold.plan.context.methods", "fivefold.plan.context.report", "fivefold.plan.search.search",
-    "fivefold.plan.search.explain", "fivefold.plan.serving.serve", "fivefold.truth.score",
-    "fivefold.hardware.efficiency", "fivefold.verify.verify", "fivefold.verify.layouts",
-    "fivefold.verify.curve", "fivefold.bench.attention", "fivefold.bench.steps",
-    "fivefold.calibrate.accelerator_file", "fivefold.bench.comparison", "fivefold.bench.scaling",
-    "fivefold.bench.train", "fivefold.cli.speed", "fivefold.generate.request", "fivefold.generate.sampling",
-    "fivefold.layout.stages", "fivefold.launch.faults", "fivefold.support.files", "fivefold.checkpoint.store",
-    "fivefold.checkpoint.find", "fivefold.train.traced", "fivefold.trace.chrome", "fivefold.trace.report",
-]  # fmt: skip
+from tests.test_layers import pure_modules
 
 
 def run(code: str) -> str:
@@ -29,10 +14,12 @@ def run(code: str) -> str:
 
 
 def test_importing_descriptions_does_not_import_torch() -> None:
-    """All in one process, one after the other: the first that brings torch along is named."""
+    """As the layers' table says, now for real: other packages could bring torch along, too.
+
+    All modules in one process, one after the other: the first that does is named."""
     code = f"""
 import importlib, sys
-for name in {PURE!r}:
+for name in {pure_modules()!r}:
     importlib.import_module(name)
     brought = [m for m in ('torch', 'transformers') if m in sys.modules]
     assert not brought, (name, brought)
