@@ -37,9 +37,9 @@ from fivefold.calibrate.kernels import Attended, Kernels, Product
 from fivefold.calibrate.links import Timing
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.hardware.efficiency import achieved
-from fivefold.job.memory_check import host_memory
 from fivefold.launch import ranks
 from fivefold.launch.cores import cores
+from fivefold.plan.memory_check import host_memory
 from fivefold.support.errors import UserError
 
 ROUNDS = 3  # of a core: a machine that has other work for a moment spoils one

@@ -31,8 +31,8 @@ def curve(
       fivefold curve job.toml layout=cp=4,cp_kind=ulysses --json
     """
     from fivefold.job.config import read_job
-    from fivefold.job.memory_check import proof_problems
     from fivefold.job.preflight import preflight
+    from fivefold.plan.memory_check import proof_problems
     from fivefold.verify.curve import follow, report, rows
 
     path, changes = split(job)

@@ -88,10 +88,10 @@ def dryrun(
 def _job(words: list[str], layout: str | None, batch: int | None, seq: int | None) -> "Job":
     from msgspec import structs
 
-    from fivefold.cli.parse_args import read_model
+    from fivefold.job.from_model import job_of
     from fivefold.layout.layout import Layout
 
-    job, named = read_model(words)
+    job, named = job_of(words[0], words[1:])
     chosen = Layout.parse(layout) if layout is not None else job.layout
     length = seq if seq is not None else (job.data.seq if "data.seq" in named else min(job.model.context, 8192))
     size = (
@@ -111,9 +111,9 @@ def _job(words: list[str], layout: str | None, batch: int | None, seq: int | Non
 
 
 def _machines(text: str, world: int) -> "Cluster":
-    from fivefold.cli.parse_args import read_cluster
+    from fivefold.hardware.cluster import Cluster
 
-    machines: Cluster = read_cluster(text or (f"{world}xH100" if world <= 8 else f"{-(-world // 8)}x8xH100"))
+    machines = Cluster.read(text or (f"{world}xH100" if world <= 8 else f"{-(-world // 8)}x8xH100"))
     if text and machines.world != world:
         raise UserError(f"the layout has {world} ranks, and {machines} has {machines.world} GPUs")
     return machines

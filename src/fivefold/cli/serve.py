@@ -17,15 +17,16 @@ def serve(
     as_json: bool,
 ) -> None:
     """Plan serving, and show it. `targets` are seconds to the first token, and per token after it."""
-    from fivefold.cli.parse_args import read_cluster, read_model
+    from fivefold.hardware.cluster import Cluster
+    from fivefold.job.from_model import job_of
     from fivefold.plan.serving import serve as serving
     from fivefold.plan.serving.tables import whole
 
-    job, _ = read_model(words)
+    job, _ = job_of(words[0], words[1:])
     first, next_one = targets
     plan = serving.serve(
         job.model,
-        read_cluster(cluster),
+        Cluster.read(cluster),
         prompt=prompt,
         output=answer,
         sequences=concurrent,

@@ -124,7 +124,7 @@ def _job(
     layout: str, model: str, dtype: str, steps: int, seq: int, batch: int, device: str, changes: list[str]
 ) -> "Job":
     from fivefold.job.config import read_job
-    from fivefold.job.memory_check import proof_problems
+    from fivefold.plan.memory_check import proof_problems
     from fivefold.verify.compare import OPTIMIZER
 
     settings = {

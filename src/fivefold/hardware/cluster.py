@@ -73,6 +73,21 @@ class Cluster(Struct, frozen=True):
         return cls(_read_groups([(repr(part.strip()), part.strip()) for part in text.split("+")], []))
 
     @classmethod
+    def read(cls, value: "str | Path | Cluster") -> "Cluster":
+        """A cluster as it is, the text form, or a TOML file with a [cluster] table."""
+        if isinstance(value, Cluster):
+            return value
+        path = Path(value).expanduser()
+        if path.suffix == ".toml" and path.is_file():
+            try:
+                table = tomllib.loads(path.read_text())
+            except tomllib.TOMLDecodeError as error:
+                raise UserError(f"{path} is not a TOML file: {error}") from error
+            if "cluster" in table or "group" in table:
+                return cls.from_dict(table)
+        return cls.parse(str(value))
+
+    @classmethod
     def from_dict(cls, value: Any) -> "Cluster":
         """Read what TOML or JSON holds under `cluster`: the text form, one group's table, or `group` tables."""
         if isinstance(value, str):
