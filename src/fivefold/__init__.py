@@ -1,3 +1,77 @@
-"""Fivefold: one model, one data order, one loss curve, whatever the layout."""
+"""Fivefold: one model, one data order, one loss curve, whatever the layout.
+
+    import fivefold as ff
+
+    ff.Layout.parse("dp=2,tp=2,pp=2").world      # 8
+
+Every name of `__all__` is loaded when it is first used, so importing the package takes no time and needs no torch.
+Functions take descriptions as objects or as text ("llama3-70b", "8x8xH100", "dp=2,tp=2"), print nothing, raise
+UserError for bad input, and return results that print as tables, show themselves in a notebook and have `to_dict()`.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to Python
+    from fivefold.hardware.cluster import Cluster
+    from fivefold.job.config import Job, read_job
+    from fivefold.layout.layout import Layout
+    from fivefold.report import Result
+    from fivefold.schedule.schedule import Schedule
+    from fivefold.spec.model import ModelSpec
+    from fivefold.spec.presets import preset
+    from fivefold.support.errors import UserError
 
 __version__ = "0.1.0"
+__all__ = ["Cluster", "Job", "Layout", "ModelSpec", "Result", "Schedule", "UserError", "preset", "read_job"]
+
+_HOMES = {
+    "Cluster": "fivefold.hardware.cluster",
+    "Job": "fivefold.job.config",
+    "Layout": "fivefold.layout.layout",
+    "ModelSpec": "fivefold.spec.model",
+    "Result": "fivefold.report",
+    "Schedule": "fivefold.schedule.schedule",
+    "UserError": "fivefold.support.errors",
+    "preset": "fivefold.spec.presets",
+    "read_job": "fivefold.job.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOMES[name]), name)
+    return globals().setdefault(name, found)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+# `import fivefold.plan.search` binds `fivefold.plan` to the subpackage, for every user of the package. Both uses of such
+# a name must work from then on: a subpackage that is named like a function can be called as that function.
+class _Room(ModuleType):
+    @property
+    def __wrapped__(self) -> Any:  # where `inspect` and editors look for the signature
+        name = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return cast(str | None, self.__wrapped__.__doc__)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.__wrapped__(*arguments, **named)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, ModuleType):
+            value.__class__ = _Room
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

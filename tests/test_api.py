@@ -1,0 +1,79 @@
+"""`import fivefold as ff`: every public name, loaded when it is used, without torch."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fivefold as ff
+
+
+def test_types_say_the_same_as_python() -> None:
+    """What type checkers read, what is loaded, and what `import *` brings are one list."""
+    tree = ast.parse(Path(ff.__file__).read_text())
+    typed = {
+        alias.asname or alias.name: found.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for found in block.body
+        if isinstance(found, ast.ImportFrom)
+        for alias in found.names
+    }
+    assert typed == ff._HOMES
+    assert ff.__all__ == sorted(typed)
+
+
+def test_every_name_is_there_and_documented() -> None:
+    for name in ff.__all__:
+        found = getattr(ff, name)
+        assert callable(found), name
+        assert inspect.getdoc(found), f"{name} has no docstring"
+    assert set(ff.__all__) <= set(dir(ff))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        ff.nothing  # noqa: B018
+
+
+def test_functions_are_typed() -> None:
+    for name in ff.__all__:
+        if not inspect.isclass(getattr(ff, name)):
+            signature = inspect.signature(getattr(ff, name))
+            assert signature.return_annotation is not inspect.Signature.empty, name
+            for parameter in signature.parameters.values():
+                assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter}"
+
+
+def test_using_names_brings_no_torch_and_importing_brings_nothing() -> None:
+    code = """
+import sys
+import fivefold as ff
+early = [name for name in ('numpy', 'msgspec', 'rich', 'typer') if name in sys.modules]
+assert not early, early
+for name in ff.__all__:
+    getattr(ff, name)
+    assert 'torch' not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_room_with_a_function_s_name_is_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing a module of the room must not take the function away."""
+    room, home = ModuleType("fivefold.measure"), ModuleType("fivefold.measure.home")
+
+    def measure(text: str, *, twice: bool = False) -> int:
+        """The length of a text."""
+        return len(text) * (1 + twice)
+
+    home.measure = measure  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fivefold.measure.home", home)
+    monkeypatch.setitem(ff._HOMES, "measure", "fivefold.measure.home")
+    room.part = "of the room"  # type: ignore[attr-defined]
+    monkeypatch.setattr(ff, "measure", room, raising=False)  # as the import system does it
+    called = ff.measure  # type: ignore[attr-defined]
+    assert called("four", twice=True) == 8
+    assert called.part == "of the room"
+    assert inspect.signature(called) == inspect.signature(measure)
+    assert inspect.getdoc(called) == "The length of a text."
