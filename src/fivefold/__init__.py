@@ -51,8 +51,8 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-# `import fivefold.plan.search` binds `fivefold.plan` to the subpackage, for every user of the package. Both uses of such
-# a name must work from then on: a subpackage that is named like a function can be called as that function.
+# `import fivefold.plan.search` binds `fivefold.plan` to the subpackage, for every user of the package. Both uses of
+# such a name must work from then on: a subpackage that is named like a function can be called as that function.
 class _Room(ModuleType):
     @property
     def __wrapped__(self) -> Any:  # where `inspect` and editors look for the signature
