@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 
+from fivefold.report.svg import COLOURS, circle, document, line, text
 from fivefold.truth.score import Result
 
 SIZE, LEFT, TOP = 560, 64, 24
-COLOURS = ("#3366cc", "#dc3912", "#ff9900", "#109618", "#990099", "#0099c6", "#dd4477", "#66aa00", "#b82e2e", "#316395",
-           "#994499", "#22aa99")  # fmt: skip
 
 
 def scatter(results: Sequence[Result]) -> str:
@@ -29,40 +27,29 @@ def scatter(results: Sequence[Result]) -> str:
 
     files = list(dict.fromkeys(name for name, _, _ in points))
     colour = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(files)}
-    width, height = LEFT + SIZE + 210, TOP + SIZE + 56
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    shapes: list[str] = []
     for power in range(low, high + 1):
         at = 10.0**power
-        label = f"{at:g} s"
-        lines.append(
-            f'<path d="M{across(at):.1f} {TOP}V{TOP + SIZE}M{LEFT} {up(at):.1f}H{LEFT + SIZE}" stroke="#ddd"/>'
-        )
-        lines.append(f'<text x="{across(at):.1f}" y="{TOP + SIZE + 16}" text-anchor="middle">{label}</text>')
-        lines.append(f'<text x="{LEFT - 6}" y="{up(at) + 4:.1f}" text-anchor="end">{label}</text>')
+        shapes += [
+            line(across(at), TOP, across(at), TOP + SIZE, stroke="#ddd"),
+            line(LEFT, up(at), LEFT + SIZE, up(at), stroke="#ddd"),
+            text(across(at), TOP + SIZE + 16, f"{at:g} s", text_anchor="middle"),
+            text(LEFT - 6, up(at) + 4, f"{at:g} s", text_anchor="end"),
+        ]
     first, last = 10.0**low, 10.0**high
     for factor, style in ((1.0, "#333"), (1.1, "#aaa"), (1 / 1.1, "#aaa")):
         begin, end = first * max(1.0, 1 / factor), last * min(1.0, 1 / factor)
-        lines.append(
-            f'<line x1="{across(begin):.1f}" y1="{up(begin * factor):.1f}" x2="{across(end):.1f}" '
-            f'y2="{up(end * factor):.1f}" stroke="{style}"/>'
-        )
+        shapes.append(line(across(begin), up(begin * factor), across(end), up(end * factor), stroke=style))
     for name, measured, predicted in points:
-        lines.append(
-            f'<circle cx="{across(measured):.1f}" cy="{up(predicted):.1f}" r="2.6" fill="{colour[name]}" '
-            'fill-opacity="0.55"/>'
-        )
+        shapes.append(circle(across(measured), up(predicted), 2.6, fill=colour[name], fill_opacity=0.55))
     for at, name in enumerate(files):
         y = TOP + 12 + 18 * at
         count = sum(one == name for one, _, _ in points)
-        lines.append(f'<circle cx="{LEFT + SIZE + 16}" cy="{y - 4}" r="4" fill="{colour[name]}"/>')
-        lines.append(f'<text x="{LEFT + SIZE + 26}" y="{y}">{escape(name)} ({count})</text>')
-    lines.append(f'<text x="{LEFT + SIZE / 2}" y="{TOP + SIZE + 40}" text-anchor="middle">measured step time</text>')
-    lines.append(
-        f'<text x="16" y="{TOP + SIZE / 2}" text-anchor="middle" transform="rotate(-90 16 {TOP + SIZE / 2})">'
-        "predicted step time</text>"
-    )
-    return "\n".join([*lines, "</svg>", ""])
+        shapes.append(circle(LEFT + SIZE + 16, y - 4, 4, fill=colour[name]))
+        shapes.append(text(LEFT + SIZE + 26, y, f"{name} ({count})"))
+    middle = TOP + SIZE / 2
+    shapes += [
+        text(LEFT + SIZE / 2, TOP + SIZE + 40, "measured step time", text_anchor="middle"),
+        text(16, middle, "predicted step time", text_anchor="middle", transform=f"rotate(-90 16 {middle})"),
+    ]
+    return document(LEFT + SIZE + 210, TOP + SIZE + 56, shapes, font_size=12)

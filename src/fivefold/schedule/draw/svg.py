@@ -1,64 +1,44 @@
-"""A scene as SVG: plain shapes and text, no scripts, no fonts of its own; fit for slides, papers and web pages."""
+"""A scene as SVG."""
 
-from html import escape
-
+from fivefold.report import svg
 from fivefold.schedule.draw.scene import PAPER, Area, Hatch, Line, Rect, Scene, Shape, Text
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_STRIPES = svg.rect(None, None, 5, 5, fill="#f6f7f9") + svg.path([(0, 0), (0, 5)], stroke="#d3d9e2", stroke_width=1.6)
+_TURNED: dict[str, svg.Attribute] = {
+    "id": "idle",
+    "width": 5,
+    "height": 5,
+    "patternUnits": "userSpaceOnUse",
+    "patternTransform": "rotate(45)",
+}
+_HATCH = svg.element("defs", {}, svg.element("pattern", _TURNED, _STRIPES))
 
 
 def to_svg(scene: Scene) -> str:
-    width, height = _number(scene.width), _number(scene.height)
-    body = "\n".join(_element(shape) for shape in scene.shapes)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="{FONT}" role="img">\n<title>{escape(scene.title)}</title>\n'
-        f"{_HATCH}\n"
-        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>\n{body}\n</svg>\n'
-    )
+    shapes = [_HATCH, *map(_shape, scene.shapes)]
+    return svg.document(scene.width, scene.height, shapes, title=scene.title, background=PAPER, font=FONT)
 
 
-_HATCH = (
-    '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<rect width="5" height="5" fill="#f6f7f9"/><path d="M0 0V5" stroke="#d3d9e2" stroke-width="1.6"/></pattern></defs>'
-)
-
-
-def _element(shape: Shape) -> str:
+def _shape(shape: Shape) -> str:
     match shape:
         case Rect(x, y, width, height, fill, hint):
-            box = f'<rect {_place(x, y, width, height)} fill="{fill}"'
-            return f"{box}><title>{escape(hint)}</title></rect>" if hint else f"{box}/>"
+            return svg.rect(x, y, width, height, hint, fill=fill)
         case Hatch(x, y, width, height):
-            return f'<rect {_place(x, y, width, height)} fill="url(#idle)"/>'
+            return svg.rect(x, y, width, height, fill="url(#idle)")
         case Line(x1, y1, x2, y2, stroke, width):
-            path = f"M{_number(x1)} {_number(y1)}L{_number(x2)} {_number(y2)}"
-            return f'<path d="{path}" stroke="{stroke}" stroke-width="{_number(width)}"/>'
+            return svg.line(x1, y1, x2, y2, stroke=stroke, stroke_width=width)
         case Area(points, fill, stroke):
-            outline = "L".join(f"{_number(x)} {_number(y)}" for x, y in points)
-            upper = "L".join(f"{_number(x)} {_number(y)}" for x, y in points[1:-1])
-            return (
-                f'<path d="M{outline}Z" fill="{fill}"/>'
-                f'<path d="M{upper}" fill="none" stroke="{stroke}" stroke-width="1.2" stroke-linejoin="round"/>'
-            )
+            upper = svg.path(points[1:-1], fill="none", stroke=stroke, stroke_width=1.2, stroke_linejoin="round")
+            return svg.path(points, "Z", fill=fill) + upper
         case Text():
-            return _text(shape)
-
-
-def _text(text: Text) -> str:
-    weight = ' font-weight="600"' if text.bold else ""
-    anchor = f' text-anchor="{text.anchor}"' if text.anchor != "start" else ""
-    # Digits are 0.72 of the size high; half of that below the middle is where the baseline goes.
-    x, y = _number(text.x), _number(text.y + 0.36 * text.size)
-    return (
-        f'<text x="{x}" y="{y}" font-size="{_number(text.size)}" fill="{text.fill}"{weight}{anchor}>'
-        f"{escape(text.text)}</text>"
-    )
-
-
-def _place(x: float, y: float, width: float, height: float) -> str:
-    return f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+            return svg.text(
+                shape.x,
+                # Digits are 0.72 of the size high; half of that below the middle is where the baseline goes.
+                shape.y + 0.36 * shape.size,
+                shape.text,
+                font_size=shape.size,
+                fill=shape.fill,
+                font_weight="600" if shape.bold else None,
+                text_anchor=shape.anchor if shape.anchor != "start" else None,
+            )
