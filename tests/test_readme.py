@@ -1,4 +1,5 @@
-"""The README's commands run as written (training is only checked), and what it quotes is what is printed."""
+"""The README's commands, and the small ones of docs/speed.md, run as written (training is only checked), and what the
+README and the proof in docs/parallelism.md quote is what is printed."""
 
 import gzip
 import json
@@ -12,8 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("fivefold ")]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+BLOCKS = blocks("README.md")
+SMALL = blocks("docs/speed.md")[1]  # benchmarks at a size for a laptop
+COMMANDS = [line for block in (*BLOCKS, SMALL) for line in block.splitlines() if line.startswith("fivefold ")]
 QUOTED = [block for block in BLOCKS if block.startswith("$ fivefold ")]
 
 
@@ -35,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-PROOF = next(block for block in BLOCKS if "against one process" in block)
+PROOF = next(block for block in blocks("docs/parallelism.md") if "against one process" in block)
 
 
 def numbers(proof: str) -> list[list[str]]:
@@ -48,7 +56,9 @@ def numbers(proof: str) -> list[list[str]]:
 
 def test_the_readme_has_commands() -> None:
     assert len(numbers(PROOF)) == 11
-    assert len(COMMANDS) >= 4
+    assert len(COMMANDS) >= 24
+    assert sum(line.startswith("fivefold bench ") for line in COMMANDS) == 4
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
     assert len(QUOTED) == 2
 
 
