@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-PROOF = next(block for block in blocks("docs/parallelism.md") if block.startswith("dp=2,tp=2,zero=3 against one process"))
+PROOF = next(block for block in blocks("docs/parallelism.md") if block.startswith("dp=2,tp=2,zero=3 against"))
 
 
 def numbers(proof: str) -> list[list[str]]:
