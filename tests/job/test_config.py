@@ -6,7 +6,7 @@ import pytest
 from fivefold.job.config import Job, RunConfig, read_job, to_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import PRESETS, preset
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Note, UserError
 
 
 def job_file(tmp_path, text: str):
@@ -109,3 +109,18 @@ def test_a_missing_file_is_answered_with_its_neighbour(tmp_path) -> None:
 def test_jobs_are_values() -> None:
     assert hash(read_job()) == hash(read_job())
     assert msgspec.json.decode(msgspec.json.encode(read_job()), type=Job) == read_job()
+
+
+@pytest.mark.parametrize("name", ["demo", "demo.toml", "examples/demo.toml"])
+def test_an_example_is_found_wherever_fivefold_is_installed(tmp_path, monkeypatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(Note, match=f"no file {name} here; the job is Fivefold's own example .*examples/demo.toml"):
+        job = read_job(name)
+    assert (str(job.layout), job.run.name) == ("dp=2,tp=2,pp=2,microbatches=2", "demo")
+
+
+def test_a_file_of_one_s_own_comes_before_an_example(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo.toml").write_text("[train]\nsteps = 7")
+    assert read_job("demo.toml").train.steps == 7
+    assert "no job file elsewhere/demo.toml" in problems_of(path="elsewhere/demo.toml")[0]

@@ -4,6 +4,7 @@ Commands import what they need when they run, so that `fivefold --help` and the 
 without torch.
 """
 
+import multiprocessing
 import os
 import sys
 import warnings
@@ -108,10 +109,13 @@ def _error(sentence: str) -> Text:
 def _speak_notes(console: Console) -> None:
     """Our own notes are a line; other warnings stay as Python shows them."""
     plain: Any = warnings.showwarning
+    # What all ranks read one says: the process that starts ranks, or rank 0 where another launcher started them.
+    first = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
 
     def show(message: Any, *place: Any, **more: Any) -> None:
         if isinstance(message, Note):
-            console.print(Text.assemble(("note: ", "bold yellow"), str(message)))
+            if first:
+                console.print(Text.assemble(("note: ", "bold yellow"), str(message)))
         else:
             plain(message, *place, **more)
 

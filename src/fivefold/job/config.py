@@ -7,6 +7,7 @@ No torch here: a bad job is refused before anything heavy is imported and before
 
 import math
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from fivefold.layout.layout import SPLIT, Layout
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.reading import read, unknown_key
 
@@ -24,6 +25,7 @@ Compile = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Table = dict[str, Any]
 T = TypeVar("T")
+EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,7 +180,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...] = ()) -> Job:
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
-    table = _read_toml(Path(path).expanduser()) if path is not None else {}
+    table = _read_toml(_found(Path(path).expanduser())) if path is not None else {}
     of_its_own = "model" in table
     problems: list[str] = []
     for change in changes:
@@ -193,6 +195,16 @@ def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=Path(path).stem if path is not None else "run")
     return Job(model=model, **sections)
+
+
+def _found(path: Path) -> Path:
+    """The file; where there is none, the example of that name that comes with the package."""
+    example = EXAMPLES / f"{path.stem}.toml"
+    named = path.suffix in ("", ".toml") and path.parent in (Path(), Path("examples"))
+    if path.is_file() or not named or not example.is_file():
+        return path
+    warnings.warn(Note(f"there is no file {path} here; the job is Fivefold's own example {example}"), stacklevel=3)
+    return example
 
 
 def _read_toml(path: Path) -> Table:
