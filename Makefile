@@ -1,13 +1,22 @@
-# make demo: set up and watch a small Llama learn in 3D.   make test: set up, lint, types, tests.
+# make demo    sets up .venv, then trains a small Llama in 3D.
+# make check   lint, types, pure tests and two ranks: what to run while working, in about a minute.
+# make test    lint, types and all tests but the slow ones: what must hold before a change lands.
+# make prove   the long proofs; make wheel-test: the package in a clean environment; make recipes: CONTRIBUTING's.
+#              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
+KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo test install lint types pytest shared alone clean
+.PHONY: demo check test install lint types pure smoke pytest shared alone prove wheel-test recipes clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
+
+check: lint
+	@$(MAKE) --no-print-directory -j2 types pure
+	@$(MAKE) --no-print-directory smoke
 
 # Types are checked while tests wait for their ranks.
 test: lint
@@ -21,16 +30,37 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Three at a time on two cores: tests wait for their ranks half of the time. One thread each: OpenMP's spin while they
-# wait, for others' cores too. Those that measure time run by themselves.
+# Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
+pure smoke shared alone prove: export OMP_NUM_THREADS = 1
+
+# The tests of rooms that need no torch; tests/conftest.py says which.
+pure: install
+	$(BIN)/python -m pytest -n 2 -m "pure and not slow and not alone"
+
+# Two real ranks compute the gradients of one process, send what the planner says, and hold the memory it says.
+smoke: install
+	$(BIN)/fivefold verify --layout dp=2
+
+# Three at a time on two cores: tests wait for their ranks half of the time. Those that measure time run by themselves.
 pytest:
 	@$(MAKE) --no-print-directory shared
 	@$(MAKE) --no-print-directory alone
-shared alone: export OMP_NUM_THREADS = 1
 shared: install
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not alone"
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not alone and not slow"
 alone: install
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m "alone and not slow"
+
+# Run these before a change of what they prove lands, and commit the transcripts.
+prove: install
+	$(KEEP) layouts $(BIN)/fivefold verify --all --world 4 --sample 60
+	$(KEEP) truth $(BIN)/fivefold truth --leave-out
+	$(KEEP) slow-tests $(BIN)/python -m pytest -m slow
+
+wheel-test: install
+	$(KEEP) wheel $(PYTHON) tools/wheel_test.py
+
+recipes: install
+	$(KEEP) recipes $(BIN)/python tools/recipes.py
 
 # The stamp makes this a no-op until pyproject.toml changes.
 install: .venv/installed
