@@ -1,12 +1,15 @@
 """Settings for every test."""
 
+import ast
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from fivefold.data.prepare import prepare
+from tests.layers import HEAVY, LAYERS, walk
 
 # Machines that run tests are busy: a slow example is not a failure.
 settings.register_profile("patient", deadline=None)
@@ -22,6 +25,23 @@ _FIRST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
+    for item in items:
+        if _pure(item.path):
+            item.add_marker("pure")
+
+
+@cache
+def _pure(path: Path) -> bool:
+    """Whether a file tests a room that needs no torch, without torch: what `make check` runs.
+
+    The command line needs none either, but its commands start ranks.
+    """
+    rooms = [layer.room for layer in LAYERS if layer.torch == "no" and layer.room != "cli"]
+    first = path.relative_to(Path(__file__).parent).parts[0]  # a folder is named like the room that it tests
+    if first not in (*rooms, "test_layers.py", "test_api.py", "test_tools.py"):
+        return False
+    found = {found.module.split(".")[0] for found in walk(ast.parse(path.read_text()), loads=True)}
+    return not found & HEAVY
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.test_layers import pure_modules
+from tests.layers import pure_modules
 
 
 def run(code: str) -> str:

@@ -24,12 +24,13 @@ def git(*words: str) -> str:
 
 def head(command: list[str]) -> str:
     """What a reader needs to run it again, and to judge whether it still says something of today's code."""
+    system = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
     changed = " and changes that were not committed" if git("status", "--porcelain", "--", "src", "tests") else ""
     lines = {
         "command": shlex.join(command),
         "date": datetime.now(UTC).isoformat(" ", "seconds"),
         "commit": (git("rev-parse", "HEAD") or "none") + changed,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
+        "machine": f"{system}, Python {platform.python_version()}",
     }
     return "".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n"
 

@@ -1,4 +1,4 @@
-"""make wheel-test: builds the package, installs the wheel into a clean environment without torch, and runs every command.
+"""make wheel-test: builds the package, installs the wheel in a clean environment without torch, runs every command.
 
 Each command either works there or says in one sentence how to install what it needs. pip must reach a package index.
 """
@@ -44,7 +44,7 @@ NEED_TORCH = {
     "curve": "",
     "dryrun": "tiny --layout dp=2",
     "export hf": "runs -o other",
-    "generate": "runs",
+    "generate": "runs --prompt word",
     "import hf": "config -o other",
     "trace": "",
     "train": "",
