@@ -1,7 +1,7 @@
 """make recipes: follows every recipe of CONTRIBUTING.md on a scratch copy of the last commit.
 
-A recipe is a section `### Add ...`. Its diff blocks are applied, its sh blocks are run, and the files that it changes must be
-those that it lists under "Files:". So a recipe that has become wrong is found, and so is one that takes more files.
+A recipe is a section `### Add ...`. Its diff blocks are applied, its sh blocks are run, and the files that it changes
+must be those that it lists under "Files:". So a recipe that has become wrong is found, and one that takes more files.
 """
 
 import os
