@@ -14,6 +14,20 @@ def tiny(**changes: Any) -> ModelSpec:
     return preset("tiny", **small | changes)
 
 
+_LAYER_NORM = {"norm": "layernorm", "bias": True, "positions": "learned", "activation": "gelu"}
+
+# Models with gradients that are small because what is summed cancels; the seed that shows it; all of them are right.
+CANCELLING = {
+    # A LayerNorm over four channels takes two of four directions out of every gradient that passes it.
+    "four channels": (tiny(**_LAYER_NORM, hidden=4, heads=2, kv_heads=2), 0),
+    # A norm over a head of two channels leaves one direction; over one channel it leaves its eps alone.
+    "heads of two": (tiny(qk_norm=True, head_dim=2), 0),
+    "heads of one": (tiny(**_LAYER_NORM, qk_norm=True, hidden=16, head_dim=1, kv_heads=4), 1),
+    # Scores near zero: the softmax is nearly uniform, and its gradient is a difference of nearly equal numbers.
+    "uniform softmax": (tiny(**_LAYER_NORM, kv_heads=4, init_std=2e-3), 1),
+}
+
+
 def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **train: Any) -> Job:
     return Job(
         model=spec or tiny(),

@@ -17,10 +17,10 @@ from fivefold.verify import compare
 from fivefold.verify.batches import make_batch
 from fivefold.verify.compare import bound_of
 from fivefold.verify.layouts import all_cases, covered, deep_enough, legal_layouts, pairwise, variants
-from fivefold.verify.reference import run_reference
+from fivefold.verify.reference import add_noise, run_reference
 from fivefold.verify.tables import row
 from fivefold.verify.verdict import Verdict
-from tests.verify.cases import job, tiny
+from tests.verify.cases import CANCELLING, job, tiny
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ def compared(**changes: Tensor | None) -> list[compare.Error]:
     found = {name: changes.get(name.split(".")[-2], tensor) for name, tensor in WANTED.items()}
     zero = compare.zeros(WANTED)
     assert zero == {"layers.0.attention.k.bias"}
-    return compare.gradients({n: t for n, t in found.items() if t is not None}, WANTED, zero, 1, 1e-10)
+    return compare.gradients({n: t for n, t in found.items() if t is not None}, WANTED, 1, 1e-10, zero)
 
 
 def test_the_error_is_relative_to_the_largest_entry() -> None:
@@ -113,10 +113,46 @@ def test_a_small_gradient_is_not_zero_and_must_be_there_in_any_dtype() -> None:
     wanted = {"layers.0.attention.k_norm.weight": torch.full((4,), 1e-6), "layers.0.mlp.up.weight": torch.ones(4)}
     found = wanted | {"layers.0.attention.k_norm.weight": torch.zeros(4)}
     error = of(
-        compare.gradients(found, wanted, set(), 1, bound_of(job("dp=1", dtype="bfloat16"))),
+        compare.gradients(found, wanted, 1, bound_of(job("dp=1", dtype="bfloat16"))),
         "layers.0.attention.k_norm.weight",
     )
     assert not error.holds
+
+
+def test_rounding_noise_widens_the_bound_of_its_own_gradient_alone() -> None:
+    name = "layers.0.attention.q.bias"
+    off = dict(WANTED) | {name: WANTED[name] + 1e-3, "norm.weight": WANTED["norm.weight"] + 1e-3}
+    errors = compare.gradients(off, WANTED, 1, 1e-6, noise={name: 4e-4})
+    assert of(errors, name).holds  # the noise is 4e-4, and 4 times that is allowed
+    assert of(errors, name).bound == pytest.approx(4 * 4e-4 / 2)  # relative to the largest entry
+    assert not of(errors, "norm.weight").holds
+    errors = compare.gradients(off, WANTED, 1, 1e-6, noise={name: 2e-4})
+    assert not of(errors, name).holds
+    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, noise={name: 0.4})
+    assert "is zero" in str(of(errors, name))  # the gradient is larger than its noise
+    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, noise={name: 0.6})
+    assert of(errors, name).holds  # nothing is known of a gradient below its noise
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_noise_of_a_gradient_knows_what_cancels_in_it(dtype: str) -> None:
+    """Relative to the gradient it is near the dtype's rounding for a plain model, and far above where sums cancel."""
+    cpu = torch.device("cpu")
+    largest = {}
+    for name, (spec, seed) in {"plain": (tiny(), 0), **CANCELLING}.items():
+        one = job("dp=1", spec, dtype, seed=seed, steps=3)
+        reference, exact = run_reference(one, cpu), run_reference(one, cpu, exact=True)
+        add_noise(reference, exact, reference)
+        add_noise(reference, exact, run_reference(one, cpu, nudge=1))
+        zero = compare.zeros(exact.steps[0].gradients)
+        shares = [
+            noise / min(float(step.gradients[n].abs().max()) for step in exact.steps)
+            for n, noise in reference.noise.items()
+            if n not in zero
+        ]
+        largest[name] = max(shares) / bound_of(one)
+    assert largest["plain"] < 1.0
+    assert all(largest[name] > 2 * largest["plain"] for name in CANCELLING)
 
 
 def test_a_parameter_is_held_against_the_way_that_it_can_have_gone() -> None:

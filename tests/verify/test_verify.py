@@ -7,6 +7,7 @@ import pytest
 from fivefold.job.config import Job
 from fivefold.launch import ranks
 from fivefold.plan.cost.traffic import Seat, expected
+from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.verify.verdict import Verdict
 from fivefold.verify.verify import Judge
@@ -66,6 +67,17 @@ def test_a_layout_computes_what_one_process_computes_and_sends_what_the_closed_f
         assert all(error.value < 1e-13 for error in verdict.errors)  # far below what is asked
 
 
+@pytest.mark.parametrize("layout", ["dp=1", "tp=2,sp"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", cases.CANCELLING.values(), ids=cases.CANCELLING)
+def test_gradients_that_are_small_by_cancellation_are_no_failure(
+    judge: Judge, case: tuple[ModelSpec, int], dtype: str, layout: str
+) -> None:
+    spec, seed = case
+    verdict = judge(job(layout, spec, dtype, seed=seed, steps=3))
+    assert verdict.problems == []
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -112,6 +124,30 @@ def test_a_deliberate_bug_fails_and_the_parameter_is_named(judge: Judge, bug: ob
     worst = verdict.worst("gradient")
     assert worst in failed
     assert any(worst.name in problem for problem in verdict.problems)
+
+
+CANCELLING = cases.CANCELLING["heads of two"][0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("bug", "layout", "spec"),
+    [
+        (cases.mean_of_means, "dp=2", None),
+        (cases.norms_are_not_summed_over_tp, "tp=2,sp", None),
+        (cases.gradients_are_divided_by_cp, "cp=2", None),
+        (cases.the_ring_sees_one_key_too_late, "cp=2", None),
+        (cases.a_gradient_stays_away, "dp=2", None),
+        (cases.mean_of_means, "dp=2", CANCELLING),
+    ],
+)
+def test_a_deliberate_bug_fails_in_coarse_dtypes_too(
+    judge: Judge, bug: object, layout: str, spec: ModelSpec | None, dtype: str
+) -> None:
+    judge.hook = BUGS + bug.__name__
+    verdict = judge(job(layout, spec, dtype))
+    judge.hook = ""
+    assert any(error.what == "gradient" and not error.holds for error in verdict.errors)
 
 
 def test_only_what_a_bug_touches_is_named(judge: Judge) -> None:

@@ -1,13 +1,12 @@
 """What one device computes: the plain decoder, stock autograd, torch's AdamW, the whole global batch at once.
 
-Nothing here comes from `parallel/`, nor from the engine and the optimizer that are being judged.
+This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from fivefold.data.batch import Batch
@@ -20,7 +19,9 @@ from fivefold.model.init import initialise
 from fivefold.model.loss import loss_sum
 from fivefold.model.positions import TokenPositions
 from fivefold.verify.batches import make_batch
-from fivefold.verify.compare import zeros
+from fivefold.verify.compare import distances, zeros
+
+DRAWS = 3  # runs with other roundings, beside the reference itself, that measure its noise
 
 
 @dataclass(frozen=True)
@@ -35,34 +36,68 @@ class Reference:
     steps: list[Step]
     parameters: dict[str, Tensor]  # after the last step, in full precision
     zeros: set[str] = field(default_factory=set)  # gradients that are zero in theory
+    noise: dict[str, float] = field(default_factory=dict)  # the rounding error of each gradient: see `compare`
 
     def save(self, path: Path) -> None:
         rows = [(step.loss, step.norm, step.gradients) for step in self.steps]
-        torch.save((rows, self.parameters, sorted(self.zeros)), path)
+        torch.save((rows, self.parameters, sorted(self.zeros), self.noise), path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        rows, parameters, names = torch.load(path, mmap=True)
-        return cls([Step(*row) for row in rows], parameters, set(names))
+        rows, parameters, names, noise = torch.load(path, mmap=True)
+        return cls([Step(*row) for row in rows], parameters, set(names), noise)
 
 
 def write_reference(rank: Rank, job: Job, path: Path) -> None:
     device = choose_device(job.train.device, rank.number)
     reference = run_reference(job, device)
-    exact = replace(job, train=replace(job.train, dtype="float64", steps=1))
-    reference.zeros.update(zeros(run_reference(exact, torch.device("cpu")).steps[0].gradients))
+    if job.train.dtype == "float64":
+        reference.zeros.update(zeros(reference.steps[0].gradients))
+    else:
+        exact = run_reference(job, torch.device("cpu"), exact=True)
+        reference.zeros.update(zeros(exact.steps[0].gradients))
+        add_noise(reference, exact, reference)
+        for draw in range(1, DRAWS + 1):
+            add_noise(reference, exact, run_reference(job, device, nudge=draw))
     reference.save(path)
 
 
-def run_reference(job: Job, device: torch.device) -> Reference:
-    """Train the job on one device; of its layout only dp is read, which chooses the data's empty masks."""
-    compute = DTYPES[job.train.dtype]
-    full = torch.float64 if compute == torch.float64 else torch.float32
+def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:
+    """Note how far another run in the dtype of the proof is from the true gradients."""
+    for found, true in zip(drawn.steps, exact.steps, strict=True):
+        for name, distance in distances(found.gradients, true.gradients).items():
+            reference.noise[name] = max(reference.noise.get(name, 0.0), distance)
+
+
+def run_reference(job: Job, device: torch.device, exact: bool = False, nudge: int = 0) -> Reference:
+    """Train the job on one device. Of its layout only dp is read: it chooses the data's empty masks.
+
+    `exact` computes in float64, with weights that are rounded as the job's are. `nudge`, where it is not 0, is the seed
+    of random signs: every weight is moved up or down by one rounding before each step.
+    """
+    rounded = DTYPES[job.train.dtype]
+    full = torch.float64 if rounded == torch.float64 else torch.float32
     model = Decoder(job.model, seed=job.train.seed).to(device, full)
     initialise(model, job.model, job.train.seed)
+    if exact:
+        model.double()
+        full = torch.float64
     weights = dict(model.named_parameters())
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-    model.to(compute)
+    model.to(torch.float64 if exact else rounded)
+    signs = torch.Generator().manual_seed(nudge)
+    half = torch.finfo(rounded).eps / 2  # what is added is rounded to the next number
+
+    @torch.no_grad()
+    def publish() -> None:
+        for name, master in masters.items():
+            weight = master.to(rounded)
+            if nudge:
+                sign = (2 * torch.randint(0, 2, weight.shape, generator=signs) - 1).to(device)
+                weight = (weight.double() * (1 + half * sign)).to(rounded)
+            weights[name].copy_(weight)
+
+    publish()
     adam = _adam(job, masters)
     steps = []
     for number in range(job.train.steps):
@@ -72,16 +107,14 @@ def run_reference(job: Job, device: torch.device) -> Reference:
         loss.backward()
         for name, master in masters.items():
             gradient = weights[name].grad
-            master.grad = None if gradient is None else gradient.to(full)
+            master.grad = None if gradient is None else gradient.to(full, copy=True)
         before = {name: m.grad.cpu().clone() for name, m in masters.items() if m.grad is not None}
         norm = nn.utils.clip_grad_norm_(masters.values(), job.optimizer.clip or torch.inf)
         for group in adam.param_groups:
             group["lr"] = learning_rate(job.optimizer, number, job.train.steps)
         if batch.loss_tokens:
             adam.step()
-        with torch.no_grad():
-            for name, master in masters.items():
-                weights[name].copy_(master)
+        publish()
         steps.append(Step(loss.item(), norm.item(), before))
     return Reference(steps, {name: master.detach().cpu() for name, master in masters.items()})
 
