@@ -1,11 +1,9 @@
 """Planning for serving: hand arithmetic, published runs, and every sentence that a user may meet."""
 
-import io
 import json
 from itertools import pairwise
 
 import pytest
-from rich.console import Console
 
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
@@ -13,10 +11,10 @@ from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.serving.memory import held, largest, stage_weights, whole_cache, whole_weights
 from fivefold.plan.serving.options import Service, evaluate
+from fivefold.plan.serving.result import ServePlan
 from fivefold.plan.serving.sentences import turning
-from fivefold.plan.serving.serve import Serving, serve
+from fivefold.plan.serving.serve import serve
 from fivefold.plan.serving.step import Replica
-from fivefold.plan.serving.tables import tables
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
@@ -27,8 +25,8 @@ def replica(model: str, tp: int = 1, pp: int = 1, device: Device = H100, **more:
     return Replica(preset(model), device, 8, tp, pp, **more)  # type: ignore[arg-type]
 
 
-def plan(model: str, cluster: str, **more: object) -> Serving:
-    return serve(preset(model), Cluster.parse(cluster), **more)  # type: ignore[arg-type]
+def plan(model: str, cluster: str, **more: object) -> ServePlan:
+    return serve(model, cluster, **more)  # type: ignore[arg-type]
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
@@ -225,7 +223,7 @@ def test_tp_stays_in_the_node_and_the_plan_says_what_leaving_it_gives() -> None:
     share = found.crossing.parts.tp / found.crossing.step
     assert share > 2 * found.latency.parts.tp / found.latency.step
     text = " ".join(found.explanation)
-    for words in ("Why not tp=16: it leaves the node of 8", f"{share:.0%} of its step", "makes room, not speed"):
+    for words in ("Why not tp=16: it leaves the node of 8", f"{share:.0%} of its step", "gives memory, not speed"):
         assert words in text
     assert max(one.per_gpu for one in found.options if one.crosses) < found.throughput.per_gpu
 
@@ -266,10 +264,7 @@ def test_like_groups_are_one_cluster() -> None:
 @pytest.mark.parametrize("model", ["tiny", "tiny-gpt", "qwen3-0.6b", "gpt3-175b"])
 def test_every_family_has_a_plan_that_prints_and_dumps(model: str) -> None:
     found = plan(model, "2x8xH200", prompt=512, output=64, sequences=None if model == "tiny" else 4)
-    console = Console(width=160, file=io.StringIO(), record=True)
-    for part in tables(found):
-        console.print(part)
-    text = console.export_text()
+    text = str(found)
     assert "lowest latency" in text
     assert "Where a step's time goes" in text
     back = json.loads(json.dumps(found.to_dict()))
@@ -303,17 +298,17 @@ def test_a_model_that_fits_nowhere_says_what_would_be_needed() -> None:
 def test_bad_questions_are_refused_with_every_reason() -> None:
     text = problems("llama3-8b", "8xH100+8xA100", prompt=8000, output=1000, cache_bytes=4, tpot=0.0, sequences=0)
     for words in (
-        "9,000 tokens, and the context of llama3-8b is 8,192; with this prompt at most output=192",
-        "plan '8xH100' and '8xA100-80' each by itself",
+        "9,000 tokens, and the context of llama3-8b is 8,192; nearest: output=192",
+        "plan '8xH100' and '8xA100-80' separately",
         "cache_bytes=4 must be 2 (bf16) or 1 (fp8)",
         "tpot=0.0 must be more than 0",
         "sequences=0 must be at least 1",
     ):
         assert words in text
-    assert "A100-80 has no fp8 products" in problems("llama3-8b", "A100", precision="fp8")
+    assert "A100-80 has no fp8 matmuls" in problems("llama3-8b", "A100", precision="fp8")
     assert "must be 'bf16' or 'fp8'" in problems("llama3-8b", "H100", precision="int4")
 
 
 def test_too_many_sequences_say_how_many_would_do() -> None:
     most = largest(replica("llama3-8b"), 1280, 1024)
-    assert f"at most {most:,} do, on 1 x tp=1" in problems("llama3-8b", "H100", sequences=5000)
+    assert f"at most {most:,} fit, on 1 x tp=1" in problems("llama3-8b", "H100", sequences=5000)

@@ -10,7 +10,7 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import footprint
 from fivefold.plan.cost.stack import FIVEFOLD, ON_CPUS, Overlap
 from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
-from fivefold.plan.search.mixed import dealt, groups_of
+from fivefold.plan.search.mixed import groups_of, split_by_speed
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.simulate import simulate
 from fivefold.spec.presets import preset
@@ -96,10 +96,10 @@ def test_a_host_that_is_slower_than_its_device_sets_the_pace() -> None:
 
 def test_faster_nodes_take_more_layers() -> None:
     mixed = replace(case("pp=4,microbatches=16", cluster="2xH100+2xA100-80", batch=16), groups=(0, 0, 1, 1))
-    split = dealt(mixed).layout.split
+    split = split_by_speed(mixed).layout.split
     assert sum(split) == 32
     assert min(split[:2]) > max(split[2:])
-    assert estimate(dealt(mixed)).seconds < 0.8 * estimate(mixed).seconds
+    assert estimate(split_by_speed(mixed)).seconds < 0.8 * estimate(mixed).seconds
 
 
 def test_a_layout_over_unlike_nodes_waits_for_the_slower() -> None:

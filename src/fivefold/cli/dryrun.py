@@ -188,7 +188,7 @@ def _advice(job: "Job", found: "list[Against]", machines: "Cluster") -> str:
 
     from fivefold.dryrun.run import dry_run
     from fivefold.plan.search.explain import neighbours
-    from fivefold.plan.search.search import weigh
+    from fivefold.plan.search.search import evaluate
     from fivefold.verify.dry_vs_plan import against, case_of
 
     largest = max(worst.room.parts.items(), key=lambda part: part[1])
@@ -198,7 +198,7 @@ def _advice(job: "Job", found: "list[Against]", machines: "Cluster") -> str:
         f"{worst.dry.peak_moment}, {(worst.device_bytes - memory) / 1e9:.1f} GB more than a device has; most of it, "
         f"{largest[1] / 1e9:.1f} GB, is {largest[0]}"
     )
-    fitting = [one for one in neighbours(weigh(case_of(job, machines))) if one.slower is not None]
+    fitting = [one for one in neighbours(evaluate(case_of(job, machines))) if one.slower is not None]
     # What the planner says would fit is run, too, before it is advised.
     for one in sorted(fitting, key=lambda one: one.slower or 0.0)[:_TRIED]:
         other = structs.replace(job, layout=one.layout)

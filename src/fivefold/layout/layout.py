@@ -145,12 +145,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # ---- validation ----------------------------------------------------------------------------------------------
 
     def problems(
-        self, spec: ModelSpec, *, world: int | None = None, seq: int | None = None, batch: int | None = None
+        self,
+        spec: ModelSpec,
+        *,
+        world: int | None = None,
+        seq: int | None = None,
+        batch: int | None = None,
+        ranks_by: str = "--nproc",
     ) -> list[str]:
         """Every reason why this layout cannot run `spec`, with the values and the nearest that would do.
 
         `world` is the number of ranks there are, `seq` the sequence length, `batch` the global batch in sequences;
-        what is not given is not checked.
+        what is not given is not checked. `ranks_by` says how the reader gives a number of ranks: "--nproc" 8.
         """
         counts = ("dp", "tp", "pp", "cp", "replicate", "chunks", "microbatches")
         absurd = {field: value for field in counts if (value := getattr(self, field)) < 1}
@@ -163,7 +169,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             *sane._context(spec, seq),
             *sane._pipeline(spec),
             *sane._data(batch),
-            *sane._world(world),
+            *sane._world(world, ranks_by),
         ]
 
     def _tensor(self, spec: ModelSpec) -> list[str]:
@@ -276,11 +282,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         return found
 
-    def _world(self, world: int | None) -> list[str]:
+    def _world(self, world: int | None, ranks_by: str) -> list[str]:
         if world is None or world == self.world:
             return []
         inner = self.tp * self.pp * self.cp
-        fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"--nproc {self.world}"
+        fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"{ranks_by} {self.world}"
         return [
             f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} (dp x tp x pp x cp), and there "
             f"{'is' if world == 1 else 'are'} {world}; nearest: {fit}"

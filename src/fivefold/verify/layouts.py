@@ -117,8 +117,8 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
 
 def all_cases(job: Job, world: int, deepen: bool = False) -> list[Case]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them."""
-    size = {"world": world, "seq": job.data.seq, "batch": job.train.batch}
-    layouts = list(legal_layouts(job.model, world, job.data.seq, job.train.batch, deepen))
+    seq, batch = job.data.seq, job.train.batch
+    layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
 
     def case(spec: ModelSpec, layout: Layout, variant: str) -> Case:
         spec = deep_enough(spec, layout) if deepen else spec
@@ -127,7 +127,9 @@ def all_cases(job: Job, world: int, deepen: bool = False) -> list[Case]:
     cases = [case(job.model, layout, "") for layout in layouts]
     for name, spec in variants(job.model).items():
         chosen = [case(spec, layout, name) for layout in layouts]
-        chosen = [one for one in chosen if not one.job.layout.problems(one.job.model, **size)]
+        chosen = [
+            one for one in chosen if not one.job.layout.problems(one.job.model, world=world, seq=seq, batch=batch)
+        ]
         if name in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
             chosen = [one for one in chosen if one.job.layout.tp > 1]
         cases += pairwise(chosen)

@@ -3,39 +3,41 @@
 for neighbour in neighbours(option): print(neighbour.sentence)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from msgspec import structs
 
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.footprint import footprint
 from fivefold.plan.cost.time import estimate
 from fivefold.plan.cost.traffic import expected
 from fivefold.plan.search.search import Option
 from fivefold.support.formatting import either
 
-# What a cause of time is called in a sentence.
+RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
+
+# The name of each cause of time. Communication is what compute does not hide.
 CAUSES = {
-    "gemm": "matrix products",
+    "gemm": "matmuls",
     "attention": "attention",
     "memory": "memory-bound kernels",
     "recompute": "recomputation",
     "host": "waiting for the host",
     "tp": "tp collectives",
-    "cp": "cp exchange",
-    "zero": "weights gathered and scattered in every microbatch",
-    "bubble": "bubbles and sends of the pipeline",
+    "cp": "cp communication",
+    "zero": "ZeRO-3 gathers and scatters",
+    "bubble": "pipeline bubbles and sends",
     "dp": "gradient and weight collectives",
-    "optimizer": "the optimizer",
-    "other": "the host between steps",
+    "optimizer": "optimizer",
+    "other": "host work between steps",
 }
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layout one change away. `slower` is relative to the best; None where it cannot run or does not fit."""
+    """A layout one change away. `slower` is relative to the option; None where it cannot run or does not fit."""
 
     change: str
     layout: Layout
@@ -47,17 +49,19 @@ class Neighbour:
 
 
 def neighbours(option: Option) -> list[Neighbour]:
-    """What every single change would do."""
+    """What each single change would do."""
     return [_judge(option, change, layout) for change, layout in _changes(option.layout, option.case.cluster.world)]
+
+
+def by_time(found: Sequence[Neighbour]) -> list[Neighbour]:
+    """The neighbours that run, the fastest first; then those that do not fit or cannot run."""
+    return sorted(found, key=lambda one: (one.slower is None, one.slower or 0.0))
 
 
 def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
     """One degree doubled or halved (dp takes the difference), or one other choice."""
-    if layout.split:  # dealt out by hand, or over unlike nodes: a changed degree would need another split
-        degrees: tuple[str, ...] = ()
-    else:
-        degrees = ("tp", "pp", "cp")
-    for axis in degrees:
+    # A split by hand, or over mixed nodes, belongs to its degrees.
+    for axis in () if layout.split else ("tp", "pp", "cp"):
         value = getattr(layout, axis)
         for other in (2 * value, value // 2):
             others = world // max(1, layout.world // layout.dp // value * other) if other else 0
@@ -94,24 +98,21 @@ def _scaled(layout: Layout, changes: dict[str, Any]) -> dict[str, Any]:
 
 def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
     case = replace(option.case, layout=layout, groups=option.case.groups if layout.pp == option.layout.pp else ())
-    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch)
+    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
     if problems:
         return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
-    room = footprint(case)
-    if room.total > HEADROOM * option.memory:
+    needs = footprint(case)
+    if needs.total > option.limit:
         before = option.footprint.parts
-        grown = max(room.parts, key=lambda part: room.parts[part] - before.get(part, 0.0))
-        return Neighbour(
-            change,
-            layout,
-            None,
-            f"{change} needs {room.total / 1e9:.1f} GB on pipeline rank {room.rank}, of which a plan may fill "
-            f"{HEADROOM * option.memory / 1e9:.1f}; {grown}: {room.parts[grown] / 1e9:.1f} GB instead of "
-            f"{before.get(grown, 0) / 1e9:.1f}",
+        grown = max(needs.parts, key=lambda part: needs.parts[part] - before.get(part, 0.0))
+        why = (
+            f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
+            f"{option.limit / 1e9:.1f} GB; {grown} {needs.parts[grown] / 1e9:.1f} GB instead of "
+            f"{before.get(grown, 0) / 1e9:.1f}"
         )
-    other = estimate(case)
-    slower = other.seconds / option.seconds - 1
-    return Neighbour(change, layout, slower, f"{change} {difference(option, Option(case, other, room))}")
+        return Neighbour(change, layout, None, why)
+    other = Option(case, estimate(case), needs)
+    return Neighbour(change, layout, other.seconds / option.seconds - 1, f"{change} {difference(option, other)}")
 
 
 def difference(best: Option, other: Option) -> str:
@@ -124,7 +125,7 @@ def difference(best: Option, other: Option) -> str:
     if slower < 0:
         return f"is {-slower:.1%} faster: {_moved(grown[-1], best, other)}"
     across = [axis for axis in ("tp", "cp") if _leaves(other, axis) and not _leaves(best, axis)]
-    why = f", since {either(across)} then leaves the node" if grown[0] in across else ""
+    why = f", because {either(across)} then leaves the node" if grown[0] in across else ""
     return f"is {slower:.1%} slower: {_moved(grown[0], best, other)}{why}"
 
 
@@ -139,8 +140,8 @@ def _leaves(option: Option, axis: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What a rank sends along an axis in one step, and over which class of link."""
+class AxisTraffic:
+    """What a rank sends along an axis in one step, by class of link."""
 
     axis: str
     kind: str
@@ -150,8 +151,8 @@ class Moved:
     across: float  # and between nodes
 
 
-def traffic(option: Option) -> list[Moved]:
-    """Of the first rank: bytes by axis and kind, each divided by where the axis's ranks really are."""
+def traffic(option: Option) -> list[AxisTraffic]:
+    """What the first rank sends, by axis and kind, divided by where the ranks of the axis are."""
     case, found = option.case, []
     reaches = case.wires.reaches
     dtype = {4: "float32", 8: "float64"}.get(case.work.wide, "bfloat16")
@@ -164,5 +165,5 @@ def traffic(option: Option) -> list[Moved]:
         else:  # a ring leaves a node once for each that it enters
             share = 1.0 / reach.together if reach.nodes > 1 else 0.0
         wire = float(row.wire)
-        found.append(Moved(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share))
+        found.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share))
     return found

@@ -1,4 +1,4 @@
-"""Unlike nodes in one pipeline: each replica has stages on every group, and a faster group takes more layers.
+"""Mixed nodes in one pipeline: each replica has stages on every group, and a faster group takes more layers.
 
 A replica spans all groups, so that no replica is slower than another; the stages of one group hold as many layers as
 its devices have the speed for.
@@ -21,13 +21,13 @@ from fivefold.support.formatting import either
 
 
 def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
-    """Which group of unlike nodes each pipeline rank is on, when every replica has its share of all of them."""
+    """The group of each pipeline rank, where every replica spans all groups; empty where there is one group."""
     if len(cluster.groups) == 1:
         return ()
     row = layout.dp * layout.tp * layout.cp  # ranks of one stage
     if any(group.world % row for group in cluster.groups):
         raise UserError(
-            f"{layout} does not go through the unlike nodes of {cluster}: a pipeline stage has dp x tp x cp = {row} "
+            f"{layout} does not span the mixed nodes of {cluster}: a pipeline stage has dp x tp x cp = {row} "
             f"ranks, and the groups have {either([group.world for group in cluster.groups])}; nearest: a dp x tp x cp "
             f"that divides {math.gcd(*(group.world for group in cluster.groups))}"
         )
@@ -35,7 +35,7 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
 
 
 def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
-    """Layouts whose pipeline runs through the groups in their order, with layers dealt out by speed."""
+    """Layouts whose pipeline runs through the groups in their order, with layers divided by speed."""
     spec, groups = case.spec, case.cluster.groups
     for tp, dp, zero, samples, recompute in product(
         [fixed["tp"]] if "tp" in fixed else [1, 2, 4, 8],
@@ -63,11 +63,11 @@ def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
         )
         if layout.problems(spec, seq=case.seq, batch=case.batch):
             continue
-        yield dealt(replace(case, layout=layout, groups=where))
+        yield split_by_speed(replace(case, layout=layout, groups=where))
 
 
-def dealt(case: Case) -> Case:
-    """The same with layers by speed: each next layer goes to the stage that would then be done first."""
+def split_by_speed(case: Case) -> Case:
+    """The case with layers divided by speed: each next layer goes to the stage that would then finish first."""
     pp = case.layout.pp
     each = [sum(part.total for part in case.work_of(rank).block) for rank in range(pp)]
     load = [0.0] * pp

@@ -1,7 +1,7 @@
-"""The best layouts for a model on a cluster: all are weighed by closed forms, the survivors timed by their schedules.
+"""The best layouts of a model on a cluster: closed forms evaluate all of them, schedules time the survivors.
 
-plan = search(case)                         # its layout is not looked at
-plan.options[0].case.layout, plan.options[0].estimate.seconds
+found = search(case)                        # the case's own layout is not read
+found.best.layout, found.best.seconds
 """
 
 import math
@@ -22,16 +22,16 @@ from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
 
 By = Literal["throughput", "memory", "pareto"]
-SURVIVORS = 24  # that are timed exactly
-ALIKE = 2  # of one tp, pp, cp, ZeRO stage and recompute among them
-ENOUGH, HOPELESS = 8, 1.06  # after so many, those whose closed form is so much longer are left
+SURVIVORS = 24  # layouts that are timed exactly
+ALIKE = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
+ENOUGH, HOPELESS = 8, 1.06  # after so many layouts that fit, one whose closed form is so much slower is skipped
 FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
-SLACK = 1.05  # of the memory: closed forms may be off by so much
+SLACK = 1.05  # closed forms of memory may be off by so much
 
 
 @dataclass(frozen=True)
 class Option:
-    """A layout, what it takes and what it needs."""
+    """A layout with its time and its memory."""
 
     case: Case
     estimate: Estimate
@@ -50,19 +50,24 @@ class Option:
         return self.case.batch * self.case.seq / self.seconds
 
     @property
-    def memory(self) -> int:
-        """Bytes that the smallest device has."""
+    def device_memory(self) -> int:
+        """Bytes of the smallest device."""
         return min(group.accelerator.memory for group in self.case.cluster.groups)
+
+    @property
+    def limit(self) -> float:
+        """Bytes of the smallest device that a plan may fill."""
+        return HEADROOM * self.device_memory
 
     @cached_property
     def fits(self) -> bool:
-        return self.footprint.total <= HEADROOM * self.memory
+        return self.footprint.total <= self.limit
 
 
 @dataclass(frozen=True)
-class Plan:
+class Ranking:
     options: tuple[Option, ...]  # the best first
-    weighed: int  # combinations
+    evaluated: int  # combinations of choices
     fitting: int  # of them
 
     @property
@@ -70,50 +75,50 @@ class Plan:
         return self.options[0]
 
 
-def weigh(case: Case) -> Option:
-    """One layout, exactly."""
+def evaluate(case: Case) -> Option:
+    """The case's own layout, exactly."""
     return Option(case, estimate(case), footprint(case))
 
 
-def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Plan:
+def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ranking:
     """The best layouts. `fixed` choices (tp=8, zero=1, ...) are kept."""
     _check_fixed(case, fixed)
     if alike := case.cluster.alike():
         case = replace(case, cluster=alike)
     if len(case.cluster.groups) > 1:
-        found = [weigh(one) for one in mixed_cases(case, fixed)]
-        fitting = [option for option in found if option.fits]
-        if found and not fitting:
-            least = min(found, key=lambda option: option.footprint.total / option.memory)
-            raise UserError(
-                f"{case.spec.name} does not fit over the unlike nodes of {case.cluster}: its smallest layout there, "
-                f"{least.layout}, needs {least.footprint.total / 1e9:.1f} GB on pipeline rank {least.footprint.rank}, "
-                f"and a plan may fill {HEADROOM * least.memory / 1e9:.1f} GB; give more nodes, or a smaller batch"
-            )
-        if not fitting:
-            raise UserError(
-                f"no layout of {case.spec.name} over the unlike groups of {case.cluster} fits; give one group"
-            )
-        return Plan(_ranked(fitting, by)[:top], len(found), len(fitting))
+        return _search_mixed(case, by, top, fixed)
     every = space(Wish(case, fixed))
     if not len(every):
         raise UserError(_no_layout(case, fixed))
-    room = case.on.accelerator.memory * HEADROOM
-    fits = every.memory <= room * SLACK
-    chosen = _survivors(every, fits, by)
-    options = _timed(case, every, chosen)
+    fits = every.memory <= case.on.accelerator.memory * HEADROOM * SLACK
+    options = _timed(case, every, _survivors(every, fits, by))
     fitting = [option for option in options if option.fits]
     if not fitting:
         raise UserError(_too_large(case, options))
-    return Plan(_ranked(fitting, by)[:top], len(every), int(fits.sum()))
+    return Ranking(_ranked(fitting, by)[:top], len(every), int(fits.sum()))
+
+
+def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Ranking:
+    found = [evaluate(one) for one in mixed_cases(case, fixed)]
+    fitting = [option for option in found if option.fits]
+    if fitting:
+        return Ranking(_ranked(fitting, by)[:top], len(found), len(fitting))
+    if not found:
+        raise UserError(f"no layout of {case.spec.name} spans the mixed nodes of {case.cluster}; give one group")
+    least = min(found, key=lambda option: option.footprint.total / option.device_memory)
+    raise UserError(
+        f"{case.spec.name} does not fit on the mixed nodes of {case.cluster}: its smallest layout there, "
+        f"{least.layout}, needs {least.footprint.total / 1e9:.1f} GB on pipeline rank {least.footprint.rank}, "
+        f"and a plan may fill {least.limit / 1e9:.1f} GB; give more nodes, or a smaller batch"
+    )
 
 
 FIXED = ("tp", "pp", "cp", "dp", "cp_kind", "zero", "sp", "schedule", "chunks", "microbatches", "recompute", "samples")
-MIXED = ("tp", "dp", "zero", "recompute")  # those that unlike nodes leave to choose
+MIXED = ("tp", "dp", "zero", "recompute")  # the choices that mixed nodes leave
 
 
 def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
-    """What is fixed can be fixed, and its numbers make sense."""
+    """Refuse choices that cannot be fixed, and numbers that make no sense."""
     mixed = len(case.cluster.groups) > 1 and not case.cluster.alike()
     allowed = MIXED if mixed else FIXED
     found = [f"{key} cannot be fixed here; {either(allowed)} can" for key in fixed if key not in allowed]
@@ -129,7 +134,7 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
 
 
 def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
-    """The fastest by the closed form, few of a kind; those that need the least memory where that is asked for."""
+    """The fastest by the closed form, or those that need the least memory; few of a kind."""
     order = np.argsort(every.memory if by == "memory" else every.seconds, kind="stable")
     chosen: list[int] = []
     seen: dict[tuple[Any, ...], int] = {}
@@ -148,13 +153,13 @@ def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
             chosen.append(int(at))
         if len(chosen) == SURVIVORS:
             break
-    if not chosen:  # nothing fits: the smallest ones, to say by how much
+    if not chosen:  # nothing fits: the smallest ones show by how much
         chosen = [int(at) for at in np.argsort(every.memory)[:3]]
     return chosen
 
 
 def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:
-    """Exactly, until the closed form says that the rest cannot come near the best."""
+    """The exact times, until the closed form says that the rest cannot come near the best."""
     options: list[Option] = []
     spent = 0
     for at in chosen:
@@ -166,7 +171,7 @@ def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:
         if len(fitting) >= FEWEST and spent + size > PATIENCE:
             continue
         spent += size
-        options.append(weigh(replace(case, layout=layout)))
+        options.append(evaluate(replace(case, layout=layout)))
     return options
 
 
@@ -184,13 +189,13 @@ def _ranked(options: list[Option], by: By) -> tuple[Option, ...]:
 
 
 def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
-    """Why there is none at all: what was fixed, or the batch."""
+    """Why there is no layout at all: because of what was fixed, or because of the batch."""
     world, batch = case.cluster.world, case.batch
     degrees = {axis: fixed.get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
     used = math.prod(degrees.values())
     known = {key: value for key, value in fixed.items() if key in Layout.__struct_fields__}
-    one = Layout(**(known | {"dp": fixed.get("dp", 1)}))
-    found = [problem for problem in one.problems(case.spec, seq=case.seq) if "microbatches" not in problem]
+    # As many microbatches as there can be, so that a schedule complains only if it can never have enough.
+    found = Layout(**({"microbatches": batch} | known)).problems(case.spec, seq=case.seq)
     if world % used:
         near = [n for n in divisors(world) if n != used]
         found.append(
@@ -219,9 +224,9 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
 
 
 def _too_large(case: Case, options: list[Option]) -> str:
-    """What the smallest layout needs, and how many such GPUs would do."""
+    """What the smallest layout needs, and on how many such devices the model would fit."""
     smallest = min(options, key=lambda option: option.footprint.total)
-    need, have = smallest.footprint.total, HEADROOM * smallest.memory
+    need, have = smallest.footprint.total, smallest.limit
     parts = sorted(smallest.footprint.parts.items(), key=lambda part: -part[1])[:2]
     made = " and ".join(f"{size / 1e9:.1f} GB of {name}" for name, size in parts)
     group = case.cluster.groups[0]

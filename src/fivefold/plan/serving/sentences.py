@@ -1,22 +1,23 @@
-"""Why a plan for serving is what it is: in sentences, each with its numbers."""
+"""Why a plan for serving is what it is: sentences with numbers."""
 
 from dataclasses import replace
 
+from fivefold.layout.layout import tp_fits
 from fivefold.plan.serving.memory import held, largest
-from fivefold.plan.serving.options import Option, Service, fullest
-from fivefold.plan.serving.step import Replica, legal_tp
+from fivefold.plan.serving.options import Service, ServingOption, fullest
+from fivefold.plan.serving.step import Replica
 
-NODE = 8  # GPUs of a usual node, where what is asked for is smaller
+NODE = 8  # GPUs of a usual node, where the given one is smaller
 
 BOUNDS = {
-    "weights": "reading the weights",
-    "cache": "reading the cache",
-    "compute": "the tensor cores",
+    "weights": "reading weights",
+    "cache": "reading the KV cache",
+    "compute": "tensor cores",
     "pointwise": "norms, activation functions and logits",
-    "launch": "the kernels' launches",
+    "launch": "kernel launches",
     "tp": "all-reduces",
-    "pp": "the pipeline",
-    "host": "the host",
+    "pp": "pipeline sends and waits",
+    "host": "host",
 }
 
 
@@ -33,8 +34,8 @@ def rate(tokens: float) -> str:
     return f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
 
 
-def explain(service: Service, quick: Option, heavy: Option) -> tuple[str, ...]:
-    """Of the option with the lowest latency and the one with the highest throughput."""
+def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tuple[str, ...]:
+    """Sentences about the option with the lowest latency and the one with the highest throughput."""
     sentences = [
         _bound(quick),
         _wider(service, quick, heavy),
@@ -46,19 +47,19 @@ def explain(service: Service, quick: Option, heavy: Option) -> tuple[str, ...]:
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def _bound(quick: Option) -> str:
+def _bound(quick: ServingOption) -> str:
     parts = sorted(quick.parts._asdict().items(), key=lambda item: -item[1])
     shares = [f"{BOUNDS[name]} {value / quick.step:.0%}" for name, value in parts if value > 0.05 * quick.step]
     return f"A step of {milliseconds(quick.step)} at {quick.layout} and {sequences(quick.batch)}: {', '.join(shares)}."
 
 
-def _wider(service: Service, quick: Option, heavy: Option) -> str:
+def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     """Why not more tp: on the same GPUs with less pp where that is possible, or else on more of them."""
     spec, gpus, world = service.spec, service.group.gpus, service.group.world
-    more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if legal_tp(spec, tp)]
+    more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if tp_fits(spec, tp)]
     more = [tp for tp in more if gpus % tp == 0 or tp % gpus == 0]
     if not more:
-        return f"tp={quick.tp} is as far as {spec.heads} heads over {spec.kv_heads} kv heads can be cut here."
+        return f"tp={quick.tp} is the most that {spec.heads} heads and {spec.kv_heads} kv heads allow here."
     tp, before = more[0], quick.tp * quick.pp
     pp = before // tp if quick.pp > 1 and before % tp == 0 else quick.pp
     wide = service.replica(tp, pp)
@@ -71,15 +72,15 @@ def _wider(service: Service, quick: Option, heavy: Option) -> str:
     there = "" if wide.world <= world else f"; it takes {wide.world} GPUs, and the cluster has {world}"
     if not there and gain >= 1 and (full := fullest(service, wide)):
         less = rate(full.per_gpu), rate(heavy.per_gpu)
-        there = f"; but it gives at most {less[0]} tokens/s a GPU instead of {less[1]}"
+        there = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
     return (
         f"Why not tp={tp}: {where}all-reduces are {share:.0%} of its step instead of {was:.0%}, and a token takes "
         f"{milliseconds(step.total)} instead of {milliseconds(quick.step)}, {verdict} {cost}{there}."
     )
 
 
-def _deeper(service: Service, chosen: Option) -> str:
-    """What pp is for."""
+def _deeper(service: Service, chosen: ServingOption) -> str:
+    """What pp gives, and what it costs."""
     tp = chosen.tp
     pp = chosen.pp if chosen.pp > 1 else 2
     if pp > service.spec.layers:
@@ -88,20 +89,18 @@ def _deeper(service: Service, chosen: Option) -> str:
     short, long = (one.step(1, service.context).total for one in (flat, deep))
     fit, fits = (largest(one, service.tokens, service.prompt) for one in (flat, deep))
     weights, less = (held(one, 1, service.tokens, service.prompt).weights for one in (flat, deep))
-    room = (
-        f"{fits:,} sequences instead of {fit:,}" if fit else f"{sequences(fits)} where tp={tp} alone has room for none"
-    )
+    more = f"{fits:,} sequences instead of {fit:,}" if fit else f"{sequences(fits)}, where tp={tp} alone holds none"
     world = service.group.world
     there = "" if deep.world <= world else f"; it takes {deep.world} GPUs, and the cluster has {world}"
     return (
-        f"pp={pp} makes room, not speed: a GPU holds {gigabytes(less)} of weights instead of {gigabytes(weights)}, and "
-        f"a replica takes {room}; but a token passes every layer all the same, {milliseconds(long)} with the sends "
+        f"pp={pp} gives memory, not speed: a GPU holds {gigabytes(less)} of weights instead of {gigabytes(weights)}, "
+        f"and a replica holds {more}; but a token still passes every layer, {milliseconds(long)} with the sends "
         f"instead of {milliseconds(short)}{there}."
     )
 
 
 def turning(replica: Replica) -> int | None:
-    """Rows of a step from which the products wait for the tensor cores rather than for the weights."""
+    """Rows of a step from which the matmuls wait for the tensor cores rather than for the weights."""
     rows = 1
     while rows <= 8192:
         parts = replica.rows(rows)
@@ -118,7 +117,7 @@ def turning(replica: Replica) -> int | None:
     return high
 
 
-def _turn(service: Service, heavy: Option) -> str:
+def _turn(service: Service, heavy: ServingOption) -> str:
     replica = service.replica(heavy.tp, heavy.pp)
     rows = turning(replica)
     if rows is None:
@@ -127,10 +126,10 @@ def _turn(service: Service, heavy: Option) -> str:
     turn = rows * replica.pp
     reach = "more than" if turn > most else "fewer than"
     share = heavy.parts.cache / heavy.step
-    cache = f"; the cache is {share:.0%} of that step, and grows with every sequence" if share > 0.05 else ""
+    cache = f"; reading the cache is {share:.0%} of that step, and grows with every sequence" if share > 0.05 else ""
     return (
-        f"At {heavy.layout} the products turn from memory-bound to compute-bound at about {_about(turn)} a "
-        f"replica, {reach} the {most:,} that its memory takes{cache}."
+        f"At {heavy.layout} the matmuls turn from memory-bound to compute-bound at about {_about(turn)} per "
+        f"replica, {reach} the {most:,} that fit{cache}."
     )
 
 
@@ -139,7 +138,7 @@ def _about(count: int) -> str:
     return sequences(int(float(f"{count:.2g}")))
 
 
-def _copies(service: Service, widest: Option) -> str:
+def _copies(service: Service, widest: ServingOption) -> str:
     kv = service.spec.kv_heads
     if widest.tp <= kv:
         return ""
@@ -148,20 +147,20 @@ def _copies(service: Service, widest: Option) -> str:
     )
 
 
-def _graphs(service: Service, quick: Option) -> str:
+def _graphs(service: Service, quick: ServingOption) -> str:
     other = replace(service.replica(quick.tp, quick.pp), graphs=not service.graphs)
     step = other.step(quick.batch, service.context).total
     took = milliseconds(step)
     if service.graphs:
-        return f"This is with CUDA graphs: where the host launches plain PyTorch instead, a step takes {took}."
+        return f"This is with CUDA graphs: if the host launches plain PyTorch instead, a step takes {took}."
     return f"This is without CUDA graphs; with them a step takes {took} instead of {milliseconds(quick.step)}."
 
 
-def missed(service: Service, found: list[Option]) -> str:
-    """What comes nearest where no option meets the targets."""
+def missed(service: Service, found: list[ServingOption]) -> str:
+    """For targets that no option meets: the nearest option."""
     targets = [("ttft", service.ttft), ("token", service.tpot)]
 
-    def excess(option: Option) -> float:
+    def excess(option: ServingOption) -> float:
         return max(getattr(option, name) / wanted for name, wanted in targets if wanted)
 
     near = min(found, key=excess)
@@ -169,7 +168,7 @@ def missed(service: Service, found: list[Option]) -> str:
     wanted = " and ".join(f"{milliseconds(value)} {names[name]}" for name, value in targets if value)
     has = " and ".join(f"{milliseconds(getattr(near, name))} {names[name]}" for name, value in targets if value)
     return (
-        f"Nothing meets {wanted}: the nearest is {near.layout} with {sequences(near.batch)} a replica, {has}; "
+        f"Nothing meets {wanted}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
         f"most of its step is {BOUNDS[near.bound]}."
     )
 

@@ -1,62 +1,32 @@
-"""Planning for serving: how to spread a model that only answers, how fast each answer comes, and how many at once.
+"""Planning for serving: how to divide a model that only generates, how fast tokens come, and for how many at once.
 
-    plan = serve(preset("llama3-70b"), Cluster.parse("8xH100"), prompt=1024, output=256)
+    plan = serve("llama3-70b", "8xH100", prompt=1024, output=256)
     plan.latency.token             # seconds for a token, at its fastest
-    plan.throughput.per_gpu        # tokens a second, at its most
+    plan.throughput.per_gpu        # tokens per second, at its most
     plan.explanation               # why, in sentences
 
-`serve_options.py` has the ways to do it, `serve_step.py` their time, `serve_memory.py` what they hold, `serve_words.py`
-why, `serve_problems.py` why not, `serve_tables.py` all of it for a terminal.
+options.py has the ways to do it, step.py their time, memory.py what they hold, sentences.py why, problems.py why not.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-from fivefold.hardware.cluster import Cluster, Group
-from fivefold.plan.serving.options import Option, Service, frontier, options, replicas
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job
+from fivefold.job.from_model import job_of
+from fivefold.plan.serving.options import Service, frontier, options, replicas
 from fivefold.plan.serving.problems import no_room, problems, too_many
+from fivefold.plan.serving.result import ServePlan
 from fivefold.plan.serving.sentences import explain, missed
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 
-__all__ = ["Option", "Service", "Serving", "serve"]
-
-
-@dataclass(frozen=True)
-class Serving:
-    """The answer. tp stays inside the node, unless nothing fits so; `crossing` is what leaving it would give."""
-
-    service: Service
-    latency: Option  # the lowest time per token
-    throughput: Option  # the most tokens a second
-    meeting: tuple[Option, ...]  # the targets, most tokens a second first; empty without targets
-    frontier: tuple[Option, ...]  # from the lowest latency to the highest throughput
-    crossing: Option | None  # the lowest time per token with tp across nodes, where the cluster has room for that
-    options: tuple[Option, ...]
-    explanation: tuple[str, ...]
-
-    @property
-    def best(self) -> Option:
-        """What to run: what meets the targets, or without any the most tokens a second."""
-        return self.meeting[0] if self.meeting else self.throughput
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "service": self.service.to_dict(),
-            "latency": self.latency.to_dict(),
-            "throughput": self.throughput.to_dict(),
-            "meeting": [option.to_dict() for option in self.meeting],
-            "frontier": [option.to_dict() for option in self.frontier],
-            "crossing": self.crossing.to_dict() if self.crossing else None,
-            "options": [option.to_dict() for option in self.options],
-            "explanation": list(self.explanation),
-        }
-
 
 def serve(
-    spec: ModelSpec,
-    cluster: Cluster,
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster = "8xH100",
     *,
+    changes: Sequence[str] = (),
     prompt: int = 1024,
     output: int = 256,
     sequences: int | None = None,
@@ -65,33 +35,35 @@ def serve(
     ttft: float | None = None,
     tpot: float | None = None,
     graphs: bool = True,
-) -> Serving:
+) -> ServePlan:
     """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it."""
+    job, _ = job_of(model, changes)
+    machines = Cluster.read(cluster)
     service = Service(
-        spec, _like(cluster), prompt, output, sequences, precision, cache_bytes, ttft=ttft, tpot=tpot, graphs=graphs
+        job.model,
+        machines.alike() or machines,
+        prompt,
+        output,
+        sequences,
+        precision,
+        cache_bytes,
+        ttft=ttft,
+        tpot=tpot,
+        graphs=graphs,
     )
     if found := problems(service):
         raise UserError(found)
     every = options(service)
     if not every:
         raise UserError(too_many(service) if next(replicas(service), None) else no_room(service))
+    # tp stays inside the node, unless nothing fits so.
     inside = [option for option in every if not option.crosses] or every
     quick = min(inside, key=lambda one: (one.token, one.tp * one.pp))
     heavy = max(inside, key=lambda one: (one.tokens_per_second, -one.token))
-    wished = ttft is not None or tpot is not None
-    meeting = (
-        sorted((one for one in inside if one.meets(service)), key=lambda one: -one.tokens_per_second) if wished else []
-    )
-    sentences = explain(service, quick, heavy)
-    if wished and not meeting:
-        sentences = (missed(service, inside), *sentences)
+    sentences, meeting = explain(service, quick, heavy), []
+    if ttft is not None or tpot is not None:
+        meeting = sorted((one for one in inside if one.meets(service)), key=lambda one: -one.tokens_per_second)
+        if not meeting:
+            sentences = (missed(service, inside), *sentences)
     across = min((one for one in every if one.crosses), key=lambda one: one.token, default=None)
-    return Serving(service, quick, heavy, tuple(meeting), frontier(inside), across, tuple(every), sentences)
-
-
-def _like(cluster: Cluster) -> Cluster:
-    """Groups of the same nodes as one."""
-    first = cluster.groups[0]
-    if any((group.gpus, group.accelerator) != (first.gpus, first.accelerator) for group in cluster.groups):
-        return cluster
-    return Cluster((Group(sum(group.nodes for group in cluster.groups), first.gpus, first.accelerator),))
+    return ServePlan(service, quick, heavy, tuple(meeting), frontier(inside), across, tuple(every), sentences)

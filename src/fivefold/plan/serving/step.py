@@ -262,9 +262,3 @@ def _flagged(link: Link) -> Link:
 def _stages(spec: ModelSpec, pp: int) -> tuple[Stage, ...]:
     # A decode step reads the head's weights as it reads a block's, so the balance of FLOPs is one of bytes, too.
     return stages_of(spec, Layout(pp=pp), 1)
-
-
-def legal_tp(spec: ModelSpec, tp: int) -> bool:
-    """Whether tp ranks can share the heads: whole kv heads each, or whole copies of one."""
-    kv = spec.kv_heads
-    return spec.heads % tp == 0 and spec.ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)

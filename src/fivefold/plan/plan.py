@@ -1,0 +1,146 @@
+"""Planning as two functions: which layout to take, and how long a step of a given layout takes.
+
+plan("llama3-70b", "8x8xH100").chosen.layout
+simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16).option.seconds
+
+They take names or objects, raise UserError for input that cannot be planned, and print nothing.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job
+from fivefold.job.from_model import job_of
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.software import software_of
+from fivefold.plan.cost.time import Case
+from fivefold.plan.result import PlanResult, SimulateResult
+from fivefold.plan.search.advice import better_batch, simplest
+from fivefold.plan.search.explain import RANKS_BY, neighbours
+from fivefold.plan.search.mixed import groups_of
+from fivefold.plan.search.search import SURVIVORS, By, Option, evaluate, search
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
+
+TOKENS = 1 << 22  # of a step without a given batch: four million, as in most large runs
+SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
+
+
+def plan(
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster = "8xH100",
+    *,
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    layout: str | Layout | None = None,
+    fix: str | Mapping[str, Any] = "",
+    by: By = "throughput",
+    top: int = 5,
+    precision: str = "",
+    software: str = "fivefold",
+    price: float | None = None,
+) -> PlanResult:
+    """Search all layouts of a model on a cluster, choose one, and say why.
+
+    `changes` are KEY=VALUE settings of the model or job, `batch` counts sequences of a step, `fix` holds choices that
+    are not free ("tp=8,zero=1"), `layout` is explained beside the choice, `price` is dollars per device and hour.
+    """
+    if price is not None and not 0 <= price < 1e6:
+        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
+    if layout is not None and fix:
+        raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
+    job, case = _question(model, cluster, changes, batch, seq, precision, software)
+    given = _given(case, layout) if layout is not None else None
+    found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed_choices(fix))
+    chosen = simplest(found.options) if by == "throughput" else found.best
+    explained = given or chosen
+    return PlanResult(
+        case=case,
+        options=found.options[:top],
+        chosen=chosen,
+        given=given,
+        evaluated=found.evaluated,
+        fitting=found.fitting,
+        neighbours=tuple(neighbours(explained)),
+        hint=better_batch(explained),
+        price=price,
+        asked=job,
+    )
+
+
+def simulate(
+    model: str | Path | ModelSpec | Job,
+    layout: str | Layout,
+    cluster: str | Path | Cluster = "8xH100",
+    *,
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str = "",
+    software: str = "fivefold",
+) -> SimulateResult:
+    """Time one step of a layout: its schedule runs on a clock, and neither the model nor the cluster is needed."""
+    _, case = _question(model, cluster, changes, batch, seq, precision, software)
+    return SimulateResult(_given(case, layout))
+
+
+def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Choices of a layout that are not free, and `microbatch`, the sequences of one."""
+    if not isinstance(fix, str):
+        return {"samples" if key == "microbatch" else key: value for key, value in fix.items()}
+    parts = [part for piece in fix.split(",") if (part := piece.strip())]
+    size = [part.removeprefix("microbatch=") for part in parts if re.fullmatch(r"microbatch=\d+", part)]
+    rest = [part for part in parts if not re.fullmatch(r"microbatch=\d+", part)]
+    layout = Layout.parse(",".join(rest))
+    fixed = {key: getattr(layout, key) for part in rest if not (key := part.partition("=")[0].strip()).isdigit()}
+    return fixed | ({"samples": int(size[-1])} if size else {})
+
+
+def _question(
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster,
+    changes: Sequence[str],
+    batch: int | None,
+    seq: int | None,
+    precision: str,
+    software: str,
+) -> tuple[Job, Case]:
+    """The job behind the question, and a checked case; its layout is still open."""
+    job, named = job_of(model, changes)
+    machines, spec = Cluster.read(cluster), job.model
+    if wrong := spec.problems():
+        raise UserError(wrong)
+    if seq is None:
+        seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
+    if seq < 1:
+        raise UserError(f"seq={seq} must be at least 1")
+    if spec.positions == "learned" and seq > spec.context:
+        raise UserError(
+            f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}; nearest: seq={spec.context}"
+        )
+    if batch is None:
+        world = machines.world  # the usual number of tokens, in a batch that divides evenly
+        batch = job.train.batch if "train.batch" in named else max(1, round(TOKENS / seq / world)) * world
+    if batch < 1:
+        raise UserError(f"batch={batch} must be at least 1")
+    device = machines.groups[0].accelerator
+    precision = precision or ("fp32" if device.is_cpu else "bf16")
+    for group in machines.groups:
+        group.accelerator.rate(precision)  # raises with the rates that there are
+    stack = software_of(software, device).computing_in(precision)
+    return job, Case(spec, Layout(), machines, seq, batch, precision, stack)
+
+
+def _given(case: Case, layout: str | Layout) -> Option:
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
+    if problems:
+        raise UserError(problems)
+    if alike := case.cluster.alike():
+        case = replace(case, cluster=alike)
+    return evaluate(replace(case, layout=layout, groups=groups_of(case.cluster, layout)))

@@ -1,0 +1,297 @@
+"""What `fivefold plan` and `fivefold simulate` found: tables and sentences for people, the same figures as JSON."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs
+
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.footprint import HEADROOM
+from fivefold.plan.cost.time import Case
+from fivefold.plan.picture import bars
+from fivefold.plan.search.explain import CAUSES, Neighbour, by_time, difference, traffic
+from fivefold.plan.search.search import Option
+from fivefold.report import Block, Cell, Drawing, Result, Table, Text
+from fivefold.schedule.simulate import Simulation
+from fivefold.support.formatting import si
+
+DAY = 86_400
+GB = 1e9
+DRAWN = 1024  # passes of a pipeline that a terminal can show
+NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
+SMALL = 4096  # bytes: a smaller payload has no row
+
+
+@dataclass(frozen=True)
+class PlanResult(Result):
+    """The best layouts, the one to take, and the reasons. `explained` is the given layout, or else the chosen one."""
+
+    case: Case  # what was asked; its layout is open
+    options: tuple[Option, ...]  # the best first
+    chosen: Option  # the simplest of those that are about as fast
+    given: Option | None
+    evaluated: int  # combinations of choices
+    fitting: int  # of them
+    neighbours: tuple[Neighbour, ...]  # of the explained layout
+    hint: str  # about a better batch, if there is one
+    price: float | None  # dollars per device and hour
+    asked: Job
+
+    @property
+    def explained(self) -> Option:
+        return self.given or self.chosen
+
+    @property
+    def layout(self) -> Layout:
+        return self.explained.layout
+
+    @property
+    def job(self) -> Job:
+        """The explained layout as a job that `fivefold train` runs; the rest is as the job file or the defaults say."""
+        case, asked = self.explained.case, self.asked
+        dtype = "bfloat16" if case.precision in ("bf16", "fp16", "fp8") else "float32"
+        return structs.replace(
+            asked,
+            layout=case.layout,
+            data=structs.replace(asked.data, seq=case.seq),
+            train=structs.replace(asked.train, batch=case.batch, dtype=dtype),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        shown = {
+            "model": self.case.spec.name,
+            "cluster": str(self.case.cluster),
+            "batch": self.case.batch,
+            "seq": self.case.seq,
+            "software": self.case.stack.name,
+            "weighed": self.evaluated,
+            "fitting": self.fitting,
+            "best": figures(self.chosen, self.price),
+            "options": [figures(option, self.price) for option in self.options],
+            "neighbours": [one.to_dict() for one in self.neighbours],
+        }
+        return shown | ({"layout": figures(self.given, self.price)} if self.given else {})
+
+    def svg(self) -> str:
+        return bars(self.explained)
+
+    def blocks(self) -> Iterator[Block]:
+        case, options, option = self.case, self.options, self.explained
+        yield Text(
+            f"{case.spec.name} ({si(case.spec.parameter_count, 4)} parameters) on {case.cluster}: {case.batch} "
+            f"sequences of {case.seq:,} tokens per step, {case.precision}, {case.stack.name}; "
+            f"{self.evaluated:,} layouts evaluated, {self.fitting:,} fit"
+        )
+        yield _ranking(options if self.chosen in options else (*options, self.chosen), self.chosen)
+        if self.chosen is not options[0] and self.given is None:
+            faster = 1 - options[0].seconds / self.chosen.seconds
+            yield Text(
+                f"{options[0].layout} is {faster:.1%} faster, which is within the noise of measured runs; "
+                f"{self.chosen.layout} is simpler"
+            )
+        yield Text(f"\n{_summary(option, self.price)}", "bold")
+        if option.case.groups:
+            yield Text(_hosts(option))
+        yield from (_times(option), _memory(option), _traffic(option))
+        if self.given:
+            if not self.given.fits:
+                yield _too_large(self.given)
+            yield Text(f"\nthe planner's choice, {self.chosen.layout}, {difference(self.given, self.chosen)}")
+        if self.hint:
+            yield Text(self.hint)
+        rows = [(one.change, one.sentence.removeprefix(one.change).lstrip()) for one in by_time(self.neighbours)]
+        yield Table(["change", "~what it does"], rows, title="Layouts one change away")
+
+
+@dataclass(frozen=True)
+class SimulateResult(Result):
+    """One step of a layout, with its timeline where there are several pipeline stages."""
+
+    option: Option
+
+    @property
+    def simulation(self) -> Simulation | None:
+        return self.option.estimate.simulation
+
+    def to_dict(self) -> dict[str, Any]:
+        return figures(self.option)
+
+    def svg(self) -> str | None:
+        from fivefold.schedule.draw import picture, to_svg
+
+        return to_svg(picture([self.simulation])) if self.simulation else None
+
+    def blocks(self) -> Iterator[Block]:
+        yield Text(_summary(self.option), "bold")
+        yield from (_times(self.option), _memory(self.option))
+        if simulation := self.simulation:
+            if self.option.layout.microbatches * self.option.layout.pp <= DRAWN:
+                yield Drawing(lambda width, colour: _timeline(simulation, width, colour))
+            yield Text(f"bubble {simulation.bubble_makespan:.1%} of the pipeline's {simulation.makespan:.3g} s")
+        if not self.option.fits:
+            yield _too_large(self.option)
+
+
+def _timeline(simulation: Simulation, width: int, colour: bool) -> str:
+    from rich.console import Console
+
+    from fivefold.schedule.draw import legend, to_terminal
+
+    console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
+    with console.capture() as drawn:
+        console.print(to_terminal(simulation, width, colour), no_wrap=True, crop=True)
+        console.print(legend([simulation], colour), end="")
+    return drawn.get()
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def figures(option: Option, price: float | None = None) -> dict[str, Any]:
+    """Everything that the tables show, as plain data."""
+    case, footprint = option.case, option.footprint
+    row: dict[str, Any] = {
+        "layout": str(option.layout),
+        "microbatch": case.samples,
+        "step_seconds": option.seconds,
+        "tokens_per_second": option.tokens_per_second,
+        "tokens_per_second_per_gpu": option.tokens_per_second / option.layout.world,
+        "tokens_per_day": option.tokens_per_second * DAY,
+        "mfu": case.mfu(option.seconds),
+        "memory_bytes": footprint.total,
+        "memory_by_component": footprint.parts,
+        "memory_rank": footprint.rank,
+        "fits": option.fits,
+        "time_by_cause": option.estimate.causes,
+        "traffic": [moved.__dict__ for moved in traffic(option)],
+    }
+    if case.groups:
+        row["groups"] = list(case.groups)
+    if price is not None:
+        row["cost_per_trillion_tokens"] = _cost_of_a_trillion(option, price)
+        row["cost_per_day"] = price * 24 * option.layout.world
+    return row
+
+
+def _cost_of_a_trillion(option: Option, price: float) -> float:
+    """Dollars for 1e12 tokens."""
+    return price * option.layout.world * 1e12 / option.tokens_per_second / 3600
+
+
+# ---- tables and sentences ----------------------------------------------------------------------------------------
+
+
+def _device(option: Option) -> str:
+    """What a rank runs on: a CPU plan does not speak of GPUs."""
+    return "CPU rank" if option.case.on.accelerator.is_cpu else "GPU"
+
+
+def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
+    rows = []
+    for option in options:
+        causes, seconds = option.estimate.causes, option.seconds
+        exposed = sum(causes[cause] for cause in ("tp", "cp", "zero", "dp"))
+        cells = (
+            str(option.layout),
+            str(option.case.samples),
+            _seconds(seconds),
+            f"{option.tokens_per_second / option.layout.world:,.0f}",
+            f"{option.case.mfu(seconds):.1%}",
+            f"{option.footprint.total / GB:.1f}",
+            f"{max(0.0, causes['bubble']) / seconds:.1%}",
+            f"{exposed / seconds:.1%}",
+        )
+        is_chosen = option is chosen
+        rows.append(
+            [Cell("→" if is_chosen else "", "bold"), *(Cell(cell, "bold" if is_chosen else "") for cell in cells)]
+        )
+    per_device = f">tok/s per {_device(chosen)}"
+    return Table(
+        ["", "~layout", ">micro batch", ">step", per_device, ">MFU", ">memory GB", ">bubble", ">exposed comm."],
+        rows,
+        title="Layouts",
+        caption=f"→ the choice; memory: the fullest rank, at most {HEADROOM:.0%} of a device; exposed communication: "
+        "what compute does not hide",
+    )
+
+
+def _times(option: Option) -> Table:
+    rows = [
+        (CAUSES[cause], _seconds(length), f"{length / option.seconds:.1%}")
+        for cause, length in option.estimate.causes.items()
+        if abs(length) >= NEGLIGIBLE * option.seconds
+    ]
+    return Table(
+        ["cause", ">time", ">share"],
+        rows,
+        title="Time of a step",
+        caption="collectives and communication: what compute does not hide",
+        totals=[("total", _seconds(option.seconds))],
+    )
+
+
+def _memory(option: Option) -> Table:
+    needs = option.footprint
+    rows = [(name, f"{size / GB:.2f}", f"{size / needs.total:.0%}") for name, size in needs.parts.items() if size > 0]
+    share = f"{needs.total / option.device_memory:.0%} of the device"
+    return Table(
+        ["component", ">GB", ">share"],
+        rows,
+        title=f"Memory of a {_device(option)}",
+        caption=f"on pipeline rank {needs.rank}, the fullest",
+        totals=[("total", f"{needs.total / GB:.2f}", share)],
+    )
+
+
+def _traffic(option: Option) -> Table:
+    found = [moved for moved in traffic(option) if moved.payload > SMALL]
+    unit, name = (GB, "GB") if any(moved.payload >= GB / 10 for moved in found) else (1e6, "MB")
+    rows = []
+    for moved in found:
+        sizes = (f"{size / unit:,.2f} {name}" for size in (moved.payload, moved.inside, moved.across))
+        rows.append((moved.axis, moved.kind, f"{moved.calls:,}", *sizes))
+    return Table(
+        ["axis", "collective", ">calls", ">payload", ">wire, in the node", ">wire, between nodes"],
+        rows,
+        title="What a rank sends in a step",
+        caption=f"payload: bytes handed to the collectives; wire: bytes that leave a {_device(option)}",
+    )
+
+
+def _summary(option: Option, price: float | None = None) -> str:
+    case, rate = option.case, option.tokens_per_second
+    text = (
+        f"{option.layout}: {_seconds(option.seconds)} per step of {si(case.batch * case.seq)} tokens, "
+        f"{si(rate)} tokens/s, {si(rate * DAY)} tokens per day, "
+        f"MFU {case.mfu(option.seconds):.1%} (full attention; {case.mfu(option.seconds, 'causal'):.1%} causal)"
+    )
+    if price is None:
+        return text
+    day, trillion = price * 24 * option.layout.world, _cost_of_a_trillion(option, price)
+    return f"{text}; ${day:,.0f} per day, ${trillion:,.0f} per 1T tokens"
+
+
+def _hosts(option: Option) -> str:
+    """How mixed nodes are to be numbered, so that every replica spans them."""
+    names = [str(group.accelerator.name) for group in option.case.cluster.groups]
+    counts = [f"{option.case.groups.count(at)} on {name}" for at, name in enumerate(names)]
+    return (
+        f"pipeline stages in order: {', then '.join(counts)}, with layers {','.join(map(str, option.layout.split))}; "
+        "number the hosts so that each replica has its share of every group"
+    )
+
+
+def _too_large(option: Option) -> Text:
+    needs = option.footprint
+    name, size = max(needs.parts.items(), key=lambda part: part[1])
+    return Text(
+        f"it does not fit: needs {needs.total / GB:.1f} GB on pipeline rank {needs.rank} (largest part: {name}, "
+        f"{size / GB:.1f} GB), limit {option.limit / GB:.1f} of {option.device_memory / GB:.1f} GB",
+        "bad",
+    )
+
+
+def _seconds(length: float) -> str:
+    return f"{length:.2f} s" if length >= 1 else f"{1e3 * length:.1f} ms"
