@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fivefold.data.batch import Batch
 from fivefold.job.config import DataConfig, Job, TrainConfig
-from fivefold.layout.layout import CHUNKED, SCHEDULES, Layout
+from fivefold.layout.layout import Layout
 from fivefold.parallel.channels import Message
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import Action
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch
@@ -38,8 +39,8 @@ def job(layout: Layout, dtype: str = "float64", batch: int = 0, documents: bool 
 def all_schedules(p: int, microbatches: tuple[int, ...]) -> list[Layout]:
     """Every schedule at every number of microbatches that it can do, with one and two chunks where it has a choice."""
     found = []
-    for name in SCHEDULES:
-        for chunks in (1, 2) if name in CHUNKED else (SCHEDULES[name],):
+    for name, record in CATALOGUE.items():
+        for chunks in (1, 2) if record.any_chunks else (record.chunks,):
             for m in microbatches:
                 layout = Layout(pp=p, schedule=name, chunks=chunks, microbatches=m)
                 if not layout.problems(job(layout).model):

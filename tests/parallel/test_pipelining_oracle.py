@@ -14,7 +14,6 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.loss import loss_sum
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
-from fivefold.schedule.catalogue import placement
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch
 from tests.parallel.pipelines import CPU, gradients_of, job
@@ -48,7 +47,7 @@ class Part(nn.Module):
 def oracle(rank: int, layout: Layout, name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The gradients of this rank's stages."""
     case = job(layout, documents=False)
-    every, placed = stages_of(case.model, layout, case.data.seq), placement(layout.schedule, layout.pp, layout.chunks)
+    every, placed = stages_of(case.model, layout, case.data.seq), layout.placement
     parts, stages = [], []
     for number in placed.of_rank[rank]:
         decoder = Decoder(case.model, stage=every[number]).double()

@@ -4,7 +4,7 @@ import pytest
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.footprint import footprint, footprint_of, in_flight
+from fivefold.plan.cost.footprint import footprint, footprint_of
 from fivefold.plan.cost.memory import OURS, PAPER, paper, state
 from fivefold.plan.cost.time import Case
 from fivefold.schedule.catalogue import build
@@ -39,7 +39,7 @@ def test_state_is_what_the_exact_count_says(layout: str) -> None:
 def test_microbatches_in_flight_are_those_of_the_schedule_itself(name: str, chunks: int) -> None:
     schedule = build(name, 4, 8, chunks=chunks)
     peaks = [max(live_counts(schedule.compute(rank))) for rank in range(4)]
-    assert [sum(held.values()) for held in in_flight(name, 4, 8, chunks)] == peaks
+    assert [sum(held.values()) for held in build(name, 4, 8, chunks=chunks).in_flight] == peaks
 
 
 def test_the_first_stage_of_1f1b_holds_the_most_and_the_last_the_logits() -> None:

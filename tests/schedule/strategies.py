@@ -2,7 +2,6 @@
 
 from hypothesis import strategies as st
 
-from fivefold.layout.layout import LEAST
 from fivefold.schedule import CATALOGUE, Schedule, build, with_zero
 from fivefold.schedule.builders.interleaved import legal_groups
 
@@ -16,7 +15,7 @@ def schedules(
     """With `zeros`, also those that gather, reduce and step."""
     name = draw(st.sampled_from(names))
     p = draw(st.integers(1, most_ranks))
-    least = max(1, LEAST.get(name, 0) * p)
+    least = max(1, CATALOGUE[name].least * p)
     m = draw(st.integers(least, max(least, most_rounds * p)))
     options: dict[str, int] = {}
     if CATALOGUE[name].any_chunks:

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 
-from fivefold.layout.layout import CHUNKED, LEAST, SCHEDULES
 from fivefold.schedule import CATALOGUE, Costs, Link, Schedule, build, check, peak_live, simulate
 from fivefold.support.errors import UserError
 from tests.schedule.brute import trouble
@@ -25,7 +24,7 @@ def test_whatever_is_built_passes_every_proof_and_runs(schedule: Schedule) -> No
 
 @pytest.mark.parametrize(
     ("name", "p", "m"),
-    [(name, p, m) for name in CATALOGUE for p, m in SIZES if m >= LEAST.get(name, 0) * p],
+    [(name, p, m) for name in CATALOGUE for p, m in SIZES if m >= CATALOGUE[name].least * p],
 )
 def test_every_schedule_keeps_its_promise(name: str, p: int, m: int) -> None:
     schedule = build(name, p, m)
@@ -152,7 +151,7 @@ def test_v_half_and_v_min_memory_at_eight_ranks() -> None:
 # ---- few microbatches, bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in LEAST])
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if not CATALOGUE[name].least])
 @pytest.mark.parametrize("m", [1, 2, 3, 7])
 def test_fewer_microbatches_than_ranks_work(name: str, m: int) -> None:
     schedule = build(name, 8, m)
@@ -180,6 +179,30 @@ def test_what_cannot_be_built_is_refused_with_the_reason(name: str, arguments: d
         build(name, **arguments)
 
 
-def test_layouts_and_the_catalogue_know_the_same_schedules() -> None:
-    assert {name: entry.chunks for name, entry in CATALOGUE.items()} == SCHEDULES
-    assert tuple(name for name, entry in CATALOGUE.items() if entry.any_chunks) == CHUNKED
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8), (4, 9), (3, 12)])
+def test_a_record_says_what_its_builder_does(name: str, p: int, m: int) -> None:
+    record = CATALOGUE[name]
+    for chunks in (1, 2, 3) if record.any_chunks else (record.chunks,):
+        schedule = build(name, p, m, chunks=chunks)
+        assert schedule.name == record.name
+        assert schedule.placement == record.placement(p, chunks)
+        assert schedule.placement.chunks == chunks
+        assert schedule.splits == record.splits or (record.weighs and not schedule.splits)
+        held = max(sum(held.values()) for held in schedule.in_flight)
+        assert held == max(map(peak_live, schedule.ranks))
+        # What closed forms take for the peak is near enough to rank by.
+        assert held / chunks <= min(m, record.live(p, m, chunks)) * 1.2 + 1
+
+
+def test_records_are_what_layouts_planner_and_verifier_have_always_had() -> None:
+    assert {name: record.chunks for name, record in CATALOGUE.items()} == {
+        "naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "v-half": 2,
+        "v-min": 2, "dualpipe-v": 2, "auto": 1,
+    }  # fmt: skip
+    assert [name for name, record in CATALOGUE.items() if record.any_chunks] == ["interleaved", "bfs"]
+    planned = [(record.name, chunks) for record in CATALOGUE.values() for chunks in record.planned]
+    assert planned == [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8), ("zb-h1", 1),
+                       ("zb-v", 2), ("v-half", 2), ("dualpipe-v", 2)]  # fmt: skip
+    whole = ["naive", "gpipe", "1f1b", "interleaved", "bfs"]
+    assert [name for name, record in CATALOGUE.items() if not record.splits] == whole

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fivefold.job.learning_rate import learning_rate
-from fivefold.layout.layout import SCHEDULES
 from fivefold.layout.sharding import context_share
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.verify import compare
 from fivefold.verify.batches import make_batch
 from fivefold.verify.compare import bound_of
@@ -198,7 +198,7 @@ def test_every_legal_layout_of_four_ranks() -> None:
 
 def test_pipelines_meet_every_schedule_with_every_zero_on_all_degrees() -> None:
     every = [one for one in legal_layouts(tiny(), 4, 16, 8, deepen=True) if one.pp > 1]
-    schedules = SCHEDULES.keys() - {"naive"}
+    schedules = CATALOGUE.keys() - {"naive"}
     kinds = {(one.dp, one.cp, one.tp, one.pp, one.zero, one.replicate) for one in every}
     assert {kind[:4] for kind in kinds} == {(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 4)}
     assert {kind[4:] for kind in kinds if kind[0] == 2} == {(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)}

@@ -27,7 +27,6 @@ from fivefold.parallel.channels import Channels
 from fivefold.parallel.gather_full import whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
-from fivefold.schedule.catalogue import placement
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.simulate import simulate
 from fivefold.train.engine import Engine
@@ -104,7 +103,7 @@ class Torchs:
 
     def __init__(self, shape: Shape, batch: Batch, schedule: str, mesh: Mesh, like: Decoder):
         layout, spec = shape.layout(schedule), shape.spec
-        stages, owner = stages_of(spec, layout, shape.seq), placement(schedule, shape.pp).owner
+        stages, owner = stages_of(spec, layout, shape.seq), layout.placement.owner
         place = TokenPositions.of(torch.zeros(shape.batch // shape.microbatches, shape.seq, dtype=torch.int64))
         self.modules = [
             Placed(Decoder(spec, stage=stage), place) for stage in stages if owner[stage.index] == mesh.pp.rank

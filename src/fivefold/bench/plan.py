@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.layout.stages import balanced
-from fivefold.plan.cost.footprint import in_flight
+from fivefold.layout.stages import _built, balanced
 from fivefold.plan.cost.kernels import _waves
-from fivefold.plan.cost.time import Case, _stages, schedule_of, stage_parameters
+from fivefold.plan.cost.time import Case, _stages, stage_parameters
 from fivefold.plan.cost.work import _method
 from fivefold.plan.search.search import search
 from fivefold.spec.presets import preset
@@ -43,7 +42,7 @@ def measure(question: Question, rounds: int = 3, clock: Callable[[], float] = pe
     case = Case(preset(question.model), Layout(), Cluster.parse(question.cluster), question.seq, question.batch)
     times, weighed = [], 0
     for _ in range(rounds):
-        for found_before in (schedule_of, balanced, in_flight, stage_parameters, _stages, _waves, _method):
+        for found_before in (_built, balanced, stage_parameters, _stages, _waves, _method):
             found_before.cache_clear()
         begin = clock()
         weighed = search(case).evaluated

@@ -16,7 +16,6 @@ from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.plan.cost.traffic import Seat
-from fivefold.schedule.catalogue import placement
 from fivefold.spec.model import ModelSpec
 from fivefold.support.files import Progress
 
@@ -42,7 +41,7 @@ def reshard(
 
 def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
     """By rank of the layout, what it would write: each element of the model once."""
-    stages, owner = stages_of(spec, layout, seq), placement(layout.schedule, layout.pp, layout.chunks).owner
+    stages, owner = stages_of(spec, layout, seq), layout.placement.owner
     parts = layout.dp // layout.replicate * layout.cp if layout.zero else 1
     boxes: list[dict[str, Box]] = []
     taken: set[tuple[str, Box]] = set()

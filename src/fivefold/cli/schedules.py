@@ -101,15 +101,13 @@ def _wish(
 
 def _check_output(path: Path, schedules: int) -> None:
     """Before minutes are spent on what could not be written."""
-    from fivefold.schedule.compare import SCHEDULE_FILES
     from fivefold.schedule.draw import PICTURES
+    from fivefold.schedule.files import SUFFIXES
 
     suffix = path.suffix.lower()
-    if suffix not in (*PICTURES, *SCHEDULE_FILES):
-        raise UserError(
-            f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SCHEDULE_FILES)} for data"
-        )
-    if suffix in SCHEDULE_FILES and schedules > 1:
+    if suffix not in (*PICTURES, *SUFFIXES):
+        raise UserError(f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SUFFIXES)} for data")
+    if suffix in SUFFIXES and schedules > 1:
         raise UserError(f"{path} can hold one schedule, and {schedules} are given; write them one by one")
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")

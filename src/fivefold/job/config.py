@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from fivefold.layout.layout import SPLIT, Layout
+from fivefold.layout.layout import Layout
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
@@ -111,7 +111,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tokens = t.batch // max(1, layout.dp * layout.microbatches) * self.data.seq // max(1, layout.cp)
         widths["tokens of a microbatch on a rank"] = tokens
         odd = [f"{name}={width}" for name, width in widths.items() if width % 16]
-        splits = layout.pp > 1 and layout.schedule in SPLIT
+        splits = layout.pp > 1 and layout.splits_backward
         return [
             (t.dtype == "bfloat16", f"train.fp8=true rounds from train.dtype=bfloat16, not {t.dtype}"),
             (layout.tp == 1, f"train.fp8=true is for layouts with tp=1, not tp={layout.tp}"),

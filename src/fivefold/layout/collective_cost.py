@@ -13,7 +13,6 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from fivefold.layout.layout import Layout
-from fivefold.schedule.catalogue import placement
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"]
 AXES = ("dp", "cp", "tp", "pp", "replicate", "zero", "data", "world", "ends")
@@ -60,7 +59,7 @@ def sizes(layout: Layout) -> dict[str, int]:
     """Ranks along each axis. The ends of a pipeline are two ranks, if they are not one (V placements)."""
     shards = layout.dp // layout.replicate * layout.cp
     degrees = {axis: getattr(layout, axis) for axis in ("dp", "cp", "tp", "pp", "replicate")}
-    ends = 1 + (placement(layout.schedule, layout.pp, layout.chunks).owner[-1] > 0)
+    ends = 1 + (layout.placement.owner[-1] > 0)
     return degrees | {"zero": shards, "data": layout.dp * layout.cp, "world": layout.world, "ends": ends}
 
 

@@ -11,33 +11,17 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from fivefold.schedule.actions import COLLECTIVES
+from fivefold.schedule.catalogue import RECORDS, record_of
+from fivefold.schedule.record import Record
+from fivefold.schedule.schedule import Placement, Schedule
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean, either
+from fivefold.support.formatting import either
 from fivefold.support.reading import read, unknown_key
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
-
-# Schedule -> stages per rank (chunks). Those in CHUNKED take any number of them; the rest have exactly this many.
-SCHEDULES = {
-    "naive": 1,
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved": 2,
-    "bfs": 2,
-    "zb-h1": 1,
-    "zb-h2": 1,
-    "zb-v": 2,
-    "v-half": 2,
-    "v-min": 2,
-    "dualpipe-v": 2,
-    "auto": 1,
-}
-CHUNKED = ("interleaved", "bfs")
-VEE = ("zb-v", "v-half", "v-min", "dualpipe-v")  # down the ranks and up again: the first has the last stage, too
-SPLIT = ("zb-h1", "zb-h2", *VEE, "auto")  # with weight gradients (W) apart from those of inputs (I)
-LEAST = {"interleaved": 1, "dualpipe-v": 2}  # microbatches that a schedule cannot do without, times pp
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,12 +41,34 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if self.chunks == 0:
-            msgspec.structs.force_setattr(self, "chunks", SCHEDULES.get(self.schedule, 1))
+            try:
+                own = self.record.chunks
+            except UserError:  # `problems` says which
+                own = 1
+            msgspec.structs.force_setattr(self, "chunks", own)
+
+    @property
+    def record(self) -> Record:
+        """What its schedule is like; raises what is wrong with one that does not exist."""
+        return record_of(self.schedule)
+
+    @property
+    def placement(self) -> Placement:
+        """Which stages live on which pipeline rank."""
+        return self.record.placement(self.pp, self.chunks)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients."""
+        try:
+            return self.record.splits
+        except UserError:
+            return False
 
     @property
     def breaks_graphs(self) -> bool:
         """Whether a compiled block is several graphs: what is put off, and the ring's messages, stand between them."""
-        return (self.pp > 1 and self.schedule in SPLIT) or (self.cp > 1 and self.cp_kind == "ring")
+        return (self.pp > 1 and self.splits_backward) or (self.cp > 1 and self.cp_kind == "ring")
 
     @property
     def compiles_blocks(self) -> bool:
@@ -212,15 +218,20 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return found
 
     def _pipeline(self, spec: ModelSpec) -> list[str]:
-        if self.schedule not in SCHEDULES:
-            return [f"unknown schedule {self.schedule!r}; {did_you_mean(self.schedule, list(SCHEDULES))}"]
+        try:
+            record = self.record
+        except UserError as error:
+            return error.problems
+        if record.schedule is not None and (found := self._file(record.schedule)):
+            return found
         found = []
-        if self.schedule not in CHUNKED and self.chunks != SCHEDULES[self.schedule]:
+        if not record.any_chunks and self.chunks != record.chunks:
+            others = either([one.name for one in RECORDS if one.any_chunks])
             found.append(
-                f"layout.chunks={self.chunks}, and schedule={self.schedule} has {SCHEDULES[self.schedule]} per rank; "
-                f"nearest: chunks={SCHEDULES[self.schedule]}, or schedule={either(CHUNKED)}"
+                f"layout.chunks={self.chunks}, and schedule={self.schedule} has {record.chunks} per rank; "
+                f"nearest: chunks={record.chunks}, or schedule={others}"
             )
-        least = LEAST.get(self.schedule, 0) * self.pp
+        least = record.least * self.pp
         if self.microbatches < least:
             found.append(
                 f"layout.microbatches={self.microbatches}, and schedule={self.schedule} and pp={self.pp} need at least "
@@ -247,7 +258,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"pp={self.pp} x chunks={self.chunks} makes {self.stages} stages, and {spec.name} has {spec.layers} "
                 f"layers, an embedding and a head to fill them; nearest: {nearest}"
             )
-        both_ends = self.chunks > 1 and (self.schedule in VEE or self.pp == 1)
+        both_ends = self.chunks > 1 and self.placement.owner[-1] == 0
         if spec.tied and both_ends and self.zero in (2, 3) and self.dp * self.cp > 1:
             why = "gathers the weights of each stage by itself"
             if self.zero == 2:
@@ -255,6 +266,27 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             found.append(
                 f"zero={self.zero} {why}, and schedule={self.schedule} has the tied embedding of {spec.name} in two "
                 f"stages of one rank; nearest: zero=1, or schedule=zb-h1"
+            )
+        return found
+
+    def _file(self, schedule: Schedule) -> list[str]:
+        """Why a schedule of a file cannot train in this layout: other numbers, or what the trainer does not do."""
+        name, placement = self.schedule, schedule.placement
+        found = [
+            f"layout.{field}={asked}, and {name} is a schedule for {field}={held}; nearest: {field}={held}"
+            for field, asked, held in (("pp", self.pp, schedule.p), ("microbatches", self.microbatches, schedule.m))
+            if asked != held
+        ]
+        if len(set(map(len, placement.of_rank))) > 1:
+            counts = ", ".join(f"{len(stages)} on rank {rank}" for rank, stages in enumerate(placement.of_rank))
+            found.append(f"{name} has {counts}: training needs the same number of stages on every pipeline rank")
+        if placement.owner[0] != 0:
+            found.append(
+                f"{name} has stage 0 on rank {placement.owner[0]}: training reads its input on pipeline rank 0"
+            )
+        if schedule.count(*COLLECTIVES):
+            found.append(
+                f"{name} places GATHER, REDUCE or STEP: training does these by layout.zero; leave them out of the file"
             )
         return found
 

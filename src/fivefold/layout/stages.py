@@ -10,6 +10,7 @@ from functools import lru_cache
 from fivefold.layout.layout import Layout
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.costs import Costs
+from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Schedule
 from fivefold.spec.model import ModelSpec
 
@@ -78,24 +79,34 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     return (first, *[each] * (stages - 2 - more), *[each + 1] * more, last)
 
 
-def schedule_of(spec: ModelSpec, layout: Layout, seq: int) -> Schedule:
-    """The schedule of a layout; `auto` is made for the stages that the model has in it, unequal as they are."""
-    weighed = _durations(spec, layout, seq) if layout.schedule == "auto" and layout.pp > 1 else None
-    return build(layout.schedule, layout.pp, layout.microbatches, chunks=layout.chunks, costs=weighed)
+def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0) -> Schedule:
+    """The schedule of a layout, one object for the planner and the trainer. `microbatches`: fewer than the layout's.
+
+    `auto` is made for the stages that the model has in it, unequal as they are.
+    """
+    record, m = layout.record, microbatches or layout.microbatches
+    stages = stages_of(spec, layout, seq) if record.weighs and layout.pp > 1 else ()
+    return _built(record, layout.pp, m, layout.chunks, (spec, seq, stages) if stages else None)
 
 
-def _durations(spec: ModelSpec, layout: Layout, seq: int) -> Costs:
+@lru_cache(maxsize=512)
+def _built(
+    record: Record, p: int, m: int, chunks: int, weighed: tuple[ModelSpec, int, tuple[Stage, ...]] | None
+) -> Schedule:
+    return build(record, p, m, chunks=chunks, costs=_durations(*weighed, p) if weighed else None)
+
+
+def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> Costs:
     """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
     layer, bottom, top = costs(spec, seq)
     scores = 2.0 * seq * spec.heads * spec.head_dim
-    every = stages_of(spec, layout, seq)
     ends = [bottom * stage.first + top * stage.last for stage in every]
     f = [len(stage.layers) * layer + end for stage, end in zip(every, ends, strict=True)]
     i = [len(stage.layers) * (layer + scores) + end for stage, end in zip(every, ends, strict=True)]
     w = [len(stage.layers) * (layer - scores) + top * stage.last for stage in every]
     unit = max(f)
     b = [x + y for x, y in zip(i, w, strict=True)]
-    shares = tuple(len(stage.layers) / max(1, spec.layers) * layout.pp for stage in every)
+    shares = tuple(len(stage.layers) / max(1, spec.layers) * p for stage in every)
     each = {name: tuple(one / unit for one in times) for name, times in {"f": f, "i": i, "w": w, "b": b}.items()}
     return Costs(f=each["f"], i=each["i"], w=each["w"], b=each["b"], activation=shares)
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fivefold.layout.layout import Layout
-from fivefold.schedule.catalogue import placement
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeou
 
 
 def _ends(layout: Layout, pp: Axis, lines: list[list[int]]) -> Axis:
-    last = placement(layout.schedule, layout.pp, layout.chunks).owner[-1]
+    last = layout.placement.owner[-1]
     if last == 0:
         return Axis("ends")
     if layout.pp == 2:
@@ -137,7 +136,7 @@ def _ends(layout: Layout, pp: Axis, lines: list[list[int]]) -> Axis:
 
 
 def _channels(layout: Layout) -> int:
-    return len(placement(layout.schedule, layout.pp, layout.chunks).channels)
+    return len(layout.placement.channels)
 
 
 def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:

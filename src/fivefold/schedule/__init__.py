@@ -9,7 +9,7 @@
 """
 
 from fivefold.schedule.actions import ALL, Action, Channel, Kind
-from fivefold.schedule.catalogue import CATALOGUE, build, placement
+from fivefold.schedule.catalogue import CATALOGUE, build, record_of
 from fivefold.schedule.check import Problem, check, prove
 from fivefold.schedule.clock import Span
 from fivefold.schedule.costs import Costs, Link
@@ -42,8 +42,8 @@ __all__ = [
     "live_counts",
     "load",
     "peak_live",
-    "placement",
     "prove",
+    "record_of",
     "save",
     "simulate",
     "to_json",

@@ -2,18 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from fivefold.schedule.catalogue import CATALOGUE, build, entry_of
+from fivefold.schedule.catalogue import CATALOGUE, build, is_file, record_of
 from fivefold.schedule.check import prove
-from fivefold.schedule.files import load
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.schedule.times import Times
 from fivefold.support.errors import UserError
-
-SCHEDULE_FILES = (".txt", ".json")
-
 
 OPTIONS = ("chunks", "group", "memory")
 
@@ -42,7 +37,7 @@ class Wish:
 
     def simulate(self, name: str) -> Simulation:
         """A schedule of the catalogue, or of a file, on the clock."""
-        schedule = self.load(name) if _is_file(name) else self.build(name)
+        schedule = self.load(name) if is_file(name) else self.build(name)
         return simulate(schedule, self.times.costs(schedule.placement))
 
     def compare(self) -> dict[str, Simulation | UserError]:
@@ -59,17 +54,18 @@ class Wish:
         return results
 
     def build(self, name: str) -> Schedule:
-        entry = entry_of(name)
+        record = record_of(name)
         if self.pp is None or self.microbatches is None:
             options = {"--pp": self.pp, "--microbatches": self.microbatches}
             missing = " and ".join(option for option, value in options.items() if value is None)
             raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
-        given = {option: value for option, value in self.options().items() if entry.takes(option)} | self.untaken()
-        costs = self.times.costs(entry.place(self.pp, given.get("chunks") or entry.chunks))
+        given = {option: value for option, value in self.options().items() if record.takes(option)} | self.untaken()
+        costs = self.times.costs(record.placement(self.pp, given.get("chunks", 0)))
         return prove(build(name, self.pp, self.microbatches, costs=costs, **given))
 
     def load(self, name: str) -> Schedule:
-        schedule = load(Path(name))
+        schedule = record_of(name).schedule
+        assert schedule is not None
         for option, given, held in (("--pp", self.pp, schedule.p), ("--microbatches", self.microbatches, schedule.m)):
             if given not in (None, held):
                 raise UserError(f"{option} is {given}, and {name} is a schedule for {held}; leave the option out")
@@ -83,11 +79,5 @@ class Wish:
 
     def untaken(self) -> dict[str, int]:
         """The options that none of the schedules takes."""
-        entries = [CATALOGUE[name] for name in self.names if name in CATALOGUE]
-        return {option: n for option, n in self.options().items() if not any(entry.takes(option) for entry in entries)}
-
-
-def _is_file(name: str) -> bool:
-    return name not in CATALOGUE and (
-        Path(name).suffix.lower() in SCHEDULE_FILES or "/" in name or Path(name).is_file()
-    )
+        records = [CATALOGUE[name] for name in self.names if name in CATALOGUE]
+        return {option: n for option, n in self.options().items() if not any(one.takes(option) for one in records)}

@@ -9,6 +9,8 @@ from fivefold.schedule.text import read_json, read_text, to_json, to_text
 from fivefold.schedule.wording import shortened
 from fivefold.support.errors import UserError
 
+SUFFIXES = (".txt", ".json")
+
 
 def save(schedule: Schedule, path: Path) -> None:
     """Write a schedule; the suffix decides about the form."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, Action, Channel, Kind
+from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, WEIGHT_GRAD, Action, Channel, Kind
 from fivefold.support.errors import UserError
 
 
@@ -118,6 +118,28 @@ class Schedule:
     def compute(self, rank: int) -> tuple[Action, ...]:
         """The rank's F, B, I and W in order."""
         return tuple(action for action in self.ranks[rank] if action.kind in COMPUTE)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether any weight gradient is computed apart from its input gradient."""
+        return self.count(WEIGHT_GRAD) > 0
+
+    @cached_property
+    def in_flight(self) -> tuple[dict[int, int], ...]:
+        """By rank and stage: microbatches whose activations are held when the rank holds the most of all stages."""
+        found: list[dict[int, int]] = []
+        for rank, stages in enumerate(self.placement.of_rank):
+            live = dict.fromkeys(stages, 0)
+            best = dict(live)
+            for action in self.compute(rank):
+                if action.kind is FORWARD:
+                    live[action.stage] += 1
+                    if sum(live.values()) > sum(best.values()):
+                        best = dict(live)
+                elif action.kind in LAST_READERS:
+                    live[action.stage] -= 1
+            found.append(best)
+        return tuple(found)
 
     def count(self, *kinds: Kind) -> int:
         """How many actions of these kinds there are, over all ranks."""

@@ -15,7 +15,6 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.ops import verbs_of
 from fivefold.parallel.pipeline import Pipeline, Watch
 from fivefold.parallel.zero import spread
-from fivefold.schedule.actions import WEIGHT_GRAD
 
 
 class Network:
@@ -32,7 +31,7 @@ class Network:
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         self.schedule = schedule_of(job.model, layout, job.data.seq)
-        later, split = WeightGradQueue(), self.schedule.count(WEIGHT_GRAD) > 0
+        later, split = WeightGradQueue(), self.schedule.splits
         self.ops = around(verbs_of(job.model, mesh, later if split else None))
         self.ops.compiled, self.ops.fp8, self.ops.breaks = self.compiled, job.train.fp8, layout.breaks_graphs
         self.stages = self._stages()

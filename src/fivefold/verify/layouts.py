@@ -24,7 +24,8 @@ from typing import get_args
 import msgspec
 
 from fivefold.job.config import Job
-from fivefold.layout.layout import SCHEDULES, ContextKind, Layout, Recompute
+from fivefold.layout.layout import ContextKind, Layout, Recompute
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.model import ModelSpec
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
@@ -47,7 +48,7 @@ def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: boo
         if dp * cp * tp * pp != world:
             continue
         sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in _divisors(dp) if copies > 1]
-        schedules = [name for name in SCHEDULES if name != "naive"] if pp > 1 else ["1f1b"]
+        schedules = [name for name in CATALOGUE if name != "naive"] if pp > 1 else ["1f1b"]
         for schedule, (zero, replicate) in product(schedules, sharded if dp * cp > 1 else [(0, 1)]):
             base = Layout(dp=dp, cp=cp, tp=tp, pp=pp, schedule=schedule, zero=zero, replicate=replicate)
             legal = [

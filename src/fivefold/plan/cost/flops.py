@@ -1,9 +1,8 @@
 """FLOPs that a rank executes in a step: products and attention, recomputed ones too, a causal mask's half left out."""
 
-from fivefold.layout.layout import SPLIT, Layout
+from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import kv_head
 from fivefold.layout.stages import stages_of
-from fivefold.schedule.catalogue import placement
 from fivefold.spec.model import ModelSpec
 
 
@@ -11,14 +10,14 @@ def rank_flops(spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int
     """Of the rank at those places; ranks along dp and cp do the same."""
     tokens = batch // layout.dp * (seq // layout.cp)
     stages = stages_of(spec, layout, seq)
-    mine = [stages[number] for number in placement(layout.schedule, layout.pp, layout.chunks).of_rank[pp]]
+    mine = [stages[number] for number in layout.placement.of_rank[pp]]
     layers = sum(len(stage.layers) for stage in mine)
     products, attention, last = _block(spec, layout, seq, tp)
     block = 3 * products + 3.5 * attention  # backward: two products for each, and attention's five for two
     if layout.recompute == "full":
         # The block's last product is not made again, since nothing in backward needs its output; unless it is one step
         # with what follows it, a collective or a put-off weight gradient.
-        stops = layout.tp == 1 and layout.schedule not in SPLIT
+        stops = layout.tp == 1 and not layout.splits_backward
         block += products - (last if stops else 0.0) + attention
     head = 0.0
     if any(stage.last for stage in mine):

@@ -6,19 +6,18 @@ footprint(case).parts       # by component
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from msgspec import structs
 
-from fivefold.layout.layout import SPLIT, Layout
+from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
-from fivefold.layout.stages import Stage
+from fivefold.layout.stages import Stage, schedule_of
 from fivefold.plan.cost.activations import Kept, kept, put_off
 from fivefold.plan.cost.memory import Accounting, State
 from fivefold.plan.cost.stack import Stack
-from fivefold.plan.cost.time import Case, message, repeating, schedule_of, stage_parameters
-from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
-from fivefold.schedule.catalogue import placement
+from fivefold.plan.cost.time import Case, message, repeating, stage_parameters
+from fivefold.schedule.actions import FORWARD
+from fivefold.schedule.schedule import Schedule
 from fivefold.spec.model import ModelSpec
 
 CONTEXT = 1.5e9  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
@@ -86,15 +85,15 @@ def footprint(case: Case) -> Footprint:
 
 def footprint_of(case: Case, rank: int) -> Footprint:
     layout, stack, spec = case.layout, case.stack, case.spec
-    mine = placement(layout.schedule, layout.pp, layout.chunks).of_rank[rank]
+    mine = layout.placement.of_rank[rank]
     stages = [case.stages[number] for number in mine]
     count = sum(stage_parameters(spec, stage) for stage in stages) / layout.tp
     held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
     shards = layout.dp // layout.replicate * layout.cp
     state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
     block = kept(spec, layout, stack, case.samples, case.seq, case.work.wide)
-    few = repeating(layout.pp, layout.microbatches)
-    flying = in_flight(layout.schedule, layout.pp, few, layout.chunks)[rank]
+    schedule = schedule_of(spec, layout, case.seq, repeating(layout))
+    flying = schedule.in_flight[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
     moments = dict(_moments(case, stages, block))
     moment, transient = max(moments.items(), key=lambda one: one[1])
@@ -105,7 +104,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     buffers = stack.bucket_bytes + (messages(layout) + outputs) * message(case)
     # Buckets are there from the start; without them, gradients are made by the first backward pass.
     unbucketed = shards * layout.replicate == 1 or layout.zero == 3
-    lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and _one_way(layout, few, rank)
+    lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and _one_way(schedule, rank)
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
     after = moments["a block's backward"] + buffers + block.times(waits * len(stages[0].layers)).total
     found = Footprint(
@@ -114,9 +113,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 
-def _one_way(layout: Layout, microbatches: int, rank: int) -> bool:
+def _one_way(schedule: Schedule, rank: int) -> bool:
     """Whether no forward pass follows the rank's first backward: the most is held before there are gradients."""
-    kinds = [action.kind for action in _orders(layout.schedule, layout.pp, microbatches, layout.chunks)[rank]]
+    kinds = [action.kind for action in schedule.compute(rank)]
     first = next((place for place, kind in enumerate(kinds) if kind is not FORWARD), len(kinds))
     return FORWARD not in kinds[first:]
 
@@ -151,7 +150,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
             yield "the head's gradient", table * wide + max(table * stack.weight_bytes + around, flying)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
-        rest = put_off(spec, layout, work.tokens, work.wide) if layout.schedule in SPLIT else 0.0
+        rest = put_off(spec, layout, work.tokens, work.wide) if layout.splits_backward else 0.0
         own = len(stages[0].layers) * max(0.0, block.total - rest)
         flying = wide * table if layout.zero == 2 and layout.dp * layout.cp > 1 else 0.0
         yield "the embedding's gradient", stack.weight_bytes * table + flying - own
@@ -194,26 +193,3 @@ def head_kept(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> flo
         return 0.0
     states = tokens * spec.hidden / (layout.tp if layout.sp else 1)
     return stack.weight_bytes * (states + -(-spec.vocab // layout.tp) * spec.hidden)
-
-
-@lru_cache(maxsize=512)
-def in_flight(schedule: str, p: int, m: int, chunks: int) -> list[dict[int, int]]:
-    """By pipeline rank and stage: microbatches whose activations are held when the rank holds the most in all."""
-    found: list[dict[int, int]] = []
-    for order in _orders(schedule, p, m, chunks):
-        live: dict[int, int] = {}
-        best: dict[int, int] = {}
-        for action in order:
-            if action.kind is FORWARD:
-                live[action.stage] = live.get(action.stage, 0) + 1
-                if sum(live.values()) > sum(best.values()):
-                    best = dict(live)
-            elif action.kind in LAST_READERS:
-                live[action.stage] -= 1
-        found.append({stage: best.get(stage, 0) for stage in placement(schedule, p, chunks).of_rank[len(found)]})
-    return found
-
-
-def _orders(schedule: str, p: int, m: int, chunks: int) -> list[tuple[Action, ...]]:
-    built = schedule_of(schedule, p, m, chunks)
-    return [built.compute(rank) for rank in range(p)]

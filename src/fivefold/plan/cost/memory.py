@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
-from fivefold.schedule.catalogue import placement
 from fivefold.spec.model import ModelSpec
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -106,5 +105,4 @@ def state_of(
 def _names(spec: ModelSpec, layout: Layout, seq: int) -> list[set[str]]:
     """By pipeline rank, the parameters that it holds; an embedding that both ends share on one rank is there once."""
     stages = stages_of(spec, layout, seq)
-    owners = placement(layout.schedule, layout.pp, layout.chunks)
-    return [{name for stage in mine for name in stages[stage].names(spec)} for mine in owners.of_rank]
+    return [{name for stage in mine for name in stages[stage].names(spec)} for mine in layout.placement.of_rank]

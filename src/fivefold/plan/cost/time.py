@@ -13,20 +13,15 @@ from msgspec import structs
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import Layout
-from fivefold.layout.stages import Stage, stages_of
+from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import FIVEFOLD, Stack
 from fivefold.plan.cost.work import NOTHING, Passes, Seconds, Work, hidden
-from fivefold.schedule.catalogue import build, placement
 from fivefold.schedule.costs import Costs, Link
-from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.spec.model import Attention as Counting
 from fivefold.spec.model import ModelSpec
-
-# How much of 1F1B's fill a schedule leaves, with stages, sends and a head as models have them; for closed forms only.
-FILL = {"zb-h1": 0.4, "auto": 0.4, "zb-h2": 0.3, "zb-v": 0.3, "v-half": 0.8, "dualpipe-v": 0.7}
 
 
 @dataclass(frozen=True)
@@ -98,11 +93,6 @@ def _stages(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     return stages_of(spec, layout, seq)
 
 
-@lru_cache(maxsize=256)
-def schedule_of(name: str, p: int, m: int, chunks: int) -> Schedule:
-    return build(name, p, m, chunks=chunks)
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A step, from its first forward pass to its new weights."""
@@ -133,10 +123,9 @@ class Estimate:
 def estimate(case: Case, exact: bool = True) -> Estimate:
     """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
     passes = stage_passes(case)
-    placed = placement(case.layout.schedule, case.layout.pp, case.layout.chunks)
     m = case.layout.microbatches
     loads = []
-    for mine in placed.of_rank:
+    for mine in case.layout.placement.of_rank:
         load = NOTHING
         for stage in mine:
             for part in passes[stage]:
@@ -157,19 +146,19 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
 def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float]:
     """The schedule on its clock. A long one repeats itself: its steady state is timed, and counted on."""
     layout, m = case.layout, case.layout.microbatches
-    few = repeating(layout.pp, m)
-    simulation = simulate(schedule_of(layout.schedule, layout.pp, few, layout.chunks), durations)
+    few = repeating(layout)
+    simulation = simulate(schedule_of(case.spec, layout, case.seq, few), durations)
     if few == m:
         return simulation, simulation.makespan
-    longer = simulate(schedule_of(layout.schedule, layout.pp, few + layout.pp, layout.chunks), durations)
+    longer = simulate(schedule_of(case.spec, layout, case.seq, few + layout.pp), durations)
     each = (longer.makespan - simulation.makespan) / layout.pp
     return simulation, simulation.makespan + (m - few) * each
 
 
-def repeating(p: int, m: int) -> int:
-    """Microbatches after which a schedule of m only repeats itself: as many rounds of p as any warm-up needs."""
-    rounds = 3
-    return m if m <= rounds * p + LONG else rounds * p + m % p
+def repeating(layout: Layout) -> int:
+    """Microbatches after which its schedule only repeats itself: as many rounds of p as any warm-up needs."""
+    rounds, p, m = 3, layout.pp, layout.microbatches
+    return m if m <= rounds * p + LONG or not layout.record.repeats else rounds * p + m % p
 
 
 LONG = 64  # microbatches that are simulated whole, whatever p is
@@ -177,7 +166,7 @@ LONG = 64  # microbatches that are simulated whole, whatever p is
 
 def stage_passes(case: Case) -> list[Passes]:
     """What each stage does with a microbatch."""
-    owner = placement(case.layout.schedule, case.layout.pp, case.layout.chunks).owner
+    owner = case.layout.placement.owner
     found = []
     for stage in case.stages:
         work = case.work_of(owner[stage.index])
@@ -217,7 +206,7 @@ def closed_form(case: Case, ranks: list[float]) -> float:
     send = case.wires.time("send", "pp", message(case))
     slowest = max(ranks)
     fill = (sum(ranks) - slowest) / layout.chunks
-    fill *= m if layout.schedule == "naive" else FILL.get(layout.schedule, 1.0)
+    fill *= m if layout.record.refills else layout.record.fill
     held = 2 * (1 - case.stack.hides("pp")) * send * m * layout.chunks
     return m * slowest + fill + held + 2 * (layout.pp - 1) * send
 
@@ -283,5 +272,4 @@ def stage_parameters(spec: ModelSpec, stage: Stage) -> int:
 
 def rank_parameters(case: Case) -> int:
     """Of the pipeline rank that has the most, before tp."""
-    placed = placement(case.layout.schedule, case.layout.pp, case.layout.chunks)
-    return max(sum(stage_parameters(case.spec, case.stages[s]) for s in mine) for mine in placed.of_rank)
+    return max(sum(stage_parameters(case.spec, case.stages[s]) for s in mine) for mine in case.layout.placement.of_rank)

@@ -21,10 +21,8 @@ from fivefold.layout.buckets import MINIMUM, Held, buckets, held, unit_of
 from fivefold.layout.collective_cost import Kind, Traffic, same_axis, sizes, total, wire
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import kv_head, slices
-from fivefold.layout.stages import Stage, stages_of
+from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.plan.cost.memory import BYTES, wide_bytes
-from fivefold.schedule.actions import WEIGHT_GRAD
-from fivefold.schedule.catalogue import build, placement
 from fivefold.spec.model import ModelSpec
 
 _SCALAR = 8  # losses and norms are added up in float64
@@ -115,10 +113,10 @@ def expected(
 ) -> list[Traffic]:
     """One step of one rank."""
     tokens = batch // layout.dp // layout.microbatches * (seq // layout.cp)
-    every, mine = stages_of(spec, layout, seq), placement(layout.schedule, layout.pp, layout.chunks).of_rank[seat.pp]
+    every, mine = stages_of(spec, layout, seq), layout.placement.of_rank[seat.pp]
     stages = tuple(every[number] for number in mine)
-    few = min(layout.microbatches, 4 * layout.pp)  # enough to see whether it does
-    split = build(layout.schedule, layout.pp, few, chunks=layout.chunks).count(WEIGHT_GRAD) > 0
+    # `auto` splits the backward passes where its stages call for it; of the others one knows.
+    split = schedule_of(spec, layout, seq).splits if layout.record.weighs else layout.splits_backward
     step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
     degrees = sizes(layout)
     sent: list[_Sent] = [*_numbers(), *_gradients_and_weights(step)]
@@ -168,7 +166,7 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
 def _pipeline(step: _Step) -> Iterator[_Sent]:
     """The residual stream over every boundary to another rank, and its gradient back; under sp this rank's tokens."""
     layout = step.layout
-    placed = placement(layout.schedule, layout.pp, layout.chunks)
+    placed = layout.placement
     leaving = sum(placed.owner[channel.source] == step.seat.pp for channel in placed.channels)
     yield "pp", "send", leaving, step.states // (layout.tp if layout.sp else 1)
 

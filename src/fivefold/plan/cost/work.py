@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from fivefold.layout.layout import SPLIT, ContextKind, Layout
+from fivefold.layout.layout import ContextKind, Layout
 from fivefold.plan.context import methods as context
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
@@ -187,7 +187,7 @@ class Work:
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.recompute == "full":
-            stops = self.stack.stops_early and self.layout.tp == 1 and self.layout.schedule not in SPLIT
+            stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
             return forward.total + tp - (self._gemm(*self.gemms[-1]) if stops else 0.0)
         match self.stack.selective:
             case "attention":
@@ -210,7 +210,7 @@ class Work:
         if self.stack.overlap.tp:
             return ahead, hidden(2 * half + again, backward, hides("tp"))
         # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
-        behind = 0.0 if self.layout.schedule in SPLIT else weights
+        behind = 0.0 if self.layout.splits_backward else weights
         return ahead, hidden(2 * half + again, behind, hides("tp_backward"))
 
     def _context(self) -> tuple[float, float]:

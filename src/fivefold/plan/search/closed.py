@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from fivefold.layout.layout import SPLIT, ContextKind, Layout, Recompute
+from fivefold.layout.layout import ContextKind, Layout, Recompute
 from fivefold.plan.cost.activations import kept
 from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
 from fivefold.plan.cost.memory import Accounting
-from fivefold.plan.cost.time import FILL, Case, updating
+from fivefold.plan.cost.time import Case, updating
+from fivefold.schedule.record import Record
 from fivefold.spec.model import ModelSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -32,22 +33,8 @@ class Shape(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    schedule: str
+    schedule: Record
     chunks: int
-
-    @property
-    def split(self) -> bool:
-        """Whether weights' gradients are computed apart."""
-        return self.schedule in SPLIT
-
-    def live(self, p: Array, m: Array) -> Array:
-        """Microbatches whose activations a rank holds at most, in units of a whole rank's."""
-        peak = {
-            "interleaved": p + (p - 1) / self.chunks,
-            "v-half": p / 2 + 1.0,
-            "dualpipe-v": p + 1.0,
-        }.get(self.schedule, p)
-        return np.minimum(m, peak)
 
 
 class Choices(NamedTuple):
@@ -109,10 +96,10 @@ class Closed:
     case: Case
     of: Choices
     block: Block  # of arrays
-    pipelines: tuple[Pipeline, ...]
+    pipelines: list[Pipeline]
 
     @classmethod
-    def make(cls, case: Case, of: Choices, blocks: list[Block], pipelines: tuple[Pipeline, ...]) -> "Closed":
+    def make(cls, case: Case, of: Choices, blocks: list[Block], pipelines: list[Pipeline]) -> "Closed":
         table = np.array(blocks).reshape(-1, len(Block._fields))
         return cls(case, of, Block(*table[of.shape].T), pipelines)
 
@@ -145,7 +132,7 @@ class Closed:
     def _rank(self) -> Array:
         """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
         layers, block, pp = self.case.spec.layers, self.block, self.of.pp
-        split = np.array([one.split for one in self.pipelines])[self.of.pipeline] & ~self.alone
+        split = np.array([one.schedule.splits for one in self.pipelines])[self.of.pipeline] & ~self.alone
         each = block.forward + block.backward + np.where(split, block.unhidden, 0.0)
         most = np.ceil((layers + block.ends / each) / (pp * self.chunks)) * self.chunks
         return np.maximum((layers * each + block.ends) / pp, np.where(self.alone, 0, np.minimum(most, layers)) * each)
@@ -161,7 +148,7 @@ class Closed:
         return exposed * self.case.spec.layers / self.of.pp
 
     def _pipeline(self, rank: Array) -> Array:
-        remains = np.array([FILL.get(one.schedule, 1.0) for one in self.pipelines])[self.of.pipeline]
+        remains = np.array([one.schedule.fill for one in self.pipelines])[self.of.pipeline]
         link, reached = self.case.on.accelerator.across, self.case.on.reached
         send = 2 * (self.of.pp - 1) * (link.latency + self.block.message / (link.bandwidth * reached.across))
         return self.of.microbatches * rank + remains * (self.of.pp - 1) * rank / self.chunks + send
@@ -220,9 +207,10 @@ class Closed:
 
     def _flying(self) -> Array:
         found = np.ones(len(self.of.tp))
-        for index, pipeline in enumerate(self.pipelines):
+        for index, (schedule, chunks) in enumerate(self.pipelines):
             at = (self.of.pipeline == index) & ~self.alone
-            found[at] = pipeline.live(self.of.pp[at], self.of.microbatches[at])
+            m = self.of.microbatches[at]
+            found[at] = np.minimum(m, schedule.live(self.of.pp[at], m, chunks))
         return found
 
     def _gathered(self) -> Array:

@@ -18,6 +18,7 @@ from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint
 from fivefold.plan.cost.time import Case, Estimate, estimate, repeating
 from fivefold.plan.search.mixed import mixed_cases
 from fivefold.plan.search.space import Space, Wish, divisors, space
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
 
@@ -167,7 +168,7 @@ def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:
         if len(fitting) >= ENOUGH and every.seconds[at] > HOPELESS * min(fitting):
             continue
         layout = every.layout(at)
-        size = layout.stages * repeating(layout.pp, layout.microbatches) if layout.pp > 1 else 1
+        size = layout.stages * repeating(layout) if layout.pp > 1 else 1
         if len(fitting) >= FEWEST and spent + size > PATIENCE:
             continue
         spent += size
@@ -203,7 +204,7 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
             f"divide the {world} GPUs of {case.cluster}; nearest: {min(near, key=lambda n: abs(n - used))} ranks"
         )
     schedule = fixed.get("schedule")
-    if schedule and schedule not in case.stack.schedules:
+    if schedule in CATALOGUE and schedule not in case.stack.schedules:
         found.append(f"schedule={schedule} is not searched with {case.stack.name}; {either(case.stack.schedules)} are")
     if "chunks" in fixed and "schedule" not in fixed:
         found.append(f"chunks={fixed['chunks']} needs a schedule; write schedule=interleaved,chunks={fixed['chunks']}")

@@ -3,25 +3,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from fivefold.layout.layout import LEAST, SCHEDULES, Layout, Recompute, tp_fits
+from fivefold.layout.layout import Layout, Recompute, tp_fits
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.closed import Array, Block, Choices, Closed, Pipeline, Shape
+from fivefold.schedule.catalogue import RECORDS, is_file, record_of
 
-PIPELINES = (
-    Pipeline("1f1b", 1),
-    Pipeline("interleaved", 2),
-    Pipeline("interleaved", 4),
-    Pipeline("interleaved", 8),
-    Pipeline("zb-h1", 1),
-    Pipeline("zb-v", 2),
-    Pipeline("v-half", 2),
-    Pipeline("dualpipe-v", 2),
-)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 SIZES = 12  # of a microbatch that are tried, at most
 MOST_TOKENS = 1 << 19  # of a microbatch on a rank: beyond it nothing becomes more efficient
@@ -38,6 +30,22 @@ class Wish:
     def free(self, name: str, values: list[Any]) -> list[Any]:
         return [self.fixed[name]] if name in self.fixed else values
 
+    @cached_property
+    def pipelines(self) -> list[Pipeline]:
+        """The schedules that the software has and `fixed` allows, with their chunks; a fixed file is one by itself."""
+        fixed, has = self.fixed, self.case.stack.schedules
+        name = fixed.get("schedule")
+        if name is None:
+            records = [record for record in RECORDS if record.name in has]
+        else:
+            records = [record_of(name)] if name in has or is_file(name) else []
+        return [
+            Pipeline(record, chunks)
+            for record in records
+            for chunks in record.planned
+            if name is None or chunks == fixed.get("chunks", chunks)
+        ]
+
 
 @dataclass(frozen=True)
 class Space:
@@ -45,6 +53,7 @@ class Space:
 
     of: Choices
     shapes: list[Shape]
+    pipelines: list[Pipeline]
     seconds: Array
     memory: Array
 
@@ -53,7 +62,8 @@ class Space:
 
     def layout(self, at: int) -> Layout:
         """One combination as a layout."""
-        of, shape, pipeline = self.of, self.shapes[self.of.shape[at]], PIPELINES[self.of.pipeline[at]]
+        of, shape = self.of, self.shapes[self.of.shape[at]]
+        schedule, chunks = self.pipelines[self.of.pipeline[at]]
         alone = of.pp[at] == 1
         return Layout(
             dp=int(of.dp[at]),
@@ -63,8 +73,8 @@ class Space:
             cp_kind=shape.cp_kind,
             zero=int(of.zero[at]),
             sp=shape.sp,
-            schedule="1f1b" if alone else pipeline.schedule,
-            chunks=0 if alone or pipeline.chunks == SCHEDULES[pipeline.schedule] else pipeline.chunks,
+            schedule="1f1b" if alone and schedule.repeats else schedule.name,
+            chunks=0 if alone or chunks == schedule.chunks else chunks,
             microbatches=int(of.microbatches[at]),
             recompute=shape.recompute,
         )
@@ -75,10 +85,10 @@ def space(wish: Wish) -> Space:
     shapes = list(_shapes(wish))
     of = _legal(wish, _combinations(wish, shapes))
     if not len(of.tp):
-        return Space(of, shapes, np.zeros(0), np.zeros(0))
+        return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
     blocks = [Block.of(wish.case, shape) for shape in shapes]
-    closed = Closed.make(wish.case, of, blocks, PIPELINES)
-    return Space(of, shapes, closed.seconds(), closed.memory())
+    closed = Closed.make(wish.case, of, blocks, wish.pipelines)
+    return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory())
 
 
 def divisors(number: int) -> list[int]:
@@ -126,6 +136,7 @@ def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
     for index, shape in enumerate(shapes):
         members.setdefault((shape.tp, shape.cp), []).append(index)
     tables: list[Array] = []
+    pipelines = range(len(wish.pipelines))  # one is enough for a single stage
     for (tp, cp), mine in members.items():
         for pp in wish.free("pp", divisors(world // (tp * cp))):
             if pp > case.spec.layers + 2 or world % (tp * cp * pp):
@@ -135,7 +146,9 @@ def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
                 continue
             fitting = [index for index in mine if batch // dp % shapes[index].samples == 0]
             zeros = wish.free("zero", [0, 1, 2, 3] if dp * cp > 1 else [0])
-            rows = np.array(list(product(fitting, zeros, _pipelines(wish, pp))), dtype=np.int64).reshape(-1, 3)
+            rows = np.array(
+                list(product(fitting, zeros, pipelines[:1] if pp == 1 else pipelines)), dtype=np.int64
+            ).reshape(-1, 3)
             axes = np.broadcast_to([tp, pp, cp, dp], (len(rows), 4))
             tables.append(np.column_stack([axes, rows]))
     table = np.concatenate(tables) if tables else np.zeros((0, 7), dtype=np.int64)
@@ -144,24 +157,14 @@ def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
     return Choices(tp_, pp_, cp_, dp_, zero_, samples, batch // (dp_ * samples), shape_, pipeline_)
 
 
-def _pipelines(wish: Wish, pp: int) -> list[int]:
-    """Those that the software has and the wish allows; one is enough for a single stage."""
-    fixed = wish.fixed
-    found = [
-        index
-        for index, (name, chunks) in enumerate(PIPELINES)
-        if name in wish.case.stack.schedules
-        and name == fixed.get("schedule", name)
-        and chunks == (fixed.get("chunks", chunks) if "schedule" in fixed else chunks)
-    ]
-    return found[:1] if pp == 1 else found
-
-
 def _legal(wish: Wish, of: Choices) -> Choices:
     """Enough microbatches for the schedule, and enough layers for the stages."""
-    chunks = np.where(of.pp == 1, 1, np.array([one.chunks for one in PIPELINES])[of.pipeline])
-    least = np.array([LEAST.get(one.schedule, 0) for one in PIPELINES])[of.pipeline]
+    chunks = np.where(of.pp == 1, 1, np.array([one.chunks for one in wish.pipelines])[of.pipeline])
+    least = np.array([one.schedule.least for one in wish.pipelines])[of.pipeline]
     legal = (of.pp == 1) | (of.microbatches >= least * of.pp)
+    for schedule, _ in wish.pipelines:
+        if held := schedule.schedule:  # of a file, for its own numbers alone
+            legal &= (of.pp == held.p) & (of.microbatches == held.m)
     legal &= of.pp * chunks <= wish.case.spec.layers + 2
     if "microbatches" in wish.fixed:
         legal &= of.microbatches == wish.fixed["microbatches"]

@@ -16,6 +16,7 @@ from fivefold.schedule.builders.one_f_one_b import one_f_one_b
 from fivefold.schedule.builders.zero_bubble import zb_h1, zb_h2
 from fivefold.schedule.clock import run
 from fivefold.schedule.costs import Costs
+from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Placement, Promise, Schedule, peak_live
 from fivefold.schedule.simulate import Simulation
 from fivefold.schedule.wiring import Order, wire
@@ -94,3 +95,13 @@ def _with_least_buffers(task: Task, best: Simulation) -> Schedule:
 def _wired(task: Task, orders: list[Order], buffers: int) -> Schedule:
     promise = Promise((min(task.m, task.limit),) * task.p)
     return wire("auto", Placement.single(task.p), task.m, orders, buffers=buffers, promise=promise)
+
+
+AUTO = Record(
+    "auto",
+    lambda r: auto(r.p, r.m, r.costs, r.memory),
+    splits=True,  # as a rule: where the stages call for it, a whole backward wins
+    options=("memory",),
+    weighs=True,
+    fill=0.4,
+)

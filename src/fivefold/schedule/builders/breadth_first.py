@@ -1,6 +1,7 @@
 """Breadth-first (looped) pipelining: GPipe on v chunks per rank. All microbatches pass chunk 0, then all chunk 1."""
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, Action
+from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
 
@@ -22,3 +23,14 @@ def _order(p: int, m: int, v: int, rank: int) -> Order:
     forwards = [Action(FORWARD, chunk * p + rank, k) for chunk in range(v) for k in range(m)]
     backwards = [Action(BACKWARD, chunk * p + rank, k) for chunk in reversed(range(v)) for k in range(m)]
     return forwards + backwards
+
+
+BREADTH_FIRST = Record(
+    "bfs",
+    lambda r: breadth_first(r.p, r.m, r.chunks),
+    Placement.looped,
+    chunks=2,
+    any_chunks=True,
+    bubble="(p-1)(F+B)/v",
+    live=lambda p, m, v: m,
+)

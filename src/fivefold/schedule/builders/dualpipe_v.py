@@ -7,8 +7,8 @@ wait in a FIFO queue.
 
 from collections import Counter, deque
 
-from fivefold.layout.layout import LEAST
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.record import Record, vee
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
 from fivefold.support.errors import UserError
@@ -16,7 +16,7 @@ from fivefold.support.errors import UserError
 
 def dualpipe_v(p: int, m: int) -> Schedule:
     """A rank holds 2p + 1 chunk activations; the bubble is (p - 1)(F&B + B - 3W) in chunk times."""
-    least = LEAST["dualpipe-v"] * p
+    least = DUALPIPE_V.least * p
     if m < least:
         raise UserError(
             f"dualpipe-v needs at least 2p={least} microbatches to have forwards and backwards to pair, and there are "
@@ -101,3 +101,17 @@ class _Rank:
         stage = self.rank if chunk == 0 else 2 * self.p - 1 - self.rank
         self.written.append(Action(kind, stage, counter[chunk], joined))
         counter[chunk] += 1
+
+
+DUALPIPE_V = Record(
+    "dualpipe-v",
+    lambda r: dualpipe_v(r.p, r.m),
+    vee,
+    chunks=2,
+    splits=True,
+    least=2,
+    bubble="(p-1)(F&B+B-3W)/2",
+    fill=0.7,
+    live=lambda p, m, v: p + 1.0,
+    planned=(2,),
+)

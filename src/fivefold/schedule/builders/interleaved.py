@@ -5,8 +5,8 @@ N = p is Megatron's order. A larger N gives each message more time to travel, fo
 number of microbatches need not divide by it, as long as the last group still fills the pipeline.
 """
 
-from fivefold.layout.layout import LEAST
 from fivefold.schedule.actions import BACKWARD, FORWARD, Action
+from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
 from fivefold.support.errors import UserError
@@ -18,7 +18,7 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None) -> Schedul
 
     Without a `group` it takes the smallest legal N: p when p divides m.
     """
-    if m < LEAST["interleaved"] * p:
+    if m < INTERLEAVED.least * p:
         raise UserError(
             f"interleaved needs at least p={p} microbatches, and there are {m}: a chunk's group would run dry before "
             "its first microbatch is back; use 1f1b, or more microbatches"
@@ -77,3 +77,18 @@ def _order(p: int, m: int, v: int, group: int, rank: int) -> Order:
     for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
         order += forward, backward
     return order + backwards[steady:]
+
+
+INTERLEAVED = Record(
+    "interleaved",
+    lambda r: interleaved(r.p, r.m, r.chunks, r.group),
+    Placement.looped,
+    chunks=2,
+    any_chunks=True,
+    least=1,
+    also="p <= N <= m, and m % N is 0 or >= p",
+    options=("group",),
+    bubble="(p-1)(F+B)/v",
+    live=lambda p, m, v: p + (p - 1) / v,
+    planned=(2, 4, 8),
+)

@@ -1,6 +1,7 @@
 """1F1B: warm up just deep enough, then one forward, one backward, so that at most p microbatches are alive."""
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, Action
+from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
 
@@ -22,3 +23,6 @@ def _order(p: int, m: int, rank: int) -> Order:
     for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
         order += forward, backward
     return order + backwards[steady:]
+
+
+ONE_F_ONE_B = Record("1f1b", lambda r: one_f_one_b(r.p, r.m), bubble="(p-1)(F+B)", planned=(1,))

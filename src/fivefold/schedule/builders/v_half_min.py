@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.record import Record, vee
 from fivefold.schedule.schedule import Placement, Promise, Schedule, peak_live
 from fivefold.schedule.wiring import Order, wire
 
@@ -136,3 +137,16 @@ class _Player:
 
 
 _CHANGE = {FORWARD: 1, INPUT_GRAD: 0, WEIGHT_GRAD: -1}  # of the number of live activations
+
+
+V_HALF = Record(
+    "v-half",
+    lambda r: v_half(r.p, r.m),
+    vee,
+    chunks=2,
+    splits=True,
+    fill=0.8,
+    live=lambda p, m, v: p / 2 + 1.0,
+    planned=(2,),
+)
+V_MIN = Record("v-min", lambda r: v_min(r.p, r.m), vee, chunks=2, splits=True, live=lambda p, m, v: p / 3 + 2.0)

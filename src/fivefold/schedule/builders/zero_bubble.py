@@ -6,6 +6,7 @@ W take the same time, leaves no gap between its first and last action.
 """
 
 from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
 
@@ -39,3 +40,14 @@ def _order(p: int, m: int, rank: int, depth: int) -> Order:
         if k >= delay:
             order.append(Action(WEIGHT_GRAD, rank, k - delay))
     return order + [Action(WEIGHT_GRAD, rank, k) for k in range(max(0, m - delay), m)]
+
+
+ZB_H1 = Record("zb-h1", lambda r: zb_h1(r.p, r.m), splits=True, bubble="(p-1)(F+I-W)", fill=0.4, planned=(1,))
+ZB_H2 = Record(
+    "zb-h2",
+    lambda r: zb_h2(r.p, r.m),
+    splits=True,
+    bubble="span (p-1)(F+I-2W)",
+    fill=0.3,
+    live=lambda p, m, v: 2 * p - 1,
+)

@@ -7,6 +7,7 @@ loss of a microbatch as soon as it is there.
 from collections import Counter
 
 from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.record import Record, vee
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
 
@@ -53,3 +54,15 @@ class _Rank:
 
 
 _KINDS: dict[str, Kind] = {"F": FORWARD, "I": INPUT_GRAD, "W": WEIGHT_GRAD}
+
+
+ZB_V = Record(
+    "zb-v",
+    lambda r: zb_v(r.p, r.m),
+    vee,
+    chunks=2,
+    splits=True,
+    bubble="span 0 if F=I=W",
+    fill=0.3,
+    planned=(2,),
+)
