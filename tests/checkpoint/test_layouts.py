@@ -27,7 +27,11 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(LAYOUTS)))
+# Every second pair is enough for each layout to write or read; all pairs are a long proof.
+RING = [pytest.param(index, marks=[pytest.mark.slow] * (index % 2)) for index in range(len(LAYOUTS))]
+
+
+@pytest.mark.parametrize("index", RING)
 def test_the_state_of_one_layout_is_that_of_the_next(tokens: Path, tmp_path: Path, index: int) -> None:
     """In a ring: every layout writes one checkpoint and reads one."""
     writer, reader = LAYOUTS[index], LAYOUTS[(index + 1) % len(LAYOUTS)]

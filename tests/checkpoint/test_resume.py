@@ -11,18 +11,20 @@ from tests.checkpoint.runs import Story, gathered, small_job, train
 from tests.ranks import RankFailure, run_ranks
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=1"])
-def test_forty_steps_killed_twenty_times_are_forty_steps_to_the_bit(tokens: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(("steps", "deaths"), [(12, 6), pytest.param(40, 20, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_every_other_step_is_the_whole_run_to_the_bit(
+    tokens: Path, tmp_path: Path, steps: int, deaths: int
+) -> None:
     """Whoever is killed, and whether in a step, while files are written, or before the manifest is renamed."""
-    job = small_job(tokens, f"layout={layout}", "train.steps=40", "checkpoint.every=1", "checkpoint.keep=2")
+    job = small_job(tokens, "layout=dp=2,zero=1", f"train.steps={steps}", "checkpoint.every=1", "checkpoint.keep=2")
     want = run_ranks(2, train, job, tmp_path / "whole")
     chance = random.Random(0)
     directory, kills = tmp_path / "cut", 0
-    while kills < 20:
+    while kills < deaths:
         done = next((one.step for one in Store(directory).complete()), 0)
         step = done + chance.randint(1, 3)
-        assert step <= 40, "the kills were to be over before the run is"
-        # 20 kills, and at most 40 steps: some must not get far.
+        assert step <= steps, "the kills were to be over before the run is"
+        # A kill for every two steps: some must not get far.
         at = chance.choice(["step", "step", "commit"]) if done < 2 * kills + 1 else "commit"
         victim = 0 if at == "commit" else chance.randrange(2)
         fault = f"kill@at={at},rank={victim},step={min(step, done + 2 if at == 'step' else done + 1)}"
