@@ -77,3 +77,18 @@ def test_a_room_with_a_function_s_name_is_both(monkeypatch: pytest.MonkeyPatch) 
     assert called.part == "of the room"
     assert inspect.signature(called) == inspect.signature(measure)
     assert inspect.getdoc(called) == "The length of a text."
+
+
+def test_schedules_draw_themselves_in_a_notebook() -> None:
+    result = ff.draw("1f1b", "zb-h1", pp=4, microbatches=8, slow={1: 1.5})
+    assert [one.schedule.name for one in result.simulations] == ["1f1b", "zb-h1"]
+    assert result.svg().count("<svg") == 1
+    assert "rank 3" in str(result)
+    schedule = ff.schedule("zb-v", pp=4, microbatches=8)
+    assert isinstance(schedule, ff.Schedule)
+    assert "<svg" in schedule._repr_html_()
+    assert ff.draw(schedule).to_dict() == ff.draw("zb-v", pp=4, microbatches=8).to_dict()
+    with pytest.raises(ff.UserError, match="did you mean 'zb-v'"):
+        ff.draw("zbv", pp=4, microbatches=8)
+    with pytest.raises(ff.UserError, match="there is no schedule to draw"):
+        ff.draw()

@@ -2,7 +2,8 @@
 
     import fivefold as ff
 
-    ff.Layout.parse("dp=2,tp=2,pp=2").world      # 8
+    ff.Layout.parse("dp=2,tp=2,pp=2").world       # 8
+    ff.draw("zb-v", pp=4, microbatches=8)         # a picture in a notebook; print() shows it in a terminal
 
 Every name of `__all__` is loaded when it is first used, so importing the package takes no time and needs no torch.
 Functions take descriptions as objects or as text ("llama3-70b", "8x8xH100", "dp=2,tp=2"), print nothing, raise
@@ -19,13 +20,26 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.job.config import Job, read_job
     from fivefold.layout.layout import Layout
     from fivefold.report import Result
+    from fivefold.schedule.result import draw, schedule
     from fivefold.schedule.schedule import Schedule
     from fivefold.spec.model import ModelSpec
     from fivefold.spec.presets import preset
     from fivefold.support.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Job", "Layout", "ModelSpec", "Result", "Schedule", "UserError", "preset", "read_job"]
+__all__ = [
+    "Cluster",
+    "Job",
+    "Layout",
+    "ModelSpec",
+    "Result",
+    "Schedule",
+    "UserError",
+    "draw",
+    "preset",
+    "read_job",
+    "schedule",
+]
 
 _HOMES = {
     "Cluster": "fivefold.hardware.cluster",
@@ -35,8 +49,10 @@ _HOMES = {
     "Result": "fivefold.report",
     "Schedule": "fivefold.schedule.schedule",
     "UserError": "fivefold.support.errors",
+    "draw": "fivefold.schedule.result",
     "preset": "fivefold.spec.presets",
     "read_job": "fivefold.job.config",
+    "schedule": "fivefold.schedule.result",
 }
 
 

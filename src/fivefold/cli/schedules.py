@@ -1,14 +1,14 @@
 """`fivefold draw` and `fivefold schedules`: pipeline schedules, drawn and compared."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
+from fivefold.report import show
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,23 +61,21 @@ def draw(
 
       fivefold draw my-schedule.txt
     """
-    from fivefold.schedule.tables import details, figures, summary
+    from fivefold.schedule.result import draw
+    from fivefold.schedule.tables import summary
 
     if output is not None:
         _check_output(output, len(schedule))
-    wish = _wish(schedule, pp, microbatches, chunks, group, memory, times, slow, sends, overlap)
-    simulations = [wish.simulate(name) for name in schedule]
+    result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
+                  slow=slow, sends=sends, overlap=overlap)  # fmt: skip
     if output is not None:
-        _write(simulations, output)
-    if as_json:
-        rows = [figures(simulation) | details(simulation) for simulation in simulations]
-        typer.echo(json.dumps(rows[0] if len(rows) == 1 else {"schedules": rows}))
-    elif output is not None:
-        for simulation in simulations:
+        _write(result.simulations, output)
+    if as_json or output is None:
+        show(result, as_json)
+    else:
+        for simulation in result.simulations:
             typer.echo(f"{simulation.schedule.name}: {summary(simulation)}")
         typer.echo(f"written to {output}")
-    else:
-        _show(simulations)
 
 
 def _wish(
@@ -113,7 +111,7 @@ def _check_output(path: Path, schedules: int) -> None:
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
 
 
-def _write(simulations: list["Simulation"], path: Path) -> None:
+def _write(simulations: Sequence["Simulation"], path: Path) -> None:
     from fivefold.schedule.draw import PICTURES, save_picture
     from fivefold.schedule.files import save
 
@@ -121,20 +119,6 @@ def _write(simulations: list["Simulation"], path: Path) -> None:
         save_picture(simulations, path)
     else:
         save(simulations[0].schedule, path)
-
-
-def _show(simulations: list["Simulation"]) -> None:
-    from fivefold.schedule.draw import legend, to_terminal
-    from fivefold.schedule.tables import summary
-
-    console = Console(highlight=False)
-    colour = console.color_system is not None
-    for simulation in simulations:
-        schedule = simulation.schedule
-        numbers = f"  p={schedule.p} m={schedule.m}  {summary(simulation)}"
-        console.print(Text.assemble((schedule.name, "bold"), numbers))
-        console.print(to_terminal(simulation, console.width, colour), no_wrap=True, crop=True)
-    console.print(legend(simulations, colour))
 
 
 def schedules(

@@ -115,6 +115,12 @@ class Schedule:
     def m(self) -> int:
         return self.microbatches
 
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: drawn, where each F, I and W of a whole rank takes 1."""
+        from fivefold.schedule.result import draw
+
+        return draw(self)._repr_html_()
+
     def compute(self, rank: int) -> tuple[Action, ...]:
         """The rank's F, B, I and W in order."""
         return tuple(action for action in self.ranks[rank] if action.kind in COMPUTE)

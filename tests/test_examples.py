@@ -1,0 +1,38 @@
+"""The scripts of examples/ run as they are, in an empty directory, and stay short."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+
+# What a script must print, besides running.
+PRINTS = {
+    "draw.py": ("rank 3 ", "auto   bubble ", "F0"),
+}
+
+
+def test_each_example_says_what_must_be_seen() -> None:
+    assert [script.name for script in SCRIPTS] == sorted(PRINTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_an_example_runs(script: Path, tmp_path: Path) -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for part in PRINTS[script.name]:
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_an_example_is_short_and_uses_the_public_names_only(script: Path) -> None:
+    text = script.read_text()
+    assert len(text.splitlines()) <= 30
+    assert text.startswith('"""')
+    assert "import fivefold as ff\n" in text
+    assert "from fivefold" not in text
