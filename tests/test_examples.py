@@ -13,6 +13,8 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 # What a script must print, besides running.
 PRINTS = {
     "draw.py": ("rank 3 ", "auto   bubble ", "F0"),
+    "plan.py": ("8x8xH100: ", "tp=", "MFU"),
+    "simulate.py": ("1f1b   ", "zb-v   ", "bubble"),
 }
 
 

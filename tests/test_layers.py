@@ -7,9 +7,6 @@ from tests.layers import HEAVY, HEIGHT, LAYERS, imports, loaded, modules, pure_m
 
 # Imports that point the wrong way today. This list may only become shorter.
 KNOWN_VIOLATIONS = {
-    ("fivefold.schedule.builders.dualpipe_v", "fivefold.layout.layout"),
-    ("fivefold.schedule.builders.interleaved", "fivefold.layout.layout"),
-    ("fivefold.schedule.catalogue", "fivefold.layout.layout"),
     ("fivefold.schedule.tables", "fivefold.bench.schedules"),
 }
 

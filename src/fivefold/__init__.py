@@ -2,7 +2,7 @@
 
     import fivefold as ff
 
-    ff.Layout.parse("dp=2,tp=2,pp=2").world       # 8
+    ff.plan("llama3-70b", "8x8xH100").chosen.layout
     ff.draw("zb-v", pp=4, microbatches=8)         # a picture in a notebook; print() shows it in a terminal
 
 Every name of `__all__` is loaded when it is first used, so importing the package takes no time and needs no torch.
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.hardware.cluster import Cluster
     from fivefold.job.config import Job, read_job
     from fivefold.layout.layout import Layout
+    from fivefold.plan.plan import plan, simulate
+    from fivefold.plan.serving.serve import serve
     from fivefold.report import Result
     from fivefold.schedule.result import draw, schedule
     from fivefold.schedule.schedule import Schedule
@@ -36,9 +38,12 @@ __all__ = [
     "Schedule",
     "UserError",
     "draw",
+    "plan",
     "preset",
     "read_job",
     "schedule",
+    "serve",
+    "simulate",
 ]
 
 _HOMES = {
@@ -50,9 +55,12 @@ _HOMES = {
     "Schedule": "fivefold.schedule.schedule",
     "UserError": "fivefold.support.errors",
     "draw": "fivefold.schedule.result",
+    "plan": "fivefold.plan.plan",
     "preset": "fivefold.spec.presets",
     "read_job": "fivefold.job.config",
     "schedule": "fivefold.schedule.result",
+    "serve": "fivefold.plan.serving.serve",
+    "simulate": "fivefold.plan.plan",
 }
 
 
