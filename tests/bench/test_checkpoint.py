@@ -10,7 +10,7 @@ from fivefold.cli import app
 pytestmark = pytest.mark.alone
 
 
-def test_the_bench_measures_every_contender_on_two_ranks(tmp_path) -> None:
+def test_the_bench_measures_every_system_on_two_ranks(tmp_path) -> None:
     words = ["bench", "checkpoint", "layout=dp=2,zero=1", "model.layers=1", "data.seq=16", "train.batch=2"]
     done = CliRunner().invoke(app, [*words, "--rounds", "1", "--steps", "1", "--directory", str(tmp_path), "--json"])
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Contests of speed: that all systems compute the same, and that bad wishes get a sentence. Not how fast they are."""
+"""Comparisons of speed: all systems compute the same, and bad input gets a sentence. Not how fast they are."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,11 @@ import torch
 from typer.testing import CliRunner
 
 from fivefold.bench import train as bench_train
-from fivefold.bench.comparison import OURS, Contest, Result, base_job, check, layout_of
+from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predicted
+from fivefold.bench.harness import OURS, Machine, Times, choices
 from fivefold.bench.profile import Profile
-from fivefold.bench.scaling import layouts, limit, predicted
-from fivefold.cli import app, speed
+from fivefold.bench.scaling import layouts
+from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.support.errors import Note, UserError
 from fivefold.train.records import Step
@@ -21,7 +22,7 @@ TINY = [
     *("model.ffn=96", "model.vocab=256", "data.seq=32"),
 ]
 
-
+MACHINE = Machine(cores=2, torch="2", name="here")
 LARGER = [*TINY, "model.layers=4", "model.heads=16", "model.kv_heads=4", "model.head_dim=4"]
 
 
@@ -77,9 +78,9 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch)
 
 
 def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
-    def measured(contest: Contest) -> Result:
-        losses = {system: [5.0 + number, 4.0] for number, system in enumerate(contest.systems)}
-        return Result({system: [1.0] for system in contest.systems}, losses, 2, "2", "here")
+    def measured(case: Comparison) -> ComparisonResult:
+        losses = {system: [5.0 + number, 4.0] for number, system in enumerate(case.systems)}
+        return ComparisonResult(case, Times({system: [1.0] for system in case.systems}), losses, MACHINE)
 
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
     for words in ("peers", "scaling"):
@@ -90,9 +91,9 @@ def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::fivefold.support.errors.Note")
 def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypatch) -> None:
-    def measured(contest: Contest) -> Result:
-        seconds = {system: [1.0, 1.5] for system in contest.systems}
-        return Result(seconds, {key: [5.0, 4.0] for key in contest.systems}, 2, "2", "here")
+    def measured(case: Comparison) -> ComparisonResult:
+        seconds = Times({system: [1.0, 1.5] for system in case.systems})
+        return ComparisonResult(case, seconds, {key: [5.0, 4.0] for key in case.systems}, MACHINE)
 
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
     monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -107,23 +108,23 @@ def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypat
 @pytest.mark.filterwarnings("ignore::fivefold.support.errors.Note")
 def test_layouts_that_do_not_fit_are_left_out() -> None:
     job = base_job(TINY, microbatches=1)
-    assert layouts(job, 8, ["tp", "dp", "3d"]) == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
+    assert layouts(job, 8, "tp,dp,3d") == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
     core = find_accelerator("CPU")
     assert predicted(job, "fivefold dp=2", core) < predicted(job, OURS, core)
-    assert layouts(job, 8, ["tp", "dp", "3d"], least=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
+    assert layouts(job, 8, "tp,dp,3d", least=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
     with pytest.raises(UserError, match="with 16 to 8 ranks"):
-        layouts(job, 8, ["dp"], least=16)
+        layouts(job, 8, "dp", least=16)
     with pytest.raises(UserError, match="--only zp is not a choice"):
-        layouts(job, 4, ["zp"])
+        layouts(job, 4, "zp")
     with pytest.warns(Note, match=r"dp=2 is left out: .*batch"):
-        assert layouts(base_job([*TINY, "train.batch=3"], microbatches=1), 2, ["dp", "tp"]) == ["tp=2"]
+        assert layouts(base_job([*TINY, "train.batch=3"], microbatches=1), 2, "dp,tp") == ["tp=2"]
 
 
-def test_a_contest_has_one_world() -> None:
+def test_a_comparison_has_one_world() -> None:
     job = base_job(TINY)
     assert str(layout_of(job, "fivefold dp=2")) == "dp=2,microbatches=2"
     with pytest.raises(UserError, match="neither one rank nor 4"):
-        check(Contest(job, ("bare loop", "fivefold dp=2", "fivefold dp=4")))
+        Comparison("peers", job, ("bare loop", "fivefold dp=2", "fivefold dp=4")).check()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_a_contest_has_one_world() -> None:
         ("scaling --ranks 1", "leaves nothing to compare"),
         ("scaling --ranks 3 --least 3", "no power of two is among them"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
-        ("overhead train.dtype=bfloat16", "contests are in float32"),
+        ("overhead train.dtype=bfloat16", "comparisons are in float32"),
         ("overhead model.qk_norm=true", "Hugging Face's Llama is another model"),
         ("overhead model.tied=true", "must not be tied"),
         ("overhead -o .", "is a directory; name a file"),
@@ -174,7 +175,7 @@ def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: 
     )
     result = CliRunner().invoke(app, [*line.split(), "--rounds", "1", "--checkpoint", "--profile", "--json"])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
+    found = json.loads(result.stdout)
     assert [one["system"] for one in found["systems"]] == ["fivefold", "Hugging Face"]
     turns = [one["turns"] for one in found["systems"]]
     assert all(len(turn["seconds"]) == 2 and turn["memory"] > 0 for (turn,) in turns)
@@ -190,7 +191,7 @@ def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: 
 
 
 def test_what_is_named_twice_takes_part_once() -> None:
-    assert speed._words("tp, dp,tp,") == ["tp", "dp"]
+    assert choices("tp, dp,tp,", "--only", ["dp", "tp"]) == ["tp", "dp"]
     job = bench_train.job_of(["tiny", "train.compile=on"])
     found = bench_train.systems(job, "eager,none,eager,deterministic")
     assert list(found) == ["fivefold", "fivefold, eager", "fivefold, same bits"]
@@ -215,15 +216,15 @@ def test_a_job_file_that_asks_for_the_same_bits_gets_them(tmp_path: Path) -> Non
     assert not bench_train.job_of(["tiny"]).train.deterministic
 
 
-def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.Timed:
-    return bench_train.Timed("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 5.0, 0, {}, "", saved)
+def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.Turn:
+    return bench_train.Turn("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 5.0, 0, {}, "", saved)
 
 
 def test_of_turns_every_rounds_own_ratio_counts() -> None:
     saved = bench_train.Saved(bytes=12, snapshot=1.0, writing=4.5, beside=[3.0, 2.0])
     job = bench_train.job_of(["tiny", "checkpoint.every=4"])
     turns = {"fivefold": [turn(1.0, 1.0, 9.0, saved=saved), turn(2.0)], "Hugging Face": [turn(2.0), turn(6.0)]}
-    result = bench_train.Result(job, turns)
+    result = bench_train.TrainBenchResult(job, turns)
     assert result.step("fivefold") == 1.5
     assert result.faster("Hugging Face") == pytest.approx((1 / 2 + 2 / 6) / 2)
     assert result.with_checkpoints(saved, every=4) == (3 + 2 + 1.5 + 1.5) / 4

@@ -1,15 +1,13 @@
 """The pipeline's benchmark: what it computes of its times, and a tiny run of it."""
 
-import io
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
-from fivefold.bench.pipeline import SCHEDULES, Result, Shape, agree, as_json, measure, report, rows
+from fivefold.bench.pipeline import SCHEDULES, PipelineResult, Shape, measure
 from fivefold.cli import app
 from fivefold.support.errors import UserError
 
@@ -18,7 +16,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHAPE = Shape(pp=2, microbatches=4, hidden=64, layers=4, seq=8, batch=4, rounds=3)
-RESULT = Result(
+RESULT = PipelineResult(
+    SHAPE,
     alone=[4.0, 8.0, 4.0],
     ours={"1f1b": [2.5, 5.0, 2.5], "zb-h1": [2.25, 4.5, 2.25], "zb-v": [2.0, 4.0, 9.0]},
     torch={"1f1b": [2.5, 5.0, 5.0], "zb-h1": [4.5, 9.0, 4.5], "zb-v": [4.0, 8.0, 4.0]},
@@ -30,7 +29,7 @@ RESULT = Result(
 
 
 def test_the_ideal_is_the_ranks_share_of_one_process_and_the_bubble() -> None:
-    one_f_one_b, h1, v = rows(SHAPE, RESULT)
+    one_f_one_b, h1, v = RESULT.rows()
     assert one_f_one_b.ideal == pytest.approx(4 / 2 / 0.8)
     assert one_f_one_b.share == pytest.approx(1.0)
     assert h1.share == pytest.approx((4 / 2 / 0.9) / 2.25)
@@ -38,28 +37,26 @@ def test_the_ideal_is_the_ranks_share_of_one_process_and_the_bubble() -> None:
 
 
 def test_ratios_are_medians_of_each_rounds_own() -> None:
-    one_f_one_b, h1, v = rows(SHAPE, RESULT)
+    one_f_one_b, h1, v = RESULT.rows()
     assert (one_f_one_b.ratio, h1.ratio, v.ratio) == (1.0, 0.5, 0.5)  # a round twice as slow for both is no matter
     assert (h1.to_1f1b, v.to_1f1b) == (pytest.approx(0.9), pytest.approx(0.8))
 
 
 def test_gradients_that_differ_are_no_result() -> None:
-    assert agree(RESULT)
-    assert not agree(replace(RESULT, errors={"zb-v": 1e-3}))
+    assert RESULT.ok
+    assert not replace(RESULT, errors={"zb-v": 1e-3}).ok
 
 
-def test_a_tiny_run_has_all_contenders_and_their_gradients_agree() -> None:
+def test_a_tiny_run_has_all_systems_and_their_gradients_agree() -> None:
     result = measure(replace(SHAPE, rounds=1))
     assert list(result.ours) == list(result.torch) == list(SCHEDULES)
     assert all(len(times) == 1 and times[0] > 0 for times in (*result.ours.values(), *result.torch.values()))
     assert {name: result.errors[name] for name in SCHEDULES} == dict.fromkeys(SCHEDULES, 0.0)  # to the bit
-    assert agree(result)
+    assert result.ok
     assert all(0 < bubble < 1 for bubble in result.bubbles.values())
-    out = io.StringIO()
-    report(Console(file=out, width=100), replace(SHAPE, rounds=1), result)
-    assert "ours/torch" in out.getvalue()
-    assert "gradients agree" in out.getvalue()
-    assert as_json(SHAPE, result)["schedules"][1]["schedule"] == "zb-h1"
+    assert "ours/torch" in str(result)
+    assert "gradients agree" in str(result)
+    assert result.to_dict()["schedules"][1]["schedule"] == "zb-h1"
 
 
 def test_all_problems_are_named_before_any_process_starts() -> None:

@@ -1,27 +1,29 @@
-"""The lab: one attention block, tensor-parallel over real ranks, against one process. Same weights, same input.
+"""`fivefold bench attention`: one attention block, tensor-parallel over real ranks, against one process.
 
 measure(Shape(tp=2, hidden=512, heads=8, kv_heads=8, seq=256, batch=4, dtype="float32", rounds=15))
+
+Both have the same weights and the same input.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from fivefold.bench.harness import refuse, too_small
+from fivefold.bench.result import BenchResult
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
+from fivefold.report import Block, Table, Text
 from fivefold.spec.model import ModelSpec
-from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 
-ASKED = 1e-3  # the tolerance of the exercise; what is reached is printed beside it
+TOLERANCE = 1e-3  # of the exercise; the errors themselves are printed beside it
 DTYPES = ("float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured."""
+    """The case."""
 
     tp: int
     hidden: int
@@ -46,67 +48,62 @@ class Shape:
         )
 
     def check(self) -> None:
-        """Every problem at once, before any process starts."""
-        found = [
-            f"--{field} {value} must be at least 1"
-            for field in ("tp", "seq", "batch", "rounds")
-            if (value := getattr(self, field)) < 1
-        ]
+        found = too_small(tp=self.tp, seq=self.seq, batch=self.batch, rounds=self.rounds)
         if self.dtype not in DTYPES:
-            found.append(f"unknown --dtype {self.dtype!r}; {did_you_mean(self.dtype, list(DTYPES))}")
-        found += self.spec.problems()
-        if not found:
-            found = Layout(tp=self.tp).problems(self.spec)[:1]  # about heads: the block has no feed-forward part
-        if found:
-            raise UserError(found)
+            found.append(f"unknown --dtype {self.dtype!r}; {did_you_mean(self.dtype, DTYPES)}")
+        refuse([*found, *self.spec.problems()])
+        refuse(Layout(tp=self.tp).problems(self.spec)[:1])  # about heads: the block has no feed-forward part
 
 
 @dataclass(frozen=True)
-class Result:
+class AttentionResult(BenchResult):
+    shape: Shape
     errors: dict[str, float]  # max|a-b| / max|b| of the output, the input's gradient and every weight's
-    close: bool  # torch.allclose at ASKED, all of them
+    close: bool  # torch.allclose at TOLERANCE, all of them
     alone: float  # seconds of a forward and backward pass, medians
     together: float
     cores: int
 
     @property
+    def agrees(self) -> bool:
+        return self.close
+
+    @property
     def speed_up(self) -> float:
         return self.alone / self.together
 
+    @property
+    def efficiency(self) -> float:
+        return self.speed_up / self.shape.tp
 
-def measure(shape: Shape, timeout: float = 600.0) -> Result:
-    shape.check()
-    return ranks.run(shape.tp, "fivefold.bench.attention_rank:run", shape, timeout=timeout)[0]
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"speed_up": self.speed_up, "efficiency": self.efficiency}
 
-
-def rows(shape: Shape, result: Result) -> dict[str, Any]:
-    efficiency = result.speed_up / shape.tp
-    return {"shape": asdict(shape), **asdict(result), "speed_up": result.speed_up, "efficiency": efficiency}
-
-
-def report(console: Console, shape: Shape, result: Result) -> None:
-    kv = f" ({shape.kv_heads} for keys and values)" if shape.kv_heads < shape.heads else ""
-    console.print(
-        f"attention block, hidden {shape.hidden}, {shape.heads} heads{kv}, {shape.batch} x {shape.seq} tokens, "
-        f"{shape.dtype}; {result.cores} cores, one thread a rank"
-    )
-    errors = Table(box=None, header_style="bold", pad_edge=False)
-    errors.add_column("tensor")
-    errors.add_column("max|a-b| / max|b|", justify="right")
-    for name, error in result.errors.items():
-        errors.add_row(name, f"{error:.1e}")
-    console.print(errors)
-    verdict = f"[green]agree[/] at {ASKED:g}" if result.close else f"[red]differ[/] by more than {ASKED:g}"
-    console.print(f"allclose: {shape.tp} ranks and one process {verdict}\n")
-    times = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("", "forward + backward", "speed-up", "efficiency"):
-        times.add_column(heading, justify="right" if heading else "left")
-    times.add_row("one process", f"{result.alone * 1e3:.1f} ms", "1.00", "")
-    speed_up = result.speed_up
-    times.add_row(f"tp={shape.tp}", f"{result.together * 1e3:.1f} ms", f"{speed_up:.2f}", f"{speed_up / shape.tp:.0%}")
-    console.print(times)
-    if shape.tp > result.cores:
-        console.print(
-            f"{shape.tp} ranks share {result.cores} cores: no speed-up beyond {result.cores} is possible here, and "
-            "efficiency counts ranks, not cores"
+    def blocks(self) -> Iterator[Block]:
+        shape, tp = self.shape, self.shape.tp
+        kv = f" ({shape.kv_heads} for keys and values)" if shape.kv_heads < shape.heads else ""
+        yield Text(
+            f"attention block, hidden {shape.hidden}, {shape.heads} heads{kv}, {shape.batch} x {shape.seq} tokens, "
+            f"{shape.dtype}; {self.cores} cores, one thread a rank"
         )
+        yield Table(["tensor", ">max|a-b| / max|b|"], [(name, f"{error:.1e}") for name, error in self.errors.items()])
+        how = f"agree at {TOLERANCE:g}" if self.close else f"differ by more than {TOLERANCE:g}"
+        yield Text(f"allclose: {tp} ranks and one process {how}\n", "good" if self.close else "bad")
+        speed = (f"{self.speed_up:.2f}", f"{self.efficiency:.0%}")
+        rows = [
+            ("one process", f"{self.alone * 1e3:.1f} ms", "1.00", ""),
+            (f"tp={tp}", f"{self.together * 1e3:.1f} ms", *speed),
+        ]
+        yield Table(["", ">forward + backward", ">speed-up", ">efficiency"], rows)
+        if tp > self.cores:
+            yield Text(
+                f"{tp} ranks share {self.cores} cores: no speed-up beyond {self.cores} is possible here, and "
+                "efficiency counts ranks, not cores"
+            )
+
+
+def measure(shape: Shape, timeout: float = 600.0) -> AttentionResult:
+    shape.check()
+    found = ranks.run(shape.tp, "fivefold.bench.attention_rank:run", shape, timeout=timeout)[0]
+    assert isinstance(found, AttentionResult)
+    return found

@@ -1,13 +1,10 @@
-"""One rank of the lab: the attention block alone and together, in turns, so that both meet the same noise."""
-
-import statistics
-import time
+"""One rank of `fivefold bench attention`: the block alone and together, in turns."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.bench.attention import ASKED, Result, Shape
+from fivefold.bench.attention import TOLERANCE, AttentionResult, Shape
+from fivefold.bench.rank import CPU, enter, take_turns
 from fivefold.launch.cores import cores
 from fivefold.launch.device import DTYPES
 from fivefold.launch.ranks import Rank
@@ -37,19 +34,20 @@ class Block:
         place = TokenPositions.of(torch.zeros(shape.batch, shape.seq, dtype=torch.int64))
         self.rotation, self.sight = model.rotation(place, DTYPES[shape.dtype]), ops.sight(place)
 
-    def run(self, x: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, x: Tensor, output_grad: Tensor) -> tuple[Tensor, Tensor]:
         """Output and input gradient; the weights' gradients are left where the optimizer would find them."""
         x = x.detach().requires_grad_()
         with self.weights.microbatch(last=True):
             y = self.attention(x, self.rotation, self.sight)
-            y.backward(slope)
+            y.backward(output_grad)
         assert x.grad is not None
         return y.detach(), x.grad
 
-    def gradients(self) -> dict[str, Tensor]:
+    def tensors(self, x: Tensor, output_grad: Tensor) -> dict[str, Tensor]:
+        """What one pass computes: output and all gradients; collective."""
+        found = dict(zip(("output", "input gradient"), self.run(x, output_grad), strict=True))
         self.weights.finish()
         prefix = "layers.0.attention."
-        found = {}
         for name, master in self.weights.masters.items():
             if name.startswith(prefix):
                 assert master.grad is not None
@@ -57,34 +55,25 @@ class Block:
         return found
 
 
-def run(rank: Rank, shape: Shape) -> Result | None:
-    torch.set_num_threads(1)  # what is compared is ranks, not threads
-    rank.join("gloo")
-    cpu = torch.device("cpu")
+def run(rank: Rank, shape: Shape) -> AttentionResult | None:
+    enter(rank)
     random = torch.Generator().manual_seed(0)
-    x, slope = torch.randn(2, shape.batch, shape.seq, shape.hidden, generator=random).to(DTYPES[shape.dtype])
-    together = Block(shape, Mesh.of(Layout(tp=shape.tp), cpu))
-    alone = Block(shape, Mesh.of(Layout(), cpu)) if rank.number == 0 else None
-    got = dict(zip(("output", "input gradient"), together.run(x, slope), strict=True)) | together.gradients()
-    want = {}
-    if alone is not None:
-        want = dict(zip(("output", "input gradient"), alone.run(x, slope), strict=True)) | alone.gradients()
-    times: dict[str, list[float]] = {"alone": [], "together": []}
-    for _ in range(shape.rounds):
-        for name, block in (("alone", alone), ("together", together)):
-            dist.barrier()
-            if block is not None:
-                start = time.perf_counter()
-                block.run(x, slope)
-                if name == "together":
-                    dist.barrier()  # the slowest rank is the time
-                times[name].append(time.perf_counter() - start)
+    x, output_grad = torch.randn(2, shape.batch, shape.seq, shape.hidden, generator=random).to(DTYPES[shape.dtype])
+    together = Block(shape, Mesh.of(Layout(tp=shape.tp), CPU))
+    alone = Block(shape, Mesh.of(Layout(), CPU)) if rank.number == 0 else None
+    got, want = together.tensors(x, output_grad), alone.tensors(x, output_grad) if alone else {}
+    calls = {
+        "alone": (lambda: alone.run(x, output_grad)) if alone else None,
+        "together": lambda: together.run(x, output_grad),
+    }
+    seconds = take_turns(calls, shape.rounds, alone=("alone",))
     if alone is None:
         return None
-    return Result(
+    return AttentionResult(
+        shape,
         errors={name: ((got[name] - one).abs().max() / one.abs().max()).item() for name, one in want.items()},
-        close=all(torch.allclose(got[name], one, rtol=ASKED, atol=ASKED) for name, one in want.items()),
-        alone=statistics.median(times["alone"]),
-        together=statistics.median(times["together"]),
+        close=all(torch.allclose(got[name], one, rtol=TOLERANCE, atol=TOLERANCE) for name, one in want.items()),
+        alone=seconds.median("alone"),
+        together=seconds.median("together"),
         cores=cores(),
     )

@@ -1,72 +1,92 @@
-"""What checkpoints cost: the time that steps lose to one, and the bandwidth of saving and loading, in one run.
+"""`fivefold bench checkpoint`: the time that steps lose to a checkpoint, and the bandwidth of saving and loading.
 
-    measure(job, directory, rounds=5)
+    measure(None, ["model=small"], rounds=5)
 
 A step's loss is measured, not modelled: the snapshot, and by how much the steps beside the writing are longer than
 those before it. Bandwidth is held against DCP alone (no hashes, no manifest) and plain torch.save, on the same state.
 """
 
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from msgspec import structs
 
-from fivefold.job.config import Job
+from fivefold.bench.harness import Times, Told, refuse, too_small
+from fivefold.bench.result import BenchResult, conditions
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import preflight
 from fivefold.launch import ranks
-from fivefold.support.formatting import bytes_text, si
+from fivefold.report import Block, Table, Text
+from fivefold.support.formatting import bytes_text, counted, si
 
 NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "torch": "torch.save: synced"}
 
 
-@dataclass
-class Times:
+@dataclass(frozen=True)
+class CheckpointResult(BenchResult):
     """Seconds, a number for each round."""
 
-    bytes: int = 0
-    usual: list[float] = field(default_factory=list)  # a step without a save
-    snapshot: list[float] = field(default_factory=list)  # until `save` returns
-    lost: list[float] = field(default_factory=list)  # by the steps beside the writing, snapshot included
-    save: dict[str, list[float]] = field(default_factory=dict)
-    load: dict[str, list[float]] = field(default_factory=dict)
+    job: Job
+    bytes: int
+    usual: list[float]  # a step without a save
+    snapshot: list[float]  # until `save` returns
+    lost: list[float]  # by the steps beside the writing, snapshot included
+    save: Times
+    load: Times
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.job.model.name,
+            "layout": str(self.job.layout),
+            "bytes": self.bytes,
+            "step": median(self.usual),
+            "snapshot": median(self.snapshot),
+            "lost": median(self.lost),
+            "save": {name: self.bytes / self.save.median(name) for name in self.save},
+            "load": {name: self.bytes / self.load.median(name) for name in self.load},
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        found, model, rounds = self.to_dict(), self.job.model, len(self.usual)
+        step, snapshot, lost = (1e3 * found[key] for key in ("step", "snapshot", "lost"))
+        yield Text(
+            f"{model.name}, {si(model.parameter_count)} parameters, {bytes_text(self.bytes)} of weights and moments, "
+            f"under {self.job.layout}; {counted(rounds, 'round')} in turns, medians\n"
+            f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and beside the writing steps lose "
+            f"{lost:.0f} ms in total ({lost / step:.2f} steps)"
+        )
+        rows = [
+            (words, bytes_text(found["save"][name]), bytes_text(found["load"][name])) for name, words in NAMES.items()
+        ]
+        yield Table(["per second", ">save", ">load"], rows)
+        files = {
+            f"{way} {name}": s for way, times in (("save", self.save), ("load", self.load)) for name, s in times.items()
+        }
+        yield from conditions(Times(files), rounds, world=1, cores=1)
 
 
-def measure(job: Job, directory: str, rounds: int, steps: int, timeout: float) -> Times:
-    function = "fivefold.bench.checkpoint_rank:run"
-    found = ranks.run(job.layout.world, function, job, directory, rounds, steps, timeout=timeout)[0]
-    assert isinstance(found, Times)
+def measure(
+    path: str | None,
+    changes: list[str],
+    rounds: int,
+    steps: int,
+    directory: Path | None,
+    timeout: float,
+    told: Told,
+) -> CheckpointResult:
+    """On the job's ranks, started here, with files in `directory`; nothing is left there."""
+    missing = [f"--directory {directory} is no directory"] if directory is not None and not directory.is_dir() else []
+    refuse([*too_small(rounds=rounds, steps=steps), *missing])
+    job = read_job(path, changes)
+    job = structs.replace(job, train=structs.replace(job.train, steps=2 + 2 * rounds * steps, eval_samples=0))
+    preflight(job, job.layout.world)
+    told(f"{counted(rounds, 'round')} on {counted(job.layout.world, 'rank')}")
+    with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
+        function = "fivefold.bench.checkpoint_rank:run"
+        found = ranks.run(job.layout.world, function, job, scratch, rounds, steps, timeout=timeout)[0]
+    assert isinstance(found, CheckpointResult)
     return found
-
-
-def as_json(job: Job, times: Times) -> dict[str, Any]:
-    return {
-        "model": job.model.name,
-        "layout": str(job.layout),
-        "bytes": times.bytes,
-        "step": median(times.usual),
-        "snapshot": median(times.snapshot),
-        "lost": median(times.lost),
-        "save": {name: times.bytes / median(seconds) for name, seconds in times.save.items()},
-        "load": {name: times.bytes / median(seconds) for name, seconds in times.load.items()},
-    }
-
-
-def report(console: Console, job: Job, times: Times) -> None:
-    found = as_json(job, times)
-    size = f"{si(job.model.parameter_count)} parameters, {bytes_text(times.bytes)} of weights and moments"
-    console.print(f"{job.model.name}, {size}, under {job.layout}; {len(times.usual)} rounds in turns, medians")
-    step, snapshot, lost = (1e3 * found[key] for key in ("step", "snapshot", "lost"))
-    console.print(
-        f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and beside the writing steps lose "
-        f"{lost:.0f} ms in all ({lost / step:.2f} steps)",
-        soft_wrap=True,
-    )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("per second", "save", "load"):
-        table.add_column(name, justify="left" if name == "per second" else "right")
-    for name, words in NAMES.items():
-        table.add_row(words, bytes_text(found["save"][name]), bytes_text(found["load"][name]))
-    console.print(table)
-    slowest = max(max(s) / min(s) for s in (*times.save.values(), *times.load.values()))
-    console.print(f"noise: slowest rounds take up to {slowest:.2f} times the fastest")

@@ -3,16 +3,17 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from fivefold.bench.checkpoint import Times
+from fivefold.bench.checkpoint import CheckpointResult
+from fivefold.bench.harness import Times
+from fivefold.bench.rank import Call, timed
 from fivefold.checkpoint.load import load, newest
 from fivefold.checkpoint.pieces import SavePlan, quietly
 from fivefold.checkpoint.save import write
@@ -29,7 +30,7 @@ from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.loop import Trainer
 
 
-def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> Times:
+def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> CheckpointResult:
     if rank.world > 1:
         rank.join("gloo")
     mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number))
@@ -49,75 +50,74 @@ def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> 
     checkpointing.prepare()
     for _ in range(2):
         step()
-    times = Times()
+    usual: list[float] = []
+    snapshot: list[float] = []
+    lost: list[float] = []
     for _ in range(rounds):
-        usual = median(step() for _ in range(plain_steps))
+        usual.append(median(step() for _ in range(plain_steps)))
         start = time.perf_counter()
         checkpointing.save(trainer.done)
-        times.snapshot.append(time.perf_counter() - start)
+        snapshot.append(time.perf_counter() - start)
         beside = [step() for _ in range(plain_steps)]  # on every rank as many: they wait for each other
-        times.usual.append(usual)
-        times.lost.append(times.snapshot[-1] + sum(beside) - plain_steps * usual)
+        lost.append(snapshot[-1] + sum(beside) - plain_steps * usual[-1])
         checkpointing.saver.finish()
-    _files(rank, control, checkpointing, Path(directory), rounds, times)
-    return times
+    files = Files(rank, control, checkpointing, Path(directory))
+    save, load = files.times(rounds)
+    return CheckpointResult(job, files.bytes, usual, snapshot, lost, save, load)
 
 
-def _files(
-    rank: Rank, control: Control, checkpointing: Checkpoints, directory: Path, rounds: int, times: Times
-) -> None:
-    """Save and load of the same state, in turns: ours, DCP alone, torch.save of what each rank holds."""
-    engine, store = checkpointing.trainer.engine, Store(directory / "files")
-    mine = written(engine.weights, checkpointing.shapes, engine.optimizer)
-    into = held(engine.weights, checkpointing.shapes, engine.optimizer)
-    plain = {name: piece.make() for name, piece in mine.items()}
-    times.bytes = sum(control.from_all(sum(tensor.nbytes for tensor in plain.values())))
-    wide, bare = directory / "dcp", directory / f"torch-{rank.number}.pt"
+class Files:
+    """Save and load of the same state: ours, DCP alone, torch.save of what each rank holds."""
 
-    def ours() -> None:
-        write(store, control, mine, checkpointing.manifest(1))
+    def __init__(self, rank: Rank, control: Control, checkpointing: Checkpoints, directory: Path):
+        engine, shapes = checkpointing.trainer.engine, checkpointing.shapes
+        self.rank, self.control, self.manifest = rank, control, checkpointing.manifest(1)
+        self.mine = written(engine.weights, shapes, engine.optimizer)
+        self.into = held(engine.weights, shapes, engine.optimizer)
+        self.plain = {name: piece.make() for name, piece in self.mine.items()}
+        self.bytes = sum(control.from_all(sum(tensor.nbytes for tensor in self.plain.values())))
+        self.store = Store(directory / "files")
+        self.dcp, self.torch = directory / "dcp", directory / f"torch-{rank.number}.pt"
 
-    def dcp() -> None:
-        writer, single = FileSystemWriter(wide, overwrite=True), control.size == 1
+    def times(self, rounds: int) -> tuple[Times, Times]:
+        systems: dict[str, tuple[Call, Call]] = {
+            "ours": (partial(write, self.store, self.control, self.mine, self.manifest), self.load_ours),
+            "dcp": (self.save_dcp, lambda: load(Checkpoint(self.dcp), self.into)),
+            "torch": (self.save_torch, self.load_torch),
+        }
+        saves, loads = Times({name: [] for name in systems}), Times({name: [] for name in systems})
+        for _ in range(rounds):
+            for name, (save, read) in systems.items():
+                saves[name].append(timed(save))
+                loads[name].append(timed(read))
+            if self.rank.number == 0:
+                for old in self.store.complete():
+                    shutil.rmtree(old.path)
+                shutil.rmtree(self.dcp)
+                os.sync()
+            self.control.from_all(None)
+        return saves, loads
+
+    def load_ours(self) -> None:
+        found = newest(self.store, self.control, lambda _: None)
+        assert found is not None
+        load(found, self.into)
+
+    def save_dcp(self) -> None:
+        writer, control = FileSystemWriter(self.dcp, overwrite=True), self.control
         with quietly():
             state_dict_saver.save(
-                dict(mine), storage_writer=writer, planner=SavePlan(), process_group=control.group, no_dist=single
+                dict(self.mine),
+                storage_writer=writer,
+                planner=SavePlan(),
+                process_group=control.group,
+                no_dist=control.size == 1,
             )
 
-    def alone() -> None:
-        torch.save(plain, bare)
-        sync(bare)
+    def save_torch(self) -> None:
+        torch.save(self.plain, self.torch)
+        sync(self.torch)
 
-    def load_ours() -> None:
-        found = newest(store, control, lambda _: None)
-        assert found is not None
-        load(found, into)
-
-    def load_dcp() -> None:
-        load(Checkpoint(wide), into)
-
-    def load_alone() -> None:
-        for name, tensor in torch.load(bare, weights_only=True).items():
-            plain[name].copy_(tensor)
-
-    for _ in range(rounds):
-        for name, saves, loads in (("ours", ours, load_ours), ("dcp", dcp, load_dcp), ("torch", alone, load_alone)):
-            times.save.setdefault(name, []).append(_timed(saves))
-            times.load.setdefault(name, []).append(_timed(loads))
-        if rank.number == 0:
-            for old in store.complete():
-                shutil.rmtree(old.path)
-            shutil.rmtree(wide)
-            os.sync()
-        control.from_all(None)
-
-
-def _timed(do: Callable[[], None]) -> float:
-    """From when all ranks begin to when the last one ends."""
-    if dist.is_initialized():
-        dist.barrier()
-    start = time.perf_counter()
-    do()
-    if dist.is_initialized():
-        dist.barrier()
-    return time.perf_counter() - start
+    def load_torch(self) -> None:
+        for name, tensor in torch.load(self.torch, weights_only=True).items():
+            self.plain[name].copy_(tensor)

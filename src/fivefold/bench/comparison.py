@@ -1,30 +1,38 @@
-"""Contests of speed: the same training step by several systems, in turns, in one run.
+"""`fivefold bench overhead` and `peers`: the same training step by several systems, in turns, in one run.
 
-    contest = Contest(job, ("bare loop", "fivefold tp=2", "DTensor tp=2"), rounds=7)
-    rows(measure(contest))
+    peers(["model.layers=4"], ranks=2, rounds=7, only="tp,pp").seconds
 
 A step is all of it: forward and backward passes of every microbatch, the gradient norm, clipping, AdamW. Every system
-starts from the same weights and takes the same batch, and its first loss has to be that of the others: a system that
-computes something else is not faster. Between steps all ranks meet; a system of one process has the machine for itself.
+starts from the same weights and takes the same batch, and its first losses must be those of the others. All ranks meet
+between steps; a system of one process has the machine for itself.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from fivefold.job.config import Job, read_job
-from fivefold.launch import ranks
-from fivefold.layout.layout import Layout
-from fivefold.support.errors import UserError
+from msgspec import structs
 
-# By the number that the ranks of a system share something of: what PyTorch itself has for it.
+from fivefold.bench.harness import HUGGING_FACE, OURS, Machine, Times, Told, choices, refuse, too_small
+from fivefold.bench.result import BenchResult, conditions, filled, optional
+from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.job.config import Job, read_job
+from fivefold.launch import ranks as launched
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.stack import ON_CPUS
+from fivefold.plan.cost.time import Case as Planned
+from fivefold.plan.cost.time import estimate
+from fivefold.report import Block, Text
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import counted
+
+# What PyTorch itself has for an axis.
 PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
-HUGGING_FACE = "Hugging Face"
-ALONE = ("bare loop", HUGGING_FACE)
-OURS = "fivefold"
+BARE = "bare loop"
 _PATIENCE = 600.0  # seconds for a step of a system
 AGREE = (1e-5, 1e-3)  # relative, of the loss of the first step, and of the second, which an update lies before
-# The model of the contests on CPUs: 31.6M parameters.
+# The model of the comparisons on CPUs: 31.6M parameters.
 MODEL = (
     "model=tiny", "model.hidden=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.head_dim=64",
     "model.ffn=1376", "model.vocab=8192", "model.context=512", "model.tied=false", "data.seq=512", "train.batch=4",
@@ -32,8 +40,11 @@ MODEL = (
 
 
 @dataclass(frozen=True)
-class Contest:
-    job: Job  # of one process: its model, sequence, batch and microbatches are everyone's
+class Comparison:
+    """The case: a job of one process, whose model, sequence, batch and microbatches all systems share."""
+
+    bench: str
+    job: Job
     systems: tuple[str, ...]  # "bare loop", "fivefold", "fivefold dp=2", "DTensor tp=2"
     rounds: int = 5
     threads: int = 1
@@ -42,38 +53,156 @@ class Contest:
     def world(self) -> int:
         return max(layout_of(self.job, system).world for system in self.systems)
 
+    def check(self) -> None:
+        problems, job = too_small(rounds=self.rounds), self.job
+        if odd := [one for one in self.systems if layout_of(job, one).world not in (1, self.world)]:
+            problems.append(f"{odd[0]} has neither one rank nor {self.world}, as the others; measure it by itself")
+        for system in self.systems:
+            layout = layout_of(job, system)
+            found = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)
+            problems += [f"{system}: {problem}" for problem in found]
+            if system.startswith(PEERS["tp"]) and job.model.kv_heads % layout.tp:  # ours copies them
+                problems.append(
+                    f"{system}: it splits whole heads, and model.kv_heads={job.model.kv_heads} is not a multiple of "
+                    f"{layout.tp}; nearest: model.kv_heads={layout.tp * (job.model.kv_heads // layout.tp + 1)}"
+                )
+        refuse(problems)
+
 
 @dataclass(frozen=True)
-class Result:
-    """Seconds of every round by system, in the order they were taken."""
-
-    seconds: dict[str, list[float]]
+class ComparisonResult(BenchResult):
+    case: Comparison
+    seconds: Times
     losses: dict[str, list[float]]  # of the first two steps
-    cores: int
-    version: str  # of torch
-    machine: str
-
-    def median(self, system: str) -> float:
-        return median(self.seconds[system])
-
-    def ratio(self, system: str, base: str) -> float:
-        """The median of each round's own: both sides have met the same noise."""
-        pairs = zip(self.seconds[system], self.seconds[base], strict=True)
-        return median(mine / theirs for mine, theirs in pairs)
-
-    def spread(self, system: str) -> float:
-        """The slowest round, by the fastest."""
-        return max(self.seconds[system]) / min(self.seconds[system])
+    machine: Machine
 
     @property
-    def agree(self) -> bool:
+    def agrees(self) -> bool:
         wanted = next(iter(self.losses.values()))
         triples = [triple for losses in self.losses.values() for triple in zip(losses, wanted, AGREE, strict=True)]
         return all(abs(loss - right) <= most * abs(right) for loss, right, most in triples)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each system: its step, as a fraction of its own step in one process and of the bare loop's, and
+        the least fraction that several ranks could reach."""
+        found = []
+        for system, seconds in self.seconds.items():
+            base = system if system == HUGGING_FACE else OURS if system.startswith(OURS) else BARE
+            several = layout_of(self.case.job, system).world > 1
+            found.append(
+                {
+                    "system": system,
+                    "seconds": self.seconds.median(system),
+                    "fastest": min(seconds),
+                    "slowest": max(seconds),
+                    "of_its_single": self.seconds.ratio(system, base) if base in self.seconds else None,
+                    "of_bare": self.seconds.ratio(system, BARE) if BARE in self.seconds else None,
+                    "losses": self.losses[system],
+                    "limit": limit(self.case.job, system) if several else None,
+                }
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.setup() | {"agree": self.agrees, "seconds": self.seconds, "systems": self.rows()}
+
+    def setup(self) -> dict[str, Any]:
+        """What was measured, and where."""
+        job, machine = self.case.job, self.machine
+        return {
+            "bench": self.case.bench,
+            "parameters": job.model.parameter_count,
+            "seq": job.data.seq,
+            "batch": job.train.batch,
+            "microbatches": job.layout.microbatches,
+            "dtype": job.train.dtype,
+            "rounds": self.case.rounds,
+            "threads_per_rank": self.case.threads,
+            "cores": machine.cores,
+            "machine": machine.name,
+            "torch": machine.torch,
+        }
+
+    def heading(self) -> Text:
+        job, m, machine = self.case.job, self.case.job.layout.microbatches, self.machine
+        size = f"{job.model.layers} layers of {job.model.hidden}, {job.model.parameter_count / 1e6:.1f}M parameters"
+        batch = f"{f'{m} microbatches of ' if m > 1 else ''}{job.train.batch // m} x {job.data.seq} tokens"
+        return Text(
+            f"{size}; {batch}, {job.train.dtype}, AdamW\n"
+            f"torch {machine.torch}, {machine.cores} cores of {machine.name}, {self.case.threads} thread a rank; "
+            f"{counted(self.case.rounds, 'round')} in turns, medians"
+        )
+
+    def blocks(self) -> Iterator[Block]:
+        yield self.heading()
+        heads = ("~system", ">s/step", ">slowest", ">of single", ">limit", ">of bare", ">loss")
+        lines = [
+            (
+                row["system"],
+                *(optional(row[key]) for key in ("seconds", "slowest", "of_its_single", "limit", "of_bare")),
+                f"{row['losses'][0]:.4f}",
+            )
+            for row in self.rows()
+        ]
+        yield filled(heads, lines)
+        bound = "; limit: the same if communication took no time (simulated)" if self.case.world > 1 else ""
+        yield Text(
+            f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){bound}; of bare: as "
+            "a fraction of the bare loop's step; loss: of the first step"
+        )
+        yield from verdict(self)
+
+
+def verdict(*results: ComparisonResult) -> Iterator[Block]:
+    """Whether the losses agree, and how far to trust the figures."""
+    agree = all(result.agrees for result in results)
+    yield Text(f"the losses of the first two steps {'agree' if agree else 'differ'}", "good" if agree else "bad")
+    times = Times({f"{at} {name}": s for at, one in enumerate(results) for name, s in one.seconds.items()})
+    case, most = results[0].case, max(result.case.world for result in results)
+    yield from conditions(times, case.rounds, most, results[0].machine.cores)
+
+
+def overhead(changes: list[str], rounds: int, told: Told) -> ComparisonResult:
+    case = Comparison("overhead", base_job(changes), (BARE, OURS, HUGGING_FACE), rounds)
+    return next(measured([case], told))
+
+
+def peers(changes: list[str], ranks: int, rounds: int, only: str, told: Told) -> ComparisonResult:
+    if ranks < 2:
+        raise UserError(f"--ranks {ranks} is no company; nearest: --ranks 2")
+    ours = {
+        "dp": [f"dp={ranks}"],
+        "tp": [f"tp={ranks}"],
+        "pp": [f"pp={ranks}", f"pp={ranks},schedule=zb-h1"],
+        "cp": [f"cp={ranks}"],
+        "zero": [f"dp={ranks},zero=3"],
+    }
+    systems = [BARE, OURS]
+    for axis in choices(only, "--only", list(ours)):
+        systems += [f"{OURS} {layout}" for layout in ours[axis]]
+        if axis in PEERS:
+            systems.append(f"{PEERS[axis]} {ours[axis][0]}")
+    return next(measured([Comparison("peers", base_job(changes), tuple(systems), rounds)], told))
+
+
+def measured(cases: Sequence[Comparison], told: Told) -> Iterator[ComparisonResult]:
+    for case in cases:  # all of them before the first process starts
+        case.check()
+    for case in cases:
+        rounds = counted(case.rounds, "round")
+        told(f"{len(case.systems)} systems, {rounds} in turns, up to {counted(case.world, 'rank')}")
+        yield measure(case)
+
+
+def measure(case: Comparison) -> ComparisonResult:
+    patience = _PATIENCE * (case.rounds + 2) * len(case.systems)
+    found = launched.run(case.world, "fivefold.bench.comparison_rank:run", case, timeout=patience)[0]
+    assert isinstance(found, ComparisonResult)
+    return found
+
 
 def layout_of(job: Job, system: str) -> Layout:
-    """The layout that a system's ranks stand in; the global batch is cut into the same microbatches."""
+    """The layout of a system's ranks; the global batch is cut into the same microbatches."""
     _, _, text = system.rpartition(" ")
     if "=" not in text:
         return Layout(microbatches=job.layout.microbatches)
@@ -83,97 +212,51 @@ def layout_of(job: Job, system: str) -> Layout:
     return Layout.parse(f"{text},microbatches={max(1, job.layout.microbatches // layout.dp)}")
 
 
-def base_job(changes: list[str], defaults: tuple[str, ...] = MODEL, microbatches: int = 4) -> Job:
+def predicted(job: Job, text: str, core: Accelerator) -> float:
+    """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
+    layout = layout_of(job, text)
+    cluster, stack = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
+    return estimate(Planned(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
+
+
+def limit(job: Job, system: str) -> float:
+    """The fraction of one process's step if communication took no time: work that ranks repeat, and bubbles."""
+    core, at_once = find_accelerator("CPU"), Link(1e30, 0.0, "at once")
+    core = structs.replace(core, inside=at_once, across=at_once)
+    return predicted(job, system, core) / predicted(job, OURS, core)
+
+
+def base_job(changes: list[str], microbatches: int = 4) -> Job:
     # Without decay: which parameters it spares is a matter of sampling, and no matter of speed.
     settings = [f"layout=microbatches={microbatches}", "train.compile=off", "optimizer.weight_decay=0"]
-    job = read_job(None, [*defaults, *settings, *changes])
-    if problems := [*of_one_process(job), *unfair(job)]:
-        raise UserError(problems)
+    job = read_job(None, [*MODEL, *settings, *changes])
+    train = job.train
+    rules = [
+        (train.dtype == "float32", f"train.dtype={train.dtype}: comparisons are in float32"),
+        (train.compile == "off" and not train.fp8, "train.compile and train.fp8 are Fivefold's alone here"),
+        (not job.model.tied, "the model must not be tied: model.tied=false"),
+    ]
+    refuse([*of_one_process(job), *(sentence for fair, sentence in rules if not fair), *only_ours(job)])
     return job
 
 
 def of_one_process(job: Job) -> list[str]:
-    """What is wrong with a job that is measured without other ranks."""
+    """Problems of a job that is measured in one process."""
     if job.layout.world > 1:
         ranks_asked = f"layout={job.layout} has {job.layout.world} ranks, and the job is to be one process's"
         return [f"{ranks_asked}; several are measured with: --ranks {job.layout.world}, of bench scaling or peers"]
     return job.problems(world=1)
 
 
-def unfair(job: Job) -> list[str]:
-    """Settings that only some of the systems would follow."""
-    train = job.train
-    rules = [
-        (train.dtype == "float32", f"train.dtype={train.dtype}: contests are in float32"),
-        (train.compile == "off" and not train.fp8, "train.compile and train.fp8 are Fivefold's alone here"),
-        (not job.model.tied, "the model must not be tied: model.tied=false"),
-    ]
-    return [sentence for fair, sentence in rules if not fair] + only_ours(job)
-
-
 def only_ours(job: Job) -> list[str]:
     """Settings that Hugging Face's Llama in a plain loop would not follow."""
     train, model = job.train, job.model
+    kinds = (model.norm, model.activation, model.positions) == ("rmsnorm", "swiglu", "rope")
     rules = [
-        (llama(job), f"Hugging Face's Llama is another model than {model.name}"),
+        (kinds and not model.bias and not model.qk_norm, f"Hugging Face's Llama is another model than {model.name}"),
         (not model.dropout, f"model.dropout={model.dropout} is Fivefold's alone here"),
         (train.label_smoothing == train.z_loss == 0, "label_smoothing and z_loss are Fivefold's alone here"),
         (job.optimizer.clip > 0, "optimizer.clip=0: all systems clip"),
         (job.layout.recompute == "none", "recompute is Fivefold's alone here"),
     ]
     return [sentence for fair, sentence in rules if not fair]
-
-
-def llama(job: Job) -> bool:
-    """Whether Hugging Face's Llama is the same model."""
-    model = job.model
-    kinds = (model.norm, model.activation, model.positions) == ("rmsnorm", "swiglu", "rope")
-    return kinds and not model.bias and not model.qk_norm
-
-
-def check(contest: Contest) -> None:
-    """Every problem at once, before any process starts."""
-    problems = [f"--rounds {contest.rounds} must be at least 1"] if contest.rounds < 1 else []
-    if odd := [one for one in contest.systems if layout_of(contest.job, one).world not in (1, contest.world)]:
-        problems.append(f"{odd[0]} has neither one rank nor {contest.world}, as the others; measure it by itself")
-    for system in contest.systems:
-        layout, job = layout_of(contest.job, system), contest.job
-        found = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)
-        problems += [f"{system}: {problem}" for problem in found]
-        if system.startswith(PEERS["tp"]) and job.model.kv_heads % layout.tp:  # ours copies them
-            problems.append(
-                f"{system}: it splits whole heads, and model.kv_heads={job.model.kv_heads} is not a multiple of "
-                f"{layout.tp}; nearest: model.kv_heads={layout.tp * (job.model.kv_heads // layout.tp + 1)}"
-            )
-    if problems:
-        raise UserError(problems)
-
-
-def measure(contest: Contest) -> Result:
-    patience = _PATIENCE * (contest.rounds + 2) * len(contest.systems)
-    return ranks.run(contest.world, "fivefold.bench.comparison_rank:run", contest, timeout=patience)[0]
-
-
-def own_single(system: str) -> str:
-    """What a system is compared with: its own step in one process."""
-    if system == HUGGING_FACE:
-        return system
-    return OURS if system.startswith(OURS) else "bare loop"
-
-
-def rows(result: Result) -> list[dict[str, Any]]:
-    found = []
-    for system in result.seconds:
-        base = own_single(system)
-        found.append(
-            {
-                "system": system,
-                "seconds": result.median(system),
-                "fastest": min(result.seconds[system]),
-                "slowest": max(result.seconds[system]),
-                "of_its_single": result.ratio(system, base) if base in result.seconds else None,
-                "of_bare": result.ratio(system, "bare loop") if "bare loop" in result.seconds else None,
-                "losses": result.losses[system],
-            }
-        )
-    return found

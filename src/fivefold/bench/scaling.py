@@ -1,100 +1,166 @@
-"""Which layouts `fivefold bench scaling` takes from one rank to many, and what the simulator says of them."""
+"""`fivefold bench scaling`: layouts from one rank to many, each beside one process, and the simulator's prediction."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from msgspec import structs
-
-from fivefold.bench.comparison import OURS, Contest, Result, layout_of
-from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
-from fivefold.hardware.cluster import Cluster, Group
+from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, measured, predicted, verdict
+from fivefold.bench.harness import OURS, Told, choices
+from fivefold.bench.result import BenchResult, filled
+from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.stack import ON_CPUS
-from fivefold.plan.cost.time import Case, estimate
+from fivefold.plan.cost.kernels import Device
+from fivefold.report import Block, Text
 from fivefold.support.errors import Note, UserError
-from fivefold.support.formatting import did_you_mean
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
 
 
-def layouts(job: Job, most: int, wanted: list[str], least: int = 2) -> list[str]:
+@dataclass(frozen=True)
+class ScalingResult(BenchResult):
+    """A comparison for each number of ranks that was measured so far."""
+
+    chosen: Sequence[str]  # layouts, in the order in which they are shown
+    runs: Sequence[ComparisonResult]
+    cores: Mapping[int, Accelerator]  # by the number of ranks at work; empty without a prediction
+
+    @property
+    def agrees(self) -> bool:
+        return all(run.agrees for run in self.runs)
+
+    def rows(self) -> list[dict[str, Any]]:
+        by_layout = {system: run for run in self.runs for system in run.case.systems[1:]}
+        alone = predicted(self.runs[0].case.job, OURS, self.cores[1]) if self.cores else None
+        rows = []
+        for text in self.chosen:
+            system = f"{OURS} {text}"
+            if system not in by_layout:
+                continue
+            run = by_layout[system]
+            times, world = run.seconds, run.case.world
+            speed_up = 1 / times.ratio(system, OURS)
+            seconds = predicted(run.case.job, text, self.cores[world]) if self.cores else None
+            rows.append(
+                {
+                    "layout": text,
+                    "ranks": world,
+                    "one_process_seconds": times.median(OURS),
+                    "seconds": times.median(system),
+                    "speed_up": speed_up,
+                    "efficiency": speed_up / world,
+                    "predicted_seconds": seconds,
+                    "predicted_one_process_seconds": alone,
+                    "predicted_speed_up": alone / seconds if alone and seconds else None,
+                }
+            )
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        runs = [{"ranks": run.case.world, "agree": run.agrees, "seconds": run.seconds} for run in self.runs]
+        reached = {ranks: _reached(core, ranks) for ranks, core in sorted(self.cores.items())}
+        found = self.runs[0].setup() | {"layouts": self.rows(), "runs": runs}
+        return found | ({"cores_by_ranks": reached} if self.cores else {})
+
+    def blocks(self) -> Iterator[Block]:
+        yield self.runs[0].heading()
+        rows = self.rows()
+        lines = [
+            (
+                row["layout"].partition(",microbatches=")[0],  # which the number of stages decides
+                str(row["ranks"]),
+                *(f"{row[key]:.3f}" for key in ("one_process_seconds", "seconds")),
+                f"{row['speed_up']:.2f}",
+                f"{row['efficiency']:.0%}",
+                _simulated(row["predicted_seconds"], row["seconds"]),
+            )
+            for row in rows
+        ]
+        heads = ("~layout", ">ranks", ">alone", ">step", ">speed-up", ">efficiency", ">simulated")
+        yield filled(heads, lines)
+        one = rows[0]["predicted_one_process_seconds"]
+        also = "" if one is None else f"; simulated: the simulator's step and its error; for one process: {one:.3f} s"
+        yield Text(f"alone: seconds of one process in the same run; stages take a sequence at a time{also}")
+        yield from verdict(*self.runs)
+
+
+def _simulated(seconds: float | None, measured: float) -> str:
+    return "" if seconds is None else f"{seconds:.3f} {seconds / measured - 1:+4.0%}"
+
+
+def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
+    """What the simulator knows of a core beside others at work."""
+    device, link = Device.of(core), core.inside
+    alone = {
+        "products": device.rate("fp32"),  # FLOP/s
+        "stream": device.bandwidth,  # bytes/s
+        "launch_block": device.reached.host,  # seconds
+        "update": device.reached.update,
+    }
+    return alone | ({"link": link.bandwidth, "latency": link.latency} if ranks > 1 else {})
+
+
+def scaling(
+    changes: list[str],
+    ranks: int,
+    least: int,
+    rounds: int,
+    batch: int | None,
+    only: str,
+    predict: bool,
+    told: Told,
+) -> Iterator[ScalingResult]:
+    """The result after each number of ranks, with all that was measured until then."""
+    if ranks < 2:
+        raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
+    if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
+        raise UserError(f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2")
+    if batch is not None and (said := [one for one in changes if one.startswith("train.batch=")]):
+        raise UserError(f"--batch {batch} and {said[0]} say the same thing twice; leave one out")
+    # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
+    sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
+    job = base_job([*sizes, *changes], microbatches=1)
+    chosen = layouts(job, ranks, only, least)
+    by_world: dict[int, list[str]] = {}
+    for text in chosen:
+        by_world.setdefault(layout_of(job, text).world, []).append(f"{OURS} {text}")
+    cases = [Comparison("scaling", job, (OURS, *systems), rounds) for _, systems in sorted(by_world.items())]
+    runs: list[ComparisonResult] = []
+    cores: dict[int, Accelerator] = {}
+    lone: list[Any] = []  # samples of one core, from all over the run
+    for run in measured(cases, told):
+        runs.append(run)
+        if predict:
+            from fivefold.calibrate.calibrate import core_samples, usual_core
+
+            busy = run.case.world
+            lone += core_samples(1)
+            cores |= {1: usual_core(lone, 1), busy: usual_core(core_samples(busy), busy)}
+        yield ScalingResult(chosen, tuple(runs), dict(cores))
+
+
+def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
     """Powers of two of each axis alone, then of three at once, as far as the model and the batch allow.
 
     A rank's share of the batch is one microbatch; where there are stages, each of its sequences is one.
     """
-    if unknown := [one for one in wanted if one not in AXES]:
-        raise UserError(f"--only {unknown[0]} is not a choice; {did_you_mean(unknown[0], list(AXES))}")
+    wanted = choices(only, "--only", AXES)
     sizes = [size for exponent in range(1, most.bit_length()) if least <= (size := 2**exponent) <= most]
     found = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
     if "3d" in wanted:
         found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
         found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
-    cut = [_cut(job, text) for text in found]
-    problems = {text: layout_of(job, text).problems(job.model, seq=job.data.seq, batch=job.train.batch) for text in cut}
-    for text, wrong in problems.items():
-        if wrong:
+    fitting = []
+    for text in found:
+        layout = Layout.parse(text)
+        if layout.pp > 1:
+            text = f"{text},microbatches={max(1, job.train.batch // layout.dp)}"
+        if wrong := layout_of(job, text).problems(job.model, seq=job.data.seq, batch=job.train.batch):
             warnings.warn(Note(f"{text} is left out: {wrong[0]}"), stacklevel=2)
-    fitting = [text for text, wrong in problems.items() if not wrong]
+        else:
+            fitting.append(text)
     if not fitting:
         ranks = f"{least} to {most}" if least > 2 else f"up to {most}"
         raise UserError(f"no layout of {', '.join(wanted)} with {ranks} ranks fits this model and batch")
     return fitting
-
-
-def _cut(job: Job, text: str) -> str:
-    layout = Layout.parse(text)
-    return text if layout.pp == 1 else f"{text},microbatches={max(1, job.train.batch // layout.dp)}"
-
-
-def contests(job: Job, chosen: Sequence[str], rounds: int) -> list[Contest]:
-    """One for each number of ranks: all layouts of it, in turns with one process."""
-    by_world: dict[int, list[str]] = {}
-    for text in chosen:
-        by_world.setdefault(layout_of(job, text).world, []).append(f"{OURS} {text}")
-    return [Contest(job, (OURS, *systems), rounds) for _, systems in sorted(by_world.items())]
-
-
-def predicted(job: Job, text: str, core: Accelerator) -> float:
-    """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
-    layout = layout_of(job, text)
-    cluster, stack = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
-    return estimate(Case(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
-
-
-def limit(job: Job, system: str) -> float:
-    """What it could take of one process's step if nothing that is sent took time: what ranks repeat, and bubbles."""
-    core, at_once = find_accelerator("CPU"), Link(1e30, 0.0, "at once")
-    core = structs.replace(core, inside=at_once, across=at_once)
-    return predicted(job, system, core) / predicted(job, OURS, core)
-
-
-def rows(
-    found: Sequence[tuple[Contest, Result]], chosen: Sequence[str], cores: Mapping[int, Accelerator]
-) -> list[dict[str, Any]]:
-    """A line for each layout that was measured, in the order that they were chosen in; `cores` by ranks at work."""
-    by_layout = {system: (contest, result) for contest, result in found for system in contest.systems[1:]}
-    alone = predicted(found[0][0].job, OURS, cores[1]) if cores else None
-    lines = []
-    for text in chosen:
-        system = f"{OURS} {text}"
-        if system not in by_layout:
-            continue
-        contest, result = by_layout[system]
-        ratio = result.ratio(system, OURS)
-        seconds = predicted(contest.job, text, cores[contest.world]) if cores else None
-        lines.append(
-            {
-                "layout": text,
-                "ranks": contest.world,
-                "one_process_seconds": result.median(OURS),
-                "seconds": result.median(system),
-                "speed_up": 1 / ratio,
-                "efficiency": 1 / ratio / contest.world,
-                "predicted_seconds": seconds,
-                "predicted_one_process_seconds": alone,
-                "predicted_speed_up": alone / seconds if alone and seconds else None,
-            }
-        )
-    return lines

@@ -3,30 +3,35 @@
     cases("llama3-8b,layers=4/8,seq=4096,recompute=none/full")      # four of them
 
 A case is a model and what changes a step's time on a single device. Alternatives stand between slashes, and all their
-combinations are cases. No torch here: bad words are refused before anything heavy is imported.
+combinations are cases.
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from rich.table import Table
-
-from fivefold.hardware.accelerators import Accelerator
+from fivefold.bench.harness import Told, refuse, too_small
+from fivefold.bench.result import BenchResult, filled
+from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
+from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.time import Case as Planned
 from fivefold.plan.cost.time import estimate
+from fivefold.report import Block
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text, did_you_mean
 
+WARM = 3  # steps before the timed ones, at least: kernels are chosen, and the allocator finds its blocks
 WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
+DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("auto", "float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,12 @@ class Case:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    def job(self, dtype: str) -> Job:
+        compiled = cast(Compile, self.compile)
+        train = TrainConfig(batch=self.batch, dtype=cast(Dtype, dtype), compile=compiled, deterministic=False)
+        data, checkpoint = DataConfig(seq=self.seq), CheckpointConfig(save=False)
+        return Job(model=self.spec, layout=self.layout, data=data, train=train, checkpoint=checkpoint)
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -75,6 +86,33 @@ class Timed:
         of_run = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "case"}
         rate = self.case.tokens / self.seconds if self.seconds else None
         return {**asdict(self.case), **of_run, "tokens_per_second": round(rate, 1) if rate else None}
+
+
+@dataclass(frozen=True)
+class StepsResult(BenchResult):
+    timed: Sequence[Timed]
+    accelerator: Accelerator | None  # for which the planner's steps are shown
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [one.row for one in self.timed]
+
+    def blocks(self) -> Iterator[Block]:
+        heads = ("~model", "batch", "recompute", "compile", ">step", ">tokens/s", ">memory", ">planned", ">off")
+        yield filled(heads, [self._cells(one) for one in self.timed])
+
+    def _cells(self, one: Timed) -> list[str]:
+        case = one.case
+        whole = preset(case.model).layers == case.layers
+        batch = f"{case.microbatches} x {case.samples} x {case.seq}"
+        words = [case.model if whole else f"{case.model}, {case.layers} layers", batch, case.recompute, case.compile]
+        if one.seconds is None:
+            return [*words, "too large", "", "", "", ""]
+        words += [f"{1e3 * one.seconds:.1f} ms", f"{case.tokens / one.seconds:.0f}"]
+        words.append(bytes_text(one.memory) if one.memory else "")
+        if self.accelerator is None:
+            return [*words, "", ""]
+        seconds = predicted(case, self.accelerator)
+        return [*words, f"{1e3 * seconds:.1f} ms", f"{100 * (seconds / one.seconds - 1):+.1f}%"]
 
 
 def cases(word: str) -> list[Case]:
@@ -98,17 +136,37 @@ def cases(word: str) -> list[Case]:
             wrong = [value for value in text.split("/") if not (value.isdecimal() and 0 < int(value) < 1 << 31)]
             problems += [f"{word}: {key}={value!r} must be a whole number of at least 1" for value in wrong]
             choices[key] = [int(value) for value in text.split("/") if value not in wrong]
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return [Case(model, **dict(zip(choices, values, strict=True))) for values in product(*choices.values())]
 
 
-def measure(case: Case, device: str, dtype: str, steps: int, warm: float) -> Timed:
-    """In a process of its own: no case finds memory that another has left."""
-    function = "fivefold.bench.steps_run:run"
-    found = ranks.run(1, function, case, device, dtype, steps, warm, timeout=600)[0]
-    assert isinstance(found, Timed)
-    return found
+def measure(
+    words: Sequence[str],
+    steps: int,
+    warm: float,
+    accelerator: str | None,
+    device: str,
+    dtype: str,
+    told: Told,
+    keep: Callable[[list[Timed]], None] = lambda _: None,
+) -> StepsResult:
+    """Each case in a process of its own: none finds memory that another has left. `keep` is given those so far."""
+    problems = too_small(steps=steps)
+    for name, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
+        if value not in known:
+            problems.append(f"--{name} {value} is not a choice; known: {', '.join(known)}")
+    refuse(problems)
+    wanted = [case for word in words for case in cases(word)]
+    planned = Cluster.parse(accelerator).groups[0].accelerator if accelerator else None
+    timed: list[Timed] = []
+    for number, case in enumerate(wanted, start=1):
+        told(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
+        timed += ranks.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
+        keep(timed)
+    if planned is None:
+        with suppress(UserError):
+            planned = find_accelerator(timed[0].device)
+    return StepsResult(timed, planned)
 
 
 def predicted(case: Case, accelerator: Accelerator) -> float:
@@ -137,29 +195,3 @@ def read(path: Path) -> list[Timed]:
         numbers["memory"] = int(row["memory"]) if row["memory"] else None
         found.append(Timed(case, row["device"], row["torch"], row["dtype"], int(row["steps"]), **numbers))
     return found
-
-
-def table(timed: Iterable[Timed], accelerator: Accelerator | None) -> Table:
-    """Beside each step what the planner says of it, where it knows the device."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    of_case, of_run = ["model", "batch", "recompute", "compile"], ["step", "tokens/s", "memory"]
-    for name in [*of_case, *of_run, *(["planned", "off"] if accelerator else [])]:
-        made.add_column(name, justify="left" if name in of_case else "right", no_wrap=True)
-    for one in timed:
-        case = one.case
-        whole = preset(case.model).layers == case.layers
-        batch = f"{case.microbatches} x {case.samples} x {case.seq}"
-        words = [case.model if whole else f"{case.model}, {case.layers} layers", batch, case.recompute, case.compile]
-        if one.seconds is None:
-            made.add_row(*words, "too large")
-            continue
-        words += [
-            f"{1e3 * one.seconds:.1f} ms",
-            f"{case.tokens / one.seconds:.0f}",
-            bytes_text(one.memory) if one.memory else "",
-        ]
-        if accelerator:
-            seconds = predicted(case, accelerator)
-            words += [f"{1e3 * seconds:.1f} ms", f"{100 * (seconds / one.seconds - 1):+.1f}%"]
-        made.add_row(*words)
-    return made

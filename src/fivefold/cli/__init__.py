@@ -27,7 +27,6 @@ from fivefold.cli import (
     models,
     plan,
     schedules,
-    speed,
     trace,
     train,
     truth,
@@ -66,8 +65,6 @@ app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
 app.add_typer(hf.importing, name="import", short_help=hf.IMPORT)
 app.add_typer(hf.exporting, name="export", short_help=hf.EXPORT)
-for command, short in speed.COMMANDS:
-    bench.app.command(short_help=short)(command)
 app.add_typer(bench.app, name="bench", short_help=bench.SHORT)
 
 

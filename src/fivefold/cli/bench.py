@@ -1,44 +1,75 @@
 """`fivefold bench`: measurements, each with the command that repeats them."""
 
 import json
-from contextlib import suppress
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from fivefold.cli.job_args import JobWords, split
+from fivefold.report import Result, show
+from fivefold.report.terminal import console_of
 from fivefold.support.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.bench.harness import Told
 
 SHORT = "Measure how fast things are.  [dim]fivefold bench attention --tp 2[/]"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Benchmarks.")
 
 
+def _writable(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    if path is None:
+        return None
+    if not path.parent.is_dir():
+        raise UserError(f"--output {path}: there is no directory {path.parent}")
+    new = not path.exists()
+    try:
+        path.open("a").close()  # to look whether it may be written is not enough, under /proc for one
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"--output {path}: {(error.strerror or str(error)).lower()}; name a file") from None
+    return path
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Changes to the model and the batch, as for train.", show_default=False
+    ),
+]
+Rounds = Annotated[int, typer.Option(help="Timed steps of each system; medians are shown.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the figures here, as JSON.", callback=_writable)
+]
+
+
 @app.command(short_help="Build, check and simulate pipeline schedules.  [dim]fivefold bench schedules[/]")
-def schedules(as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False) -> None:
+def schedules(as_json: AsJson = False) -> None:
     """Time building, checking and simulating schedules; the cost per action should not depend on their number.
 
     [dim]Example:[/]
 
       fivefold bench schedules
     """
-    from fivefold.bench.schedules import CASES, best
-    from fivefold.schedule.tables import benchmark_rows, benchmark_table
+    from fivefold.bench.schedules import measure_all
 
-    timings = [best(case) for case in CASES]
-    if as_json:
-        typer.echo(json.dumps(benchmark_rows(timings)))
-        return
-    head = "seconds to build, check and simulate, best of 3; microseconds per action\n"
-    Console(highlight=False).print(head, benchmark_table(timings))
+    show(measure_all(), as_json)
 
 
 @app.command(short_help="How long planning takes.  [dim]fivefold bench plan[/]")
 def plan(
     rounds: Annotated[int, typer.Option(min=1, help="Searches of each kind; medians are shown.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time the planner's whole search, in this process, on one core.
 
@@ -46,23 +77,9 @@ def plan(
 
       fivefold bench plan
     """
-    from rich.table import Table
+    from fivefold.bench.plan import measure
 
-    from fivefold.bench.plan import QUESTIONS, measure
-
-    timings = [measure(question, rounds) for question in QUESTIONS]
-    if as_json:
-        rows = [one.question._asdict() | {"seconds": one.seconds, "weighed": one.weighed} for one in timings]
-        typer.echo(json.dumps(rows))
-        return
-    table = Table(caption=f"median of {rounds} cold searches")
-    for name in ("model", "cluster", "sequence", "batch", "layouts weighed", "seconds", "at most"):
-        table.add_column(name, justify="left" if name in ("model", "cluster") else "right")
-    for one in timings:
-        asked = one.question
-        cells = (asked.model, asked.cluster, f"{asked.seq:,}", f"{asked.batch:,}", f"{one.weighed:,}")
-        table.add_row(*cells, f"{one.seconds:.2f}", f"{asked.most:g}")
-    Console(highlight=False).print(table)
+    show(measure(rounds), as_json)
 
 
 @app.command(short_help="Tensor-parallel attention against one process.  [dim]fivefold bench attention --tp 2[/]")
@@ -75,7 +92,7 @@ def attention(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
     rounds: Annotated[int, typer.Option(help="Timed passes of each kind, in turns; medians are shown.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run one attention block over real ranks and in one process, and compare.
 
@@ -91,15 +108,9 @@ def attention(
 
       fivefold bench attention --dtype float64 --json
     """
-    from fivefold.bench.attention import Shape, measure, report, rows
+    from fivefold.bench.attention import Shape, measure
 
-    shape = Shape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype, rounds)
-    result = measure(shape)
-    if as_json:
-        typer.echo(json.dumps(rows(shape, result)))
-    else:
-        report(Console(highlight=False), shape, result)
-    raise typer.Exit(0 if result.close else 1)
+    show(measure(Shape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype, rounds)), as_json)
 
 
 @app.command(short_help="Pipeline schedules against their ideal and torch's.  [dim]fivefold bench pipeline[/]")
@@ -110,15 +121,15 @@ def pipeline(
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Timed steps of each contender, in turns.")] = 7,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each system, in turns.")] = 7,
+    as_json: AsJson = False,
 ) -> None:
     """Time a step under 1f1b, zb-h1 and zb-v on real ranks.
 
-    Each is held against its ideal: one process's time, shared by the ranks, plus
-    the schedule's own bubble, simulated from the durations of this machine. And
-    against torch.distributed.pipelining with the same stages. All take turns, one
-    step each, and their gradients must agree. One rank has one thread.
+    Each is compared with its ideal: one process's time, shared by the ranks, plus
+    the schedule's own bubble, simulated from the durations of this machine. Each is
+    also compared with torch.distributed.pipelining on the same stages. All take
+    turns, one step each, and their gradients must agree. One rank has one thread.
 
     [dim]Examples:[/]
 
@@ -128,15 +139,9 @@ def pipeline(
 
       fivefold bench pipeline --pp 4 --layers 16 --json
     """
-    from fivefold.bench import pipeline as bench_pipeline
+    from fivefold.bench.pipeline import Shape, measure
 
-    shape = bench_pipeline.Shape(pp, microbatches, hidden, layers, seq, batch, rounds)
-    result = bench_pipeline.measure(shape)
-    if as_json:
-        typer.echo(json.dumps(bench_pipeline.as_json(shape, result)))
-    else:
-        bench_pipeline.report(Console(highlight=False), shape, result)
-    raise typer.Exit(0 if bench_pipeline.agree(result) else 1)
+    show(measure(Shape(pp, microbatches, hidden, layers, seq, batch, rounds)), as_json)
 
 
 @app.command(short_help="What a checkpoint costs.  [dim]fivefold bench checkpoint model=small[/]")
@@ -148,12 +153,12 @@ def checkpoint(
         Path | None, typer.Option(help="On the disk to be measured; without it the system's for temporary files.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 1200.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time what steps lose to an asynchronous save, and how fast files are written and read.
 
     The job's ranks are started on this machine. Save and load of the same state
-    take turns with DCP alone and with plain torch.save. Nothing is kept.
+    take turns with DCP alone and with plain torch.save. No file is left behind.
 
     [dim]Examples:[/]
 
@@ -161,32 +166,12 @@ def checkpoint(
 
       fivefold bench checkpoint model=small layout=dp=2,zero=1 --rounds 7 --json
     """
-    import tempfile
+    from fivefold.bench.checkpoint import measure
 
-    import msgspec
-
-    from fivefold.bench import checkpoint as bench_checkpoint
-    from fivefold.job.config import read_job
-    from fivefold.job.preflight import preflight
-
-    if min(rounds, steps) < 1:
-        raise UserError(f"--rounds {rounds} and --steps {steps} must be at least 1")
-    if directory is not None and not directory.is_dir():
-        raise UserError(f"--directory {directory} is no directory")
     path, changes = split(job)
-    read = read_job(path, changes)
-    replace = msgspec.structs.replace
-    resolved = replace(read, train=replace(read.train, steps=2 + 2 * rounds * steps, eval_samples=0))
-    preflight(resolved, resolved.layout.world)
-    with (
-        Console(stderr=True, highlight=False).status(f"{rounds} rounds on {resolved.layout.world} ranks"),
-        tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch,
-    ):
-        times = bench_checkpoint.measure(resolved, scratch, rounds, steps, timeout)
-    if as_json:
-        typer.echo(json.dumps(bench_checkpoint.as_json(resolved, times)))
-    else:
-        bench_checkpoint.report(Console(highlight=False), resolved, times)
+    with _progress() as told:
+        result = measure(path, changes, rounds, steps, directory, timeout, told)
+    show(result, as_json)
 
 
 @app.command(short_help="Training steps, measured and planned.  [dim]fivefold bench steps tiny,seq=128[/]")
@@ -202,14 +187,14 @@ def steps(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16; auto: bfloat16 on a GPU.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Time whole training steps on one device, and say what the planner says of them.
+    """Time whole training steps on one device, and show the planner's estimate beside them.
 
-    The trainer's own steps, with made-up tokens, float32 masters and kernels in
-    any order of addition (train.deterministic=false). A case is a model with
-    KEY=VALUE changes: layers, seq, samples (of a microbatch), microbatches,
-    recompute and compile. One that does not fit into memory is said to be so.
+    These are the trainer's own steps, with made-up tokens, float32 masters and
+    kernels in any order of addition (train.deterministic=false). A case is a model
+    with KEY=VALUE changes: layers, seq, samples (of a microbatch), microbatches,
+    recompute and compile. The table names cases that do not fit into memory.
 
     [dim]Examples:[/]
 
@@ -219,34 +204,180 @@ def steps(
 
       fivefold bench steps llama3-8b,layers=4/8,seq=8192 --accelerator mine.toml
     """
-    import sys
+    from fivefold.bench.steps import Timed, measure, write
 
-    from fivefold.bench import steps as bench_steps
-    from fivefold.hardware.accelerators import find_accelerator
-    from fivefold.hardware.cluster import Cluster
-
-    problems: list[str] = [f"--steps {count} must be at least 1"] if count < 1 else []
-    if dtype not in ("auto", "float32", "float64", "bfloat16"):
-        problems.append(f"--dtype {dtype} is not a choice; known: auto, float32, float64, bfloat16")
-    if device not in ("auto", "cpu", "cuda"):
-        problems.append(f"--device {device} is not a choice; known: auto, cpu, cuda")
     if csv is not None and not csv.parent.is_dir():
-        problems.append(f"--csv {csv}: there is no directory {csv.parent}")
-    if problems:
-        raise UserError(problems)
-    cases = [case for word in words for case in bench_steps.cases(word)]
-    planned = Cluster.parse(accelerator).groups[0].accelerator if accelerator else None
-    timed = []
-    with Console(stderr=True, highlight=False).status("") as status:
-        for number, case in enumerate(cases, start=1):
-            status.update(f"{number}/{len(cases)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
-            timed.append(bench_steps.measure(case, device, dtype, count, warm))
-            if csv is not None:  # after each, so that what was measured is not lost
-                bench_steps.write(csv, timed, " ".join(["fivefold", *sys.argv[1:]]))
-    if as_json:
-        typer.echo(json.dumps([one.row for one in timed]))
-        return
-    if planned is None:
-        with suppress(UserError):
-            planned = find_accelerator(timed[0].device)
-    Console(highlight=False).print(bench_steps.table(timed, planned))
+        raise UserError(f"--csv {csv}: there is no directory {csv.parent}")
+
+    def keep(timed: list[Timed]) -> None:  # after each case, so that what was measured is not lost
+        if csv is not None:
+            write(csv, timed, " ".join(["fivefold", *sys.argv[1:]]))
+
+    with _progress() as told:
+        result = measure(words, count, warm, accelerator, device, dtype, told, keep)
+    show(result, as_json)
+
+
+@app.command(short_help="What Fivefold adds to a bare loop.  [dim]fivefold bench overhead[/]")
+def overhead(changes: Changes = None, rounds: Rounds = 7, output: Output = None, as_json: AsJson = False) -> None:
+    """Compare Fivefold in one process with a bare PyTorch loop around the same model, and with Hugging Face's.
+
+    [dim]Examples:[/]
+
+      fivefold bench overhead
+
+      fivefold bench overhead model.layers=2 model.hidden=256 --rounds 11
+    """
+    from fivefold.bench import comparison
+
+    with _progress() as told:
+        result = comparison.overhead(changes or [], rounds, told)
+    _end(result, output, as_json)
+
+
+@app.command(short_help="Against torch's own parallelisms.  [dim]fivefold bench peers --ranks 2[/]")
+def peers(
+    changes: Changes = None,
+    ranks: Annotated[int, typer.Option(help="Ranks of every system that has several.")] = 2,
+    rounds: Rounds = 5,
+    only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,zero, with commas.")] = "dp,tp,pp,cp,zero",
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """The same training step on CPU ranks: Fivefold, DDP, DTensor, FSDP2 and torch.distributed.pipelining, in turns.
+
+    Every system is compared with its own step in one process, and its first loss
+    with the others'. One rank has one thread.
+
+    [dim]Examples:[/]
+
+      fivefold bench peers
+
+      fivefold bench peers --only tp,pp model.layers=4
+    """
+    from fivefold.bench import comparison
+
+    with _progress() as told:
+        result = comparison.peers(changes or [], ranks, rounds, only, told)
+    _end(result, output, as_json)
+
+
+@app.command(short_help="One rank to many.  [dim]fivefold bench scaling --ranks 4[/]")
+def scaling(
+    changes: Changes = None,
+    ranks: Annotated[int, typer.Option(help="Most ranks; smaller powers of two are measured, too.")] = 2,
+    least: Annotated[int, typer.Option(help="Fewest ranks.")] = 2,
+    rounds: Rounds = 3,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step, whatever the number of ranks; 16.", show_default=False)
+    ] = None,
+    only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Measure this machine's cores, too, and show the simulator's prediction.")
+    ] = False,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Speed-up and efficiency of tp, dp, pp, cp and 3D layouts from one rank to many; the same batch for all.
+
+    A rank's share of the batch is one microbatch; stages take it a sequence at a time.
+    With --predict each row has the simulator's prediction, from what a core and its
+    links reach while as many of them are at work.
+
+    [dim]Examples:[/]
+
+      fivefold bench scaling --ranks 2
+
+      fivefold bench scaling --ranks 16 --predict
+    """
+    from fivefold.bench import scaling as bench_scaling
+
+    with _progress() as told:
+        # After each number of ranks: a run that is stopped in the middle has left what it measured.
+        for result in bench_scaling.scaling(changes or [], ranks, least, rounds, batch, only, predict, told):
+            kept = _keep(result, output)
+    _end(result, None, as_json, kept)
+
+
+@app.command(short_help="Step time, MFU and memory of a job.  [dim]fivefold bench train llama3-8b[/]")
+def train(
+    words: Annotated[list[str], typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train.")],
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit matmuls), deterministic (the same "
+            "bits every time), eager (not compiled), with commas."
+        ),
+    ] = "none",
+    steps: Annotated[int, typer.Option(help="Timed steps of a turn; medians are shown.")] = 10,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each system; 2, or 1 if there is one only.")] = None,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Save one beside the steps, too, and show what they lose to it.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Show where a step's time goes, by kind of kernel.")
+    ] = False,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the trainer's own steps on this device: tokens/s, MFU (attention counted full), peak memory.
+
+    Tokens are made up; the rest is `fivefold train`, with its data and metrics.
+    Systems take turns, each turn in a process of its own, from the same weights:
+    the table shows their first losses.
+    train.deterministic=false unless you ask for it.
+
+    [dim]Examples:[/]
+
+      fivefold bench train llama3-8b model.layers=12 train.batch=2 data.seq=8192 --against hf,fp8
+
+      fivefold bench train llama3.2-3b train.batch=4 data.seq=8192 --checkpoint --profile
+
+      fivefold bench train job.toml --json
+    """
+    from fivefold.bench.train import Extras, measure
+
+    with _progress() as told:
+        result = measure(words, against, steps, rounds, Extras(checkpoint, profile), told)
+    _end(result, output, as_json)
+
+
+@contextmanager
+def _progress() -> "Iterator[Told]":
+    """Show what is measured now; each measurement leaves a line with its seconds."""
+    console = console_of(stderr=True)
+    begun: list[tuple[str, float]] = []
+
+    def finish() -> None:
+        for what, start in begun[-1:]:
+            console.print(f"{what}: {time.monotonic() - start:.0f} s", style="dim", markup=False)
+
+    with console.status("") as status:
+
+        def told(what: str) -> None:
+            finish()
+            begun.append((what, time.monotonic()))
+            status.update(what)
+
+        yield told
+        finish()
+
+
+def _end(result: Result, output: Path | None, as_json: bool, kept: bool = True) -> None:
+    kept = _keep(result, output) and kept
+    show(result, as_json)
+    if not kept:
+        raise typer.Exit(1)
+
+
+def _keep(result: Result, output: Path | None) -> bool:
+    """Write the figures; where that fails, say so, and they are still shown."""
+    if output is None:
+        return True
+    command = shlex.join(["fivefold", *sys.argv[1:]])
+    try:
+        output.write_text(json.dumps({"command": command} | result.to_dict(), indent=1) + "\n")
+    except OSError as error:
+        console_of(stderr=True).print(f"--output {output} was not written: {error.strerror}", markup=False)
+        return False
+    return True

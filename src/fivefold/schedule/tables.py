@@ -5,7 +5,6 @@ from typing import Any
 
 from rich.table import Table
 
-from fivefold.bench.schedules import Timing
 from fivefold.schedule.actions import SENDS
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.schedule.published import PUBLISHED, reproduce
@@ -96,22 +95,6 @@ def published_table() -> Table:
         ours = reproduce(row)
         for name, rate in row.rates.items():
             table.add_row(row.model, str(row.p), str(row.m), name, f"{rate:.4f}", f"{ours[name]:.4f}")
-    return table
-
-
-def benchmark_rows(timings: Iterable[Timing]) -> list[dict[str, Any]]:
-    keys = ("compute_actions", "actions", "build", "check", "simulate", "total")
-    return [timing.case._asdict() | {key: getattr(timing, key) for key in keys} for timing in timings]
-
-
-def benchmark_table(timings: Iterable[Timing]) -> Table:
-    table = _table("schedule", "p", "m", "v", "compute", "actions", "build", "check", "run", "total", "us")
-    for timing in timings:
-        name, p, m, v = timing.case
-        counts = (p, m, v or 1, timing.compute_actions, timing.actions)
-        seconds = (timing.build, timing.check, timing.simulate, timing.total)
-        per_action = f"{1e6 * timing.total / timing.actions:.1f}"
-        table.add_row(name, *map(str, counts), *(f"{value:.3f}" for value in seconds), per_action)
     return table
 
 

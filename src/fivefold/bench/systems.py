@@ -1,0 +1,268 @@
+"""What benchmarks compare: Fivefold's engine, a plain loop, Hugging Face's model, PyTorch's parallelisms."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from fivefold.bench.rank import CPU
+from fivefold.data.batch import Batch
+from fivefold.job.config import Job
+from fivefold.launch.device import DTYPES, compiles
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import stages_of
+from fivefold.model.decoder import Decoder
+from fivefold.model.hf import source
+from fivefold.model.init import draw, initialise
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
+from fivefold.parallel.mesh import Mesh
+from fivefold.spec.hf_config import to_hf_config
+from fivefold.train.engine import Engine
+
+RATE = 1e-3
+
+
+class System(Protocol):
+    sums: bool  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
+
+    def step(self) -> float:
+        """Take a training step; return its loss."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank of a system trains on."""
+
+    samples: list[tuple[Tensor, Tensor]]  # tokens and targets of each microbatch
+    count: int  # target tokens of the global batch
+
+    @classmethod
+    def of(cls, batch: Batch, layout: Layout, rank: int = 0, device: torch.device = CPU) -> "Part":
+        mine = batch.split(layout.dp)[rank].split(layout.microbatches)
+        pairs = [(torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.targets).to(device)) for one in mine]
+        return cls(pairs, batch.loss_tokens)
+
+
+class Ours:
+    sums = False
+
+    def __init__(self, job: Job, layout: Layout, batch: Batch):
+        self.engine, self.batch = Engine(structs.replace(job, layout=layout), Mesh.of(layout, CPU)), batch
+
+    def step(self) -> float:
+        loss = self.engine.accumulate(self.batch)
+        self.engine.step(RATE, self.engine.gradient_norm())
+        self.engine.weights.ready()
+        return loss.item()
+
+
+class HeadModule(LocalOps):
+    """Calls the head as a module, because wrappers of other systems wrap modules."""
+
+    def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
+        return table(x)
+
+
+def decoder(job: Job) -> Decoder:
+    model = Decoder(job.model, ops=HeadModule())
+    initialise(model, job.model, job.train.seed)
+    return model
+
+
+class Loop:
+    """A training loop as one writes it, around a model that makes logits of tokens."""
+
+    sums = False
+
+    def __init__(self, model: nn.Module, part: Part, job: Job, scale: float = 1.0, rate: float = RATE):
+        """`scale`: what wrappers that average over ranks divide by, and sums have not."""
+        self.model, self.part, self.job, self.scale = model, part, job, scale
+        config = job.optimizer
+        settings = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+        every = list(model.parameters())  # plain tensors and DTensors do not meet in one kernel
+        split = [[p for p in every if isinstance(p, DTensor) == kind] for kind in (False, True)]
+        self.groups = [group for group in split if group]
+        groups = [{"params": group} for group in self.groups]
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=True, **settings)  # type: ignore[arg-type]
+
+    def step(self) -> float:
+        total = self.accumulate()
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def accumulate(self) -> float:
+        total = 0.0
+        for number, (tokens, targets) in enumerate(self.part.samples, start=1):
+            with self.syncing(number == len(self.part.samples)):
+                loss = cross_entropy(self.logits(tokens), targets) / self.part.count
+                (loss * self.scale).backward()
+            total += loss.item()
+        return total
+
+    def clip(self) -> None:
+        if len(self.groups) == 1:
+            torch.nn.utils.clip_grad_norm_(self.groups[0], self.job.optimizer.clip)
+            return
+        norms = []
+        for group in self.groups:
+            norm = get_total_norm([p.grad for p in group if p.grad is not None])
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        for group in self.groups:
+            clip_grads_with_norm_(group, self.job.optimizer.clip, torch.stack(norms).norm())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def syncing(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class HuggingFace(Loop):
+    """As its users run it: sdpa, compiled where ours is, fused AdamW, parameters in the compute dtype."""
+
+    def __init__(self, job: Job, part: Part, device: torch.device = CPU, rate: float = RATE):
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=DTYPES[job.train.dtype])
+        weights = model.state_dict()
+        for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
+            draw(job.model, parameter, weights[source(job.model, parameter.name).name], job.train.seed)
+        self.called = torch.compile(model) if compiles(job.train, device) else model
+        super().__init__(model, part, job, rate=rate)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.called(tokens).logits.float()
+
+
+class DataParallel(Loop):
+    sums = True
+
+    def __init__(self, job: Job, part: Part):
+        self.ddp = DistributedDataParallel(decoder(job), gradient_as_bucket_view=True)
+        super().__init__(self.ddp, part, job, scale=dist.get_world_size())
+
+    def syncing(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.ddp.no_sync()
+
+
+class FullySharded(Loop):
+    """FSDP2, a block at a time; gradients are reduced with every microbatch, as ours are: so they stay sharded."""
+
+    sums = True
+
+    def __init__(self, job: Job, part: Part):
+        model, mesh = decoder(job), init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.layers.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        super().__init__(model, part, job, scale=dist.get_world_size())
+
+
+class TensorParallel(Loop):
+    """`parallelize_module` with the plan of the documentation's Llama, the loss over logits that stay sharded."""
+
+    def __init__(self, job: Job, part: Part):
+        model, mesh = decoder(job), init_device_mesh("cpu", (dist.get_world_size(),))
+        columns, rows = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"), ("attention.o", "mlp.down")
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {
+            name: RowwiseParallel() for name in rows
+        }
+        for block in model.layers.values():
+            parallelize_module(block, mesh, plan)
+        ends = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        }
+        parallelize_module(model, mesh, ends)
+        super().__init__(model, part, job)
+
+    def syncing(self, last: bool) -> AbstractContextManager[Any]:
+        return loss_parallel()
+
+
+class Stage(nn.Module):
+    """A stage of the decoder for torch.distributed.pipelining, which passes tensors only: it keeps the positions."""
+
+    def __init__(self, decoder: Decoder, positions: TokenPositions):
+        super().__init__()
+        self.decoder, self.positions = decoder, positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x, self.positions)
+
+
+class TorchPipeline:
+    """A schedule of torch.distributed.pipelining, over the stages that Fivefold cuts."""
+
+    def __init__(self, job: Job, batch: Batch, kind: str, loss: Callable[[Tensor, Tensor], Tensor], ops: LocalOps):
+        layout, rank = job.layout, dist.get_rank()
+        stages, owner = stages_of(job.model, layout, job.data.seq), layout.placement.owner
+        first = torch.from_numpy(batch.split(layout.microbatches)[0].tokens)
+        mine = [stage for stage in stages if owner[stage.index] == rank]
+        decoders = [Decoder(job.model, ops=ops, stage=stage) for stage in mine]
+        self.model = nn.ModuleList(Stage(one, TokenPositions.of(first)) for one in decoders)
+        self.parameters = {name: one for decoder in decoders for name, one in decoder.named_parameters()}
+        for parameter in job.model.parameters():
+            if parameter.name in self.parameters:
+                draw(job.model, parameter, self.parameters[parameter.name], job.train.seed)
+        parts = [
+            PipelineStage(module, stage.index, len(stages), CPU) for module, stage in zip(self.model, mine, strict=True)
+        ]
+        made = getattr(schedules, kind)
+        single = issubclass(made, schedules.PipelineScheduleSingle)
+        count = batch.loss_tokens
+        self.schedule = made(
+            parts[0] if single else parts, layout.microbatches, lambda *pair: loss(*pair) / count, scale_grads=False
+        )
+        tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+        self.inputs = [tokens] if any(stage.first for stage in mine) else []
+        self.targets = targets if any(stage.last for stage in mine) else None
+
+    def accumulate(self) -> float:
+        losses: list[Tensor] = []
+        self.schedule.step(*self.inputs, target=self.targets, losses=losses, return_outputs=False)
+        return sum(one.item() for one in losses)
+
+
+class Pipelined(Loop):
+    """Its 1F1B, with a gradient norm over all stages."""
+
+    sums = True
+
+    def __init__(self, job: Job, layout: Layout, batch: Batch):
+        job = structs.replace(job, layout=layout)
+        self.pipeline = TorchPipeline(job, batch, "Schedule1F1B", cross_entropy, HeadModule())
+        super().__init__(self.pipeline.model, Part.of(batch, layout), job)
+
+    def accumulate(self) -> float:
+        return self.pipeline.accumulate()
+
+    def clip(self) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        total = torch.stack([grad.square().sum() for grad in gradients]).sum()
+        dist.all_reduce(total)
+        scale = (self.job.optimizer.clip / (total.sqrt() + 1e-6)).clamp(max=1.0)
+        for grad in gradients:
+            grad.mul_(scale)

@@ -1,0 +1,209 @@
+"""One turn of `fivefold bench train`, or one case of `fivefold bench steps`, in a process of its own."""
+
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from fivefold.bench.profile import Profile
+from fivefold.bench.steps import WARM, Case, Timed
+from fivefold.bench.systems import HuggingFace, Part
+from fivefold.bench.train import CPU, Extras, Saved, Turn
+from fivefold.checkpoint.store import Store
+from fivefold.data.batch import Batch, read_batch
+from fivefold.data.prefetch import prefetch
+from fivefold.data.tokens import TokenStore
+from fivefold.job.config import Job
+from fivefold.job.preflight import Sources
+from fivefold.launch.device import check_bfloat16, choose_device, make_repeatable, peak_memory
+from fivefold.launch.ranks import Rank
+from fivefold.model.compiled import compilation
+from fivefold.parallel.control import Control
+from fivefold.parallel.mesh import Mesh
+from fivefold.support.errors import UserError
+from fivefold.train.checkpointing import Checkpoints
+from fivefold.train.listeners import Listener, MetricsFile
+from fivefold.train.loop import Stopped, Trainer
+from fivefold.train.records import Evaluation, Step
+from fivefold.verify.batches import write_tokens
+
+_WARM = 5  # steps of a turn: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
+_BATCHES = 4  # of different tokens
+_PROFILED = 2  # steps
+
+
+def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, path: Path) -> Turn:
+    device = choose_device(job.train.device)
+    if slow := check_bfloat16(device, job.train.dtype):
+        raise UserError(f"nothing is measured: {slow}")
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    make_repeatable(job.train)
+    if hugging_face:
+        watch = Watch(_WARM, steps)
+        _hugging_face(job, made_up(path, job), device, watch, _WARM + steps)
+        return watch.turn(device, _parameters(job, "no masters"))
+    return ours(job, device, Watch(_WARM, steps), path, extras)
+
+
+def one_case(rank: Rank, case: Case, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
+    """The median step of a case, with all that a trainer does in between; none where memory is not enough."""
+    device = choose_device(wanted)
+    on_gpu = device.type == "cuda"
+    kind = dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    name = torch.cuda.get_device_name(device) if on_gpu else CPU
+    unfit = Timed(case, name, str(torch.__version__), kind, steps)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fivefold-") as path:
+            turn = ours(case.job(kind), device, Watch(WARM, steps, warm), Path(path), Extras())
+    except torch.OutOfMemoryError:
+        return unfit
+    middle, fastest, slowest = (round(of(turn.seconds), 6) for of in (median, min, max))
+    return replace(unfit, seconds=middle, fastest=fastest, slowest=slowest, memory=turn.memory)
+
+
+def made_up(path: Path, job: Job) -> Sources:
+    tokens = path / "tokens"
+    tokens.mkdir()
+    write_tokens(tokens, job.model.vocab, _BATCHES * job.train.batch * job.data.seq + 1)
+    return Sources(TokenStore.open(tokens).split("train"), None, tokens)
+
+
+class Watch:
+    """A listener with a stopwatch: `steps` steps count, after `warm` steps and `seconds`."""
+
+    def __init__(self, warm: int, steps: int, seconds: float = 0.0):
+        self.warm, self.steps, self.seconds = warm, steps, seconds
+        self.ends = [time.perf_counter()]
+        self.first: int | None = None  # steps before those that count
+        self.loss = math.nan  # of the first step
+
+    def on_step(self, record: Step) -> None:
+        self.tick(record.loss)
+
+    def tick(self, loss: float) -> None:
+        self.loss = loss if len(self.ends) == 1 else self.loss
+        self.ends.append(time.perf_counter())
+        done = len(self.ends) - 1
+        if self.first is None and done >= self.warm and self.ends[-1] - self.ends[0] >= self.seconds:
+            self.first = done
+
+    def on_evaluation(self, record: Evaluation) -> None: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def last(self) -> int | None:
+        """The number of the last step that counts, as soon as it is known."""
+        return None if self.first is None else self.first + self.steps
+
+    def done(self) -> bool:
+        """Asked in the middle of a step, which counts."""
+        return self.last is not None and len(self.ends) >= self.last
+
+    @property
+    def times(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.ends)]
+
+    def turn(self, device: torch.device, parameters: str, **found: Any) -> Turn:
+        graphs, breaks = compilation()
+        on_gpu = device.type == "cuda"
+        return Turn(
+            device=torch.cuda.get_device_name(device) if on_gpu else f"{CPU}, threads: {torch.get_num_threads()}",
+            torch=str(torch.__version__),
+            seconds=self.times[self.first : self.last],
+            memory=peak_memory(device),
+            first=self.times[0],
+            loss=self.loss,
+            graphs=graphs,
+            breaks=breaks,
+            parameters=parameters,
+            **found,
+        )
+
+
+def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extras) -> Turn:
+    """The loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile after all else."""
+    # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
+    job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
+    trainer = Trainer(job, made_up(path, job), Mesh.of(job.layout, device))
+    metrics = MetricsFile(path / "metrics.jsonl")
+    checkpointing = Once(path, trainer, watch) if extras.checkpoint else None
+    _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)
+    saved = checkpointing.cost(watch.times[watch.last :]) if checkpointing else None
+    kernels: list[dict[str, Any]] = []
+    if extras.profile:
+        profile = Profile(trainer.done + 1, _PROFILED, device)
+        _until(trainer, profile.done, [metrics, profile])
+        kernels = profile.kernels
+    return watch.turn(device, _parameters(job, "float32 masters"), saved=saved, kernels=kernels)
+
+
+def _parameters(job: Job, masters: str) -> str:
+    return f"bf16, {masters}" if job.train.dtype == "bfloat16" else job.train.dtype
+
+
+def _until(
+    trainer: Trainer, done: Callable[[], bool], listeners: list[Listener], checkpointing: Checkpoints | None = None
+) -> None:
+    trainer.stopping = done
+    with suppress(Stopped):
+        trainer.run(listeners, checkpointing=checkpointing)
+
+
+class Once(Checkpoints):
+    """One checkpoint, when the usual steps are over; steps continue until it is written."""
+
+    def __init__(self, path: Path, trainer: Trainer, watch: Watch):
+        super().__init__(Store(path / "checkpoints"), Control(trainer.mesh), trainer, lambda _: None)
+        self.watch, self.snapshot, self.begun, self.writing = watch, 0.0, 0.0, 0.0
+
+    def prepare(self) -> None:
+        """As in a run that saves every so many steps, whatever the job says."""
+        self.saver.staging.prepare(self.pieces())
+
+    def after(self, step: int, must: bool) -> None:
+        if step != self.watch.last:
+            return
+        start = time.perf_counter()
+        self.save(step)
+        self.begun = time.perf_counter()
+        self.snapshot = self.begun - start
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        self.saver.thread.join()
+        self.writing = time.perf_counter() - self.begun
+
+    def written(self) -> bool:
+        return self.writing > 0
+
+    def cost(self, beside: list[float]) -> Saved:
+        self.saver.finish()
+        size = sum(file.bytes for file in self.store.complete()[0].manifest.files)
+        return Saved(size, self.snapshot, self.writing, beside)
+
+
+def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch, steps: int) -> None:
+    loop = HuggingFace(job, Part([], 0), device, rate=1e-4)
+    size, data = job.train.batch, job.data
+
+    def read(number: int) -> Batch:
+        return read_batch(sources.train, data.seq, data.seed, range(number * size, (number + 1) * size))
+
+    with closing(prefetch(partial(read, number) for number in range(steps))) as batches:
+        for batch in batches:
+            loop.part = Part.of(batch, job.layout, device=device)
+            watch.tick(loop.step())
