@@ -135,6 +135,7 @@ def scaling(
             from fivefold.calibrate.calibrate import core_samples, usual_core
 
             busy = run.case.world
+            told(f"what a core reaches by itself, and while {busy} are at work")
             lone += core_samples(1)
             cores |= {1: usual_core(lone, 1), busy: usual_core(core_samples(busy), busy)}
         yield ScalingResult(chosen, tuple(runs), dict(cores))
