@@ -13,7 +13,7 @@ from fivefold.layout.collective_cost import total
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share
 from fivefold.plan.context import crossing
-from fivefold.plan.context.methods import NARROW, Case, Method, allgather, compare, possible, ring, ulysses
+from fivefold.plan.context.methods import NARROW, LayerAttention, Method, allgather, compare, possible, ring, ulysses
 from fivefold.plan.context.splits import SIDES, Call, Side, Split, contiguous, splits, striped, zigzag
 from fivefold.plan.cost.kernels import QUERIES, Device
 from fivefold.plan.cost.links import Wires
@@ -24,8 +24,8 @@ from fivefold.support.errors import UserError
 H100 = Device.of(find_accelerator("H100"))
 
 
-def made(seq: int, cp: int, heads: int = 16, kv_heads: int = 1, tp: int = 8) -> Case:
-    return Case(seq, heads, kv_heads, 128, H100, Wires(H100, 8, Layout(tp=tp, cp=cp)))
+def made(seq: int, cp: int, heads: int = 16, kv_heads: int = 1, tp: int = 8) -> LayerAttention:
+    return LayerAttention(seq, heads, kv_heads, 128, H100, Wires(H100, 8, Layout(tp=tp, cp=cp)))
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_stripes_of_several_tokens_need_a_call_for_each() -> None:
 def test_bytes_are_those_of_the_closed_forms(kind: str, tp: int, cp: int) -> None:
     spec, seq = preset("llama3-70b", layers=1, vocab=512, ffn=1024), 4096
     layout = Layout(tp=tp, cp=cp, cp_kind=kind)  # type: ignore[arg-type]
-    one = compare(Case(seq, 64 // tp, max(1, 8 // tp), 128, H100, Wires(H100, 8, layout)))[layout.cp_kind]
+    one = compare(LayerAttention(seq, 64 // tp, max(1, 8 // tp), 128, H100, Wires(H100, 8, layout)))[layout.cp_kind]
     assert isinstance(one, Method)
     kinds = {sent.kind for sent in (*one.sent[0], *one.sent[1])}
     rows = [row for row in expected(spec, layout, seq, 1, "bfloat16") if row.axis == "cp" and row.kind in kinds]
@@ -192,7 +192,7 @@ def test_what_is_called_a_crossover_is_one() -> None:
 
 
 def test_a_slower_link_makes_a_ring_free_later_and_more_kv_heads_too() -> None:
-    def free(case: Case) -> int:
+    def free(case: LayerAttention) -> int:
         return crossing.ring_is_free(case)[-1].start
 
     case = made(131072, 16)
@@ -231,7 +231,7 @@ def test_the_command_speaks() -> None:
     text = say("--seq 98304 --cp 12 --heads 24 --kv-heads 8 --tp 2 --cluster 4x8xH100")
     for words in ("zigzag", "allgather", "best: ", "why: ", "by length, cp=12: ", "by cp, 98,304 tokens: "):
         assert words in text
-    assert "ulysses cannot: cp=8 does not divide the 12 heads" in " ".join(
+    assert "ulysses cannot run: cp=8 does not divide the 12 heads" in " ".join(
         say("--seq 65536 --cp 8 --heads 24 --kv-heads 8 --tp 2 --cluster 4x8xH100").split()
     )
 
@@ -240,14 +240,14 @@ def test_the_command_speaks() -> None:
     ("line", "words"),
     [
         ("--seq 1000 --cp 16", "nearest: seq=992 or seq=1024"),
-        ("--seq 4096 --cp 1", "--cp 1 leaves nobody to share a sequence with; nearest: --cp 2"),
-        ("--seq 0 --cp 2", "--seq 0 must be at least 1"),
-        ("--seq 4096 --cp 4 --kv-heads 3", "--kv-heads 3 says nothing without --heads"),
+        ("--seq 4096 --cp 1", "cp=1 does not divide a sequence; nearest: cp=2"),
+        ("--seq 0 --cp 2", "seq=0 must be at least 1"),
+        ("--seq 4096 --cp 4 --kv-heads 3", "kv_heads=3 needs heads; give heads too"),
         ("--seq 4096 --cp 4 --model tiny --heads 4", "leave one of them out"),
-        ("--seq 4096 --cp 4 --heads 0", "--heads 0 must be at least 1"),
+        ("--seq 4096 --cp 4 --heads 0", "heads=0 must be at least 1"),
         ("--seq 4096 --cp 4 --tp 3", "nearest: tp=2 or tp=4"),
-        ("--seq 4096 --cp 32 --tp 8", "needs 256 GPUs, and 16x8xH100 has 128; nearest: --cp 16 or --cluster 32x8xH100"),
-        ("--seq 4096 --cp 4 --cluster 8xH100+8xA100-80", "nearest: --cluster 8xH100"),
+        ("--seq 4096 --cp 32 --tp 8", "needs 256 GPUs, and 16x8xH100 has 128; nearest: cp=16 or cluster=32x8xH100"),
+        ("--seq 4096 --cp 4 --cluster 8xH100+8xA100-80", "nearest: cluster=8xH100"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(line: str, words: str) -> None:

@@ -1,8 +1,8 @@
-"""Where one way of context parallelism overtakes another: the model of `context.py`, asked at many lengths and degrees.
+"""Where one kind of context parallelism overtakes another: methods.py, asked at many lengths and degrees.
 
-Nothing is derived here. Lengths double from one tile a piece upwards, and where an answer changes between two of them
-it is bisected. Attention grows with the square of the length and what is sent with its first power, so one change
-between two neighbours is the rule; kernels that fill their last wave badly can add some, which may be missed.
+Nothing is derived here. Lengths double from one tile per piece upwards, and where an answer changes between two of
+them the change is bisected. Attention grows with the square of the length and traffic with its first power, so there is
+usually one change between two neighbours. Kernels that fill their last wave badly can add more, which may be missed.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from fivefold.layout.layout import ContextKind
-from fivefold.plan.context.methods import Case, Method, allgather, compare, possible, ring
+from fivefold.plan.context.methods import LayerAttention, Method, allgather, compare, possible, ring
 from fivefold.plan.cost.kernels import QUERIES
 
 LONGEST = 1 << 24  # tokens; longer sequences are not asked about
@@ -45,20 +45,20 @@ def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[
     return found
 
 
-def _lengths(case: Case) -> tuple[list[int], int]:
+def _lengths(case: LayerAttention) -> tuple[list[int], int]:
     """The lengths to ask about, and their common divisor: pieces are whole tiles."""
     step = 2 * case.ranks * QUERIES
     doubled = [step << power for power in range(64) if step << power <= max(LONGEST, step)]
     return doubled, step
 
 
-def by_length(case: Case) -> list[Since[ContextKind]]:
-    """The fastest way, by the length of the sequence."""
+def by_length(case: LayerAttention) -> list[Since[ContextKind]]:
+    """The fastest kind, by the length of the sequence."""
     return changes(lambda seq: possible(replace(case, seq=seq))[0].kind, *_lengths(case))
 
 
-def ring_or_gather(case: Case) -> list[Since[ContextKind]]:
-    """The faster of the two that do not deal out heads."""
+def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
+    """The faster of the two kinds that do not divide heads."""
 
     def faster(seq: int) -> ContextKind:
         asked = replace(case, seq=seq)
@@ -67,8 +67,8 @@ def ring_or_gather(case: Case) -> list[Since[ContextKind]]:
     return changes(faster, *_lengths(case))
 
 
-def ring_is_free(case: Case) -> list[Since[bool]]:
-    """Whether attention hides every send of a ring but the last gradient's way home."""
+def ring_is_free(case: LayerAttention) -> list[Since[bool]]:
+    """Whether attention hides every send of a ring but that of the last gradient."""
     return changes(lambda seq: ring(replace(case, seq=seq)).waits == 0, *_lengths(case))
 
 
@@ -77,19 +77,21 @@ class Degree:
     """One sequence over a number of ranks."""
 
     ranks: int
-    seconds: dict[ContextKind, float | None]  # None: it cannot
+    seconds: dict[ContextKind, float | None]  # None: it cannot run
 
     @property
     def best(self) -> ContextKind:
         return min((time, kind) for kind, time in self.seconds.items() if time is not None)[1]
 
 
-def by_degree(case: Case, most: int) -> list[Degree]:
+def by_degree(case: LayerAttention, most: int) -> list[Degree]:
     """The same sequence over 2, 4, 8, ... ranks, as far as there are any and it divides; and over as many as asked."""
     doubled = {1 << power for power in range(1, most.bit_length())}
     fits = sorted(c for c in doubled | {case.ranks} if c <= most and case.seq % (2 * c) == 0)
-    return [Degree(c, {kind: _seconds(one) for kind, one in compare(case.over(c)).items()}) for c in fits]
-
-
-def _seconds(one: object) -> float | None:
-    return one.seconds if isinstance(one, Method) else None
+    return [
+        Degree(
+            ranks,
+            {kind: one.seconds if isinstance(one, Method) else None for kind, one in compare(case.over(ranks)).items()},
+        )
+        for ranks in fits
+    ]

@@ -1,15 +1,15 @@
 """Context parallelism of one layer: ring, all-gather and Ulysses by bytes, seconds and memory.
 
-    case = Case(seq=131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)    # heads of one tp rank
+    case = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)  # heads of a tp rank
     compare(case)["ring"].seconds
 
-Bytes are those of `traffic.py`, and of what `parallel/context` runs. A layer takes as long as its slowest rank:
-attention in whole tiles, the merging of partial results, and the communication that nothing hides.
+Bytes are those of `plan/cost/traffic.py`, and of what `parallel/context` runs. A layer takes as long as its slowest
+rank: attention in whole tiles, the merging of partial results, and the exposed communication.
 
-    ring        a step's attention hides that step's sends, as far as it lasts, and a step ends when its slowest rank is
-                done; the last gradient's way home follows all attention
-    allgather   nothing is hidden
-    ulysses     nothing is hidden; attention is one call, over whole rows of a rank's own heads
+    ring        a step's attention hides that step's sends, as far as it lasts, and a step ends when its slowest rank
+                has finished; the last gradient is sent home after all attention
+    allgather   all communication is exposed
+    ulysses     all communication is exposed; attention is one call, over whole rows of a rank's own heads
 
 (`parallel/context/allgather.py` runs a rank's own tile under the gather. `Method.spare` says how much that can hide; it
 is not taken off.)
@@ -55,21 +55,21 @@ class Both(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Calls of one kind, and the payload of each, in bytes (`wire.py` says what that is)."""
+    """Calls of one kind, and the payload of each, in bytes (`layout/collective_cost.py` defines it)."""
 
     kind: Kind
     calls: int
     payload: int
 
 
-class Work(NamedTuple):
+class KernelTime(NamedTuple):
     """Kernels that run one after the other."""
 
     attention: Both = Both()
     merging: Both = Both()
 
-    def plus(self, other: "Work", times: int = 1) -> "Work":
-        return Work(self.attention.plus(other.attention, times), self.merging.plus(other.merging, times))
+    def plus(self, other: "KernelTime", times: int = 1) -> "KernelTime":
+        return KernelTime(self.attention.plus(other.attention, times), self.merging.plus(other.merging, times))
 
     @property
     def both(self) -> Both:
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerAttention:
     """One layer's attention over sequences of one length. The cp degree is that of `wires.layout`."""
 
     seq: int
@@ -115,13 +115,13 @@ class Case:
         """Ulysses repeats kv heads until all ranks get as many."""
         return math.lcm(self.kv_heads, self.ranks)
 
-    def over(self, ranks: int) -> "Case":
+    def over(self, ranks: int) -> "LayerAttention":
         """The same sequence over another number of ranks."""
         return replace(self, wires=replace(self.wires, layout=structs.replace(self.wires.layout, cp=ranks)))
 
-    def work(self, calls: Sequence[Call], merged: bool = True, heads: int = 0) -> Work:
+    def work(self, calls: Sequence[Call], merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
-        done = Work()
+        done = KernelTime()
         for call in calls:
             tile = self.device.tile
             rows = math.ceil(call.queries / tile) * tile
@@ -129,7 +129,7 @@ class Case:
             name = self.partial if merged else self.kernel
             kernel = Both(*self.device.attention(name, self.samples, heads or self.heads, self.head_dim, rows, keys))
             parts = self.samples * call.queries * (heads or self.heads) * self.head_dim * merged
-            done = done.plus(Work(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
+            done = done.plus(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
         return done
 
     def send(self, *payloads: int) -> float:
@@ -139,16 +139,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Method:
-    """What one way of context parallelism costs a layer, forward and backward."""
+    """What one kind of context parallelism costs a layer, forward and backward."""
 
     kind: ContextKind
     split: Split
     sent: tuple[tuple[Sent, ...], tuple[Sent, ...]]  # forward, backward
-    work: Work  # of the slowest rank
-    exposed: Both  # communication that nothing hides
+    work: KernelTime  # of the slowest rank
+    exposed: Both  # communication that compute does not hide
     kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
     buffers: int  # bytes beside them while it runs, at most
-    moving: Both  # all communication, as if nothing hid any
+    moving: Both  # all communication, exposed or hidden
     waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
     spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
 
@@ -157,11 +157,11 @@ class Method:
         return self.work.both.total + self.exposed.total
 
     def wire_bytes(self, backward: bool) -> int:
-        """That a rank sends."""
+        """Bytes that a rank sends."""
         return sum(int(wire(kind, calls * payload, self.split.ranks)) for kind, calls, payload in self.sent[backward])
 
 
-def ring(case: Case, split: Split | None = None) -> Method:
+def ring(case: LayerAttention, split: Split | None = None) -> Method:
     split = split or zigzag(case.seq, case.ranks)
     c, narrow, wide = case.ranks, case.pair * case.narrow, case.pair * case.wide
     own, earlier, later = (case.work(split.calls(side)) for side in SIDES)
@@ -186,10 +186,10 @@ def ring(case: Case, split: Split | None = None) -> Method:
     )
 
 
-def allgather(case: Case, split: Split | None = None) -> Method:
+def allgather(case: LayerAttention, split: Split | None = None) -> Method:
     split = split or zigzag(case.seq, case.ranks)
     c, narrow, wide = case.ranks, case.ranks * case.pair * case.narrow, case.ranks * case.pair * case.wide
-    # Dealt forwards only, the last rank sees most in every round; in a zigzag ranks differ by the shapes alone.
+    # In rounds of one direction the last rank sees most; in a zigzag ranks differ by the shapes alone.
     works = [case.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
     gather = case.wires.time("all-gather", "cp", narrow)
     scatter = case.wires.time("reduce-scatter", "cp", wide)
@@ -207,8 +207,8 @@ def allgather(case: Case, split: Split | None = None) -> Method:
     )
 
 
-def ulysses(case: Case) -> Method:
-    """Raises where a rank would get a part of a head."""
+def ulysses(case: LayerAttention) -> Method:
+    """Raises UserError where a rank would get a part of a head."""
     c = case.ranks
     if case.heads % c:
         fits = [n for n in range(1, case.heads + 1) if case.heads % n == 0]
@@ -230,12 +230,12 @@ def ulysses(case: Case) -> Method:
     )
 
 
-def _kept(case: Case, kv_heads: int) -> int:
+def _kept(case: LayerAttention, kv_heads: int) -> int:
     return 2 * case.size(case.heads + kv_heads) * case.narrow + case.samples * case.tokens * case.heads * case.wide
 
 
-def compare(case: Case) -> dict[ContextKind, Method | UserError]:
-    """All three, each over the split that it runs with; or why it cannot."""
+def compare(case: LayerAttention) -> dict[ContextKind, Method | UserError]:
+    """All three kinds, each over the split that it runs with; or why it cannot run."""
     found: dict[ContextKind, Method | UserError] = {"ring": ring(case), "allgather": allgather(case)}
     try:
         found["ulysses"] = ulysses(case)
@@ -244,6 +244,6 @@ def compare(case: Case) -> dict[ContextKind, Method | UserError]:
     return found
 
 
-def possible(case: Case) -> list[Method]:
+def possible(case: LayerAttention) -> list[Method]:
     """The fastest first."""
     return sorted((one for one in compare(case).values() if isinstance(one, Method)), key=lambda one: one.seconds)

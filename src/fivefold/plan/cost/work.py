@@ -154,7 +154,7 @@ class Work:
         axes = Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)  # nothing else matters: found again
         wires = replace(self.wires, layout=axes)
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
-        case = context.Case(self.seq, heads, kv, spec.head_dim, self.device, wires, whole, partial, *sizes)
+        case = context.LayerAttention(self.seq, heads, kv, spec.head_dim, self.device, wires, whole, partial, *sizes)
         return _method(layout.cp_kind, case)
 
     @cached_property
@@ -287,7 +287,7 @@ class Work:
 
 
 @lru_cache(maxsize=4096)
-def _method(kind: ContextKind, case: context.Case) -> context.Method:
+def _method(kind: ContextKind, case: context.LayerAttention) -> context.Method:
     return {"ring": context.ring, "allgather": context.allgather, "ulysses": context.ulysses}[kind](case)
 
 
