@@ -1,0 +1,55 @@
+"""The presets, with what follows from their numbers: parameters and FLOPs per token."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.report import Block, Result, Table
+from fivefold.spec.hf_config import read_hf_config
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.formatting import si
+
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+
+
+@dataclass(frozen=True)
+class ModelList(Result):
+    specs: tuple[ModelSpec, ...]
+    seq: int | None  # None: each model's own context
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "model": spec.name,
+                "parameters": spec.parameter_count,
+                "matmul_parameters": spec.matmul_parameters,
+                "seq": seq,
+                "flops_per_token_full": spec.flops_per_token(seq, "full"),
+                "flops_per_token_causal": spec.flops_per_token(seq, "causal"),
+            }
+            for spec in self.specs
+            for seq in [self.seq or spec.context]
+        ]
+
+    def blocks(self) -> Iterator[Block]:
+        rows = []
+        for row in self.to_dict():
+            flops = (si(row[f"flops_per_token_{counting}"]) for counting in ("full", "causal"))
+            rows.append([row["model"], f"{row['parameters']:,}", str(row["seq"]), *flops])
+        yield Table(
+            ["model", ">parameters", ">seq", ">FLOPs/token full", ">FLOPs/token causal"],
+            rows,
+            title="Models",
+            caption="FLOPs per training token, forward and backward, at the sequence length shown; full and causal: "
+            "how attention is counted",
+        )
+        shapes = [[spec.name, *(str(getattr(spec, name)) for name in SHAPE)] for spec in self.specs]
+        yield Table(["model", *(f">{name.replace('_', ' ')}" for name in SHAPE)], shapes, title="Shapes")
+
+
+def models(config: str | Path | None = None, *, seq: int | None = None) -> ModelList:
+    """Every preset, and the model of a Hugging Face `config`; FLOPs at `seq` tokens, or at each model's context."""
+    specs = [preset(name) for name in PRESETS] + ([read_hf_config(config)] if config else [])
+    return ModelList(tuple(specs), seq)
