@@ -9,9 +9,12 @@ import torch
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
+from fivefold.parallel.pipeline import Pipeline
 from fivefold.schedule.actions import RECEIVES, SENDS, WEIGHT_GRAD
 from fivefold.schedule.catalogue import CATALOGUE, build
 from fivefold.schedule.schedule import peak_live
+from fivefold.schedule.zero import with_zero
+from fivefold.support.errors import UserError
 from tests.parallel.pipelines import Meshes, Run, all_schedules, alone, job, run
 from tests.ranks import run_ranks
 
@@ -146,3 +149,9 @@ def test_the_actions_of_a_schedule_are_all_of_these_kinds() -> None:
     for layout in all_schedules(4, (8,)):
         schedule = build(layout.schedule, 4, 8, chunks=layout.chunks)
         assert schedule.count(*SENDS) == schedule.count(*RECEIVES) == 8 * len(schedule.placement.channels) > 0
+
+
+def test_a_schedule_that_gathers_reduces_or_steps_is_refused_before_it_runs() -> None:
+    schedule = with_zero(build("1f1b", 1, 2), 1)
+    with pytest.raises(UserError, match="schedule 1f1b has GATHER, REDUCE or STEP"):
+        Pipeline(schedule, 0, {}, *[None] * 3)  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def a_weight_gradient_is_forgotten() -> None:
     weight_half = Pipeline._weight_half
 
     def forgetful(self: Any, action: Any) -> None:
-        self.put_off[action.stage, action.microbatch].pop()
+        self.deferred[action.stage, action.microbatch].pop()
         weight_half(self, action)
 
     Pipeline._weight_half = forgetful  # type: ignore[method-assign]

@@ -56,7 +56,7 @@ class Generator:
         ids = torch.tensor([tokens], device=device)
         positions = torch.arange(before, before + len(tokens), device=device)[None]
         place = TokenPositions(positions, torch.zeros(1, dtype=torch.int64, device=device), self.length)
-        logits = self.network.pipeline.look(Microbatch(ids, place))
+        logits = self.network.pipeline.forward_only(Microbatch(ids, place))
         return None if logits is None else logits[0, -1]
 
     def _broadcast(self, logits: Tensor | None, choose: Chooser) -> int:

@@ -1,4 +1,4 @@
-"""Weight gradients that are put off: backward leaves them here (I), and they are computed when there is time (W).
+"""Deferred weight gradients: the backward pass leaves them here (I), and the pipeline computes them later (W).
 
 A linear's backward needs its weight for the gradient of the input, which the stage before waits for, and its saved
 input and output gradient for the gradient of the weight, which nobody waits for. While a `WeightGradQueue` is
@@ -32,7 +32,7 @@ class WeightGradQueue:
 
 @dataclass(frozen=True)
 class Target:
-    """The parameter that a put-off gradient is for. `rows`: only these of its `height` rows were used."""
+    """The parameter that a deferred gradient is for. `rows`: only these of its `height` rows were used."""
 
     name: str
     rows: slice | None = None
@@ -48,7 +48,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Deferral:
-    """Who the weights of one linear, or of a group of them, report to."""
+    """Where the weight gradients of one linear, or of a group of linears, are reported."""
 
     later: WeightGradQueue
     targets: tuple[Target, ...]
@@ -58,7 +58,7 @@ class Deferral:
         return self.later.open is not None
 
     def ready(self) -> Callable[[Tensor], None] | None:
-        """While collecting: who takes a gradient that is there already, and only waits for its turn."""
+        """While collecting: a function that takes a finished gradient and reports it at its turn."""
         if self.later.open is None:
             return None
         works, (target,) = self.later.open, self.targets
@@ -73,7 +73,7 @@ class Deferral:
         return take
 
     def leave(self, inputs: Callable[[], Tensor], gradients: list[Tensor]) -> None:
-        """Put off dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""
+        """Defer dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""
         assert self.later.open is not None
 
         @torch.no_grad()  # this is no part of a backward pass, in which nothing would be recorded anyway

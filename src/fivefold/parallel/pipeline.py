@@ -3,6 +3,9 @@
 The Schedule is the very object that is checked, simulated and drawn. Receives are posted where it says and waited for
 by their consumers; sends are handed over and drained at the end. What a stage computes is the same in every schedule,
 and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
+
+The F and the B of a joined pair run one after the other. Overlap would pay where communication inside one hides under
+the compute of the other, as that of experts does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +22,9 @@ from fivefold.parallel.channels import Channels, Message, Silence
 from fivefold.parallel.deferred_wgrad import WeightGradQueue, Work
 from fivefold.parallel.peer_errors import waiting, who
 from fivefold.parallel.zero import Weights
-from fivefold.schedule.actions import GRADIENT_MAKERS, LAST_READERS, Action, Kind
+from fivefold.schedule.actions import COLLECTIVES, GRADIENT_MAKERS, LAST_READERS, Action, Kind
 from fivefold.schedule.schedule import Schedule
-from fivefold.support.errors import PeerLost
+from fivefold.support.errors import PeerLost, UserError
 
 Watch = Callable[[Action], AbstractContextManager[None]]
 
@@ -47,6 +50,10 @@ class Pipeline:
         watch: Watch | None = None,
     ):
         """`rank` is this one's place along pp, `stages` those it owns by number; `watch` surrounds every action."""
+        if schedule.count(*COLLECTIVES):
+            raise UserError(
+                f"schedule {schedule.name} has GATHER, REDUCE or STEP, which are layout.zero's; leave them out"
+            )
         self.order, self.stages = schedule.ranks[rank], stages
         self.weights, self.later, self.channels = weights, later, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
@@ -57,7 +64,7 @@ class Pipeline:
             for kinds in (GRADIENT_MAKERS, LAST_READERS)
             for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
         }
-        self.peak = 0  # the most (stage, microbatch) pairs whose graph or put-off work was held at once, so far
+        self.peak = 0  # the most (stage, microbatch) pairs whose graph or deferred work was held at once, so far
 
     def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor]) -> None:
         """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated."""
@@ -65,15 +72,15 @@ class Pipeline:
         self.arriving: dict[tuple[Kind, int, int], Message | Tensor] = {}
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
-        self.put_off: dict[tuple[int, int], list[Work]] = {}
+        self.deferred: dict[tuple[int, int], list[Work]] = {}
         for action in self.order:
             with self._named(str(action)), self.watch(action):
                 self._do(action)
-            self.peak = max(self.peak, len(self.outputs) + len(self.put_off))
+            self.peak = max(self.peak, len(self.outputs) + len(self.deferred))
         with self._named("the end of the step"):
             self.channels.drain()
 
-    def look(self, microbatch: Microbatch) -> Tensor | None:
+    def forward_only(self, microbatch: Microbatch) -> Tensor | None:
         """One microbatch forward through all stages, and what the last makes of it, on the rank that has it."""
         left: Tensor | None = None  # by the stage before, where it is on this rank too
         last = None
@@ -91,7 +98,7 @@ class Pipeline:
                     left = y
                 else:
                     self.channels.send(Action(Kind.SEND_ACTIVATION, stage, 0), y)
-        with self._named("the end of the look"):
+        with self._named("the end of the forward pass"):
             self.channels.drain()
         return last
 
@@ -139,16 +146,18 @@ class Pipeline:
                 self.channels.send(action, self.outputs[place].detach())
             case Kind.SEND_GRADIENT:
                 self.channels.send(action, self._input_gradient(place))
+            case _:
+                raise ValueError(f"{action}: the pipeline does not run actions of the kind {kind}")
 
     def _input_half(self, action: Action) -> None:
         stage, last = action.stage, action in self.final
         with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.later.collecting() as works:
             self._backward(action)
-        self.put_off[stage, action.microbatch] = works
+        self.deferred[stage, action.microbatch] = works
 
     def _weight_half(self, action: Action) -> None:
         with self.weights.microbatch(action in self.final, self.chunk[action.stage], "weights"):
-            for work in self.put_off.pop((action.stage, action.microbatch)):
+            for work in self.deferred.pop((action.stage, action.microbatch)):
                 work()
 
     def _forward(self, action: Action) -> None:
@@ -166,8 +175,8 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
         model, y = self.stages[stage], self.outputs.pop((stage, number))
-        slope = None if model.stage.last else self._take(action, Kind.RECV_GRADIENT)
-        torch.autograd.backward(y, slope)
+        output_grad = None if model.stage.last else self._take(action, Kind.RECV_GRADIENT)
+        torch.autograd.backward(y, output_grad)
         if stage - 1 in self.stages:
             self.arriving[Kind.RECV_GRADIENT, stage - 1, number] = self._input_gradient((stage, number))
 

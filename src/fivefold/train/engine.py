@@ -94,7 +94,7 @@ class Engine(Network):
         mine = batch.padded(self.mesh.dp.size).split(self.mesh.dp.size)[self.mesh.dp.rank]
         for model in self.stages.values():
             model.eval()
-        loss = self.pipeline.look(self._microbatch(mine))
+        loss = self.pipeline.forward_only(self._microbatch(mine))
         for model in self.stages.values():
             model.train()
         return float(self._everywhere([] if loss is None else [loss]))

@@ -29,6 +29,8 @@ from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.parallel.peer_errors import reason
+from fivefold.schedule.files import save
+from fivefold.schedule.text import to_text
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.formatting import graphs_text, si
 from fivefold.trace.report import TraceFile
@@ -74,6 +76,7 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
         mesh = Mesh.of(job.layout, device, job.train.timeout)
         control = Control(mesh)
         directory = _agreed_directory(job, options.fresh, control)
+        job = _with_its_schedule(job, directory, control)
         trainer = Trainer(job, sources, mesh)
         trainer.stopping = options.stopping
         checkpointing = Checkpoints(Store(directory / "checkpoints"), control, trainer, partial(_note, console))
@@ -138,6 +141,24 @@ def _agreed_directory(job: Job, fresh: bool, control: Control) -> Path:
     if control.from_first(bool(problems)):
         raise UserError(problems)
     return control.from_first(directory)
+
+
+def _with_its_schedule(job: Job, directory: Path, control: Control) -> Job:
+    """A schedule that comes from a file is kept beside job.toml, so that the run resumes without the original.
+
+    The job of rank 0, which is the one that is written, points there. All ranks must have read the same schedule.
+    """
+    schedule = job.layout.record.schedule
+    if schedule is None:
+        return job
+    texts = control.from_all(to_text(schedule))
+    if strange := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+        raise UserError(f"rank {strange[0]} reads another schedule from {job.layout.schedule} than rank 0 does")
+    if control.rank > 0:
+        return job
+    kept = (directory / "schedule.txt").absolute()
+    save(schedule, kept)
+    return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=str(kept)))
 
 
 def _claim(directory: Path) -> None:
