@@ -196,13 +196,16 @@ def test_a_record_says_what_its_builder_does(name: str, p: int, m: int) -> None:
 
 
 def test_records_are_what_layouts_planner_and_verifier_have_always_had() -> None:
-    assert {name: record.chunks for name, record in CATALOGUE.items()} == {
+    """Of these twelve; one more schedule needs no change here."""
+    chunks = {
         "naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "v-half": 2,
         "v-min": 2, "dualpipe-v": 2, "auto": 1,
     }  # fmt: skip
-    assert [name for name, record in CATALOGUE.items() if record.any_chunks] == ["interleaved", "bfs"]
-    planned = [(record.name, chunks) for record in CATALOGUE.values() for chunks in record.planned]
+    records = [record for name, record in CATALOGUE.items() if name in chunks]
+    assert {record.name: record.chunks for record in records} == chunks
+    assert [record.name for record in records if record.any_chunks] == ["interleaved", "bfs"]
+    planned = [(record.name, chunks) for record in records for chunks in record.planned]
     assert planned == [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8), ("zb-h1", 1),
                        ("zb-v", 2), ("v-half", 2), ("dualpipe-v", 2)]  # fmt: skip
     whole = ["naive", "gpipe", "1f1b", "interleaved", "bfs"]
-    assert [name for name, record in CATALOGUE.items() if not record.splits] == whole
+    assert [record.name for record in records if not record.splits] == whole
