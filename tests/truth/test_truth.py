@@ -9,17 +9,17 @@ from fivefold.support.errors import UserError
 from fivefold.truth.constants import FITTED, Constants
 from fivefold.truth.regret import choices, median_regret
 from fivefold.truth.rows import DATA, read_rows
-from fivefold.truth.score import Result, Score, evaluate, scores
+from fivefold.truth.score import RowScore, Score, evaluate, scores
 from fivefold.truth.sources import SOURCES, source_of
 
 
 @pytest.fixture(scope="module")
-def results() -> list[Result]:
+def results() -> list[RowScore]:
     return evaluate(read_rows())
 
 
 @pytest.fixture(scope="module")
-def found(results: list[Result]) -> dict[str, Score]:
+def found(results: list[RowScore]) -> dict[str, Score]:
     return {score.source: score for score in scores(results)}
 
 
@@ -46,13 +46,13 @@ def test_out_of_memory_is_decided_right(found: dict[str, Score]) -> None:
     assert (score.oom_recall or 0) >= 0.9
 
 
-def test_memory_is_within_8_percent_where_it_was_published(results: list[Result]) -> None:
+def test_memory_is_within_8_percent_where_it_was_published(results: list[RowScore]) -> None:
     errors = [abs(result.memory_error) for result in results if result.memory_error is not None and not result.theory]
     assert len(errors) == 23
     assert sum(errors) / len(errors) <= 0.08
 
 
-def test_following_the_planner_costs_little_and_never_runs_out_of_memory(results: list[Result]) -> None:
+def test_following_the_planner_costs_little_and_never_runs_out_of_memory(results: list[RowScore]) -> None:
     sweeps = choices(results)
     assert len(sweeps) > 50
     assert (median_regret(sweeps) or 0.0) <= 0.03
@@ -74,13 +74,13 @@ def test_the_pages_print_these_errors(found: dict[str, Score], page: str) -> Non
     assert {name: row[3] for name, row in shown.items()} == biases
 
 
-def test_llama_3_405b_is_within_10_percent_each(results: list[Result]) -> None:
+def test_llama_3_405b_is_within_10_percent_each(results: list[RowScore]) -> None:
     errors = [result.error for result in results if result.row.file == "llama3"]
     assert len(errors) == 3
     assert all(error is not None and abs(error) < 0.10 for error in errors)
 
 
-def test_what_is_refused_lacks_what_nobody_published(results: list[Result]) -> None:
+def test_what_is_refused_lacks_what_nobody_published(results: list[RowScore]) -> None:
     refused = {(result.row.file, result.refused) for result in results if result.refused}
     assert refused == {("megatron_2021", "gpus is not published"), ("palm_mtnlg", "layers is not published")}
 
@@ -129,7 +129,7 @@ def test_numbers_that_cannot_be_are_refused_one_by_one(tmp_path: Path, change: d
     assert good.error is not None
 
 
-def test_the_zero_paper_s_arithmetic_is_ours_in_its_accounting(results: list[Result]) -> None:
+def test_the_zero_paper_s_arithmetic_is_ours_in_its_accounting(results: list[RowScore]) -> None:
     errors = [result.memory_error for result in results if result.row.file == "zero_memory"]
     assert len(errors) == 55
     assert all(error is not None and abs(error) < 0.005 for error in errors)

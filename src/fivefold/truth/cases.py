@@ -26,7 +26,7 @@ class Refused(UserError):
 
 @dataclass(frozen=True)
 class Measured:
-    """A row with its case; `seconds` and `memory` (bytes) are None where it has none."""
+    """A row with its case; `seconds` and `memory` (bytes) are None where they are not published."""
 
     row: Row
     source: Source
@@ -54,7 +54,7 @@ def measured(row: Row) -> Measured:
         stack=stack_of(row, source),
     )
     if not known:
-        # Nobody says how it was laid out: as the planner would.
+        # The layout is not published: take the planner's.
         case = search(case, top=1, zero=source.zero).best.case
     memory = row.number("peak_mem_gb")
     return Measured(row, source, case, seconds_of(row, source, case), memory and memory * source.memory_unit)
@@ -75,7 +75,7 @@ COUNTS = (
 
 
 def _check(row: Row) -> None:
-    """Numbers that cannot be are said, not computed with."""
+    """Refuse numbers that cannot be."""
     for column in COUNTS:
         value = row.number(column)
         if row.text(column) and (value is not None and value <= 0):
@@ -133,7 +133,7 @@ RACK = 72  # GPUs of an NVL72
 
 
 def device_of(name: str) -> Accelerator:
-    """As a source writes it: 'H100-80GB-SXM-700W' is looked up whole, then with less and less of its tail."""
+    """By a source's name: 'H100-80GB-SXM-700W' is looked up whole, then with less and less of its tail."""
     if not name:
         raise Refused("gpu is not published")
     parts = re.split(r"[-_ ]", name)
@@ -146,7 +146,7 @@ def device_of(name: str) -> Accelerator:
 
 
 def precision_of(text: str, device: Accelerator) -> str:
-    """fp8 of any recipe, and what is narrower as if it were; else the device's 16-bit rate."""
+    """fp8 for any fp8 recipe and for narrower formats; else the device's 16-bit format."""
     if re.search(r"fp8|fp4|float8", text.lower()):
         return "fp8"
     return "bf16" if device.peak.bf16 else "fp16"
@@ -194,10 +194,10 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
 
 
 def _chunks(layers: int, pp: int, most: int) -> int:
-    """As many as deal the layers out evenly; or else with the embedding and the head as one each, as in Llama 3."""
-    for dealt in (layers, layers + 2):
-        if dealt % pp == 0:
-            return max(n for n in range(1, most + 1) if dealt % (pp * n) == 0)
+    """As many as divide the layers evenly; or layers, embedding and head together, as in Llama 3."""
+    for units in (layers, layers + 2):
+        if units % pp == 0:
+            return max(n for n in range(1, most + 1) if units % (pp * n) == 0)
     return 1
 
 
@@ -213,7 +213,7 @@ def _recompute(row: Row, source: Source) -> Recompute:
 
 
 def seconds_of(row: Row, source: Source, case: Case) -> float | None:
-    """Published, or worked out from tokens/s, TFLOP/s or MFU by the source's own convention."""
+    """Published, or derived from tokens/s, TFLOP/s or MFU by the source's own convention."""
     for column in ("step_time_s", "derived_step_time_s"):
         if (value := row.number(column)) is not None:
             return value

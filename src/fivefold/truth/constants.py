@@ -1,4 +1,4 @@
-"""The constants that measured runs decide: what each accelerator reaches, and what software does. All of them, once.
+"""All constants that measured runs decide: what each accelerator reaches, and what software does.
 
 constants = Constants.shipped()
 constants.on(case)          # the same case under them
@@ -13,12 +13,12 @@ from fivefold.hardware.efficiency import LIKE, Achieved, Software, achieved, sof
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.time import Case
 
-CLOCK = "H100-96"  # a board at 500 of 700 W: all its compute is slower by one factor
+CLOCK = "H100-96"  # a board at 500 of 700 W: one factor slows all its compute
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A constant: where it stands, a first guess, and how far from it (as a factor, one sigma) it may be believed."""
+    """A constant: where it belongs, a first guess, and the guess's relative standard deviation."""
 
     where: str  # an accelerator, or "software"
     name: str
@@ -87,7 +87,7 @@ class Constants:
         return float(getattr(self.software if one.where == "software" else self.devices[one.where], one.name))
 
     def write(self) -> None:
-        """Keep them where the planner looks."""
+        """Write them to the file that the planner reads."""
         tables = {name: structs.asdict(reached) for name, reached in self.devices.items()}
         write(tables | {"software": structs.asdict(self.software)})
 

@@ -1,7 +1,7 @@
-"""Fits the constants to measured runs, by least absolute error, every source counting the same.
+"""Fits the constants to measured runs by least absolute error; every source has the same weight.
 
-Each constant is drawn to its first guess as one more observation would, so that a constant of which the runs say little
-stays believable, and leaving a source out does not set others free.
+A prior pulls each constant to its first guess, like one more observation. So a constant of which the runs say little
+stays plausible, and leaving a source out does not set others free.
 """
 
 import math
@@ -15,8 +15,8 @@ from fivefold.plan.cost.time import estimate
 from fivefold.truth.cases import Measured
 from fivefold.truth.constants import FITTED, Constants
 
-MOST = 100  # rows of a source: a sample of those with more, for their errors are alike
-BELIEF = 0.08  # weight of the guesses beside a source's
+MOST = 100  # rows of a source: a larger one is sampled, because its errors are alike
+PRIOR = 0.08  # weight of the guesses beside that of a source
 NEAR = 0.03  # errors below it are noise: identical runs differ by more
 ROUNDS = 5
 
@@ -35,18 +35,18 @@ def fit(runs: Sequence[Measured], progress: Callable[[], None] = lambda: None) -
         return np.array([math.log(predict(run, constants)) for run in rows]) - measured
 
     def loss(found: np.ndarray, values: np.ndarray) -> float:
-        return float((weights * np.abs(found)).sum() + BELIEF / 2 * (((values - guesses) / spread) ** 2).sum())
+        return float((weights * np.abs(found)).sum() + PRIOR / 2 * (((values - guesses) / spread) ** 2).sum())
 
     values, found = guesses, errors(guesses)
     for _ in range(ROUNDS):
-        slopes = []
+        columns = []
         for step in 1e-3 * np.eye(len(values)):
-            slopes.append((errors(values + step) - found) / 1e-3)
+            columns.append((errors(values + step) - found) / 1e-3)
             progress()
-        slope = np.stack(slopes, axis=1)
+        jacobian = np.stack(columns, axis=1)
         pull = weights / np.maximum(np.abs(found), NEAR)
-        curvature = slope.T @ (pull[:, None] * slope) + np.diag(BELIEF / spread**2)
-        descent = -slope.T @ (pull * found) - BELIEF * (values - guesses) / spread**2
+        curvature = jacobian.T @ (pull[:, None] * jacobian) + np.diag(PRIOR / spread**2)
+        descent = -jacobian.T @ (pull * found) - PRIOR * (values - guesses) / spread**2
         move = np.clip(np.linalg.solve(curvature, descent), -0.3, 0.3)
         tries = [(values + share * move, errors(values + share * move)) for share in (1.0, 0.5, 0.25)]
         values, found = min(tries, key=lambda one: loss(one[1], one[0]))
@@ -57,7 +57,7 @@ STEPS = ROUNDS * len(FITTED)  # calls of `progress` in one fit
 
 
 def predict(run: Measured, constants: Constants | None = None, exact: bool = False) -> float:
-    """Seconds of a run's step. The fit takes closed forms for pipelines; the evaluation runs the schedules."""
+    """Seconds of a run's step. The fit uses closed forms for pipelines; the evaluation (`exact`) runs the schedules."""
     case = constants.on(run.case) if constants else run.case
     return estimate(case, exact).seconds
 

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 
 from fivefold.report.svg import COLOURS, circle, document, line, text
-from fivefold.truth.score import Result
+from fivefold.truth.score import RowScore
 
 SIZE, LEFT, TOP = 560, 64, 24
 
 
-def scatter(results: Sequence[Result]) -> str:
+def scatter(results: Sequence[RowScore]) -> str:
     """A dot on the diagonal is a prediction without error; the band is 10% wide on either side."""
     points = [
         (result.row.file, result.run.seconds, result.seconds)

@@ -1,22 +1,22 @@
-"""What following the planner would have cost, on sweeps: layouts that were all tried for one model and batch."""
+"""What following the planner would have cost on sweeps: several layouts, measured for one model and batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fivefold.truth.score import Result
+from fivefold.truth.score import RowScore
 
-ENOUGH = 3  # layouts that make a sweep
+ENOUGH = 3  # layouts of a sweep
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A sweep, the layout that the planner takes, and the best measured one."""
+    """A sweep: the layout that the planner chooses, and the best measured one."""
 
     name: str
     layouts: int
-    chosen: Result
-    best: Result
+    chosen: RowScore
+    best: RowScore
 
     @property
     def out_of_memory(self) -> bool:
@@ -24,16 +24,16 @@ class Choice:
 
     @property
     def regret(self) -> float:
-        """How much longer a step takes than the best measured."""
+        """How much longer a step takes than with the best measured layout."""
         chosen, best = self.chosen.run, self.best.run
         if self.out_of_memory or chosen is None or best is None or not chosen.seconds or not best.seconds:
             return float("inf")
         return chosen.seconds / best.seconds - 1
 
 
-def choices(results: Sequence[Result]) -> list[Choice]:
-    """One per sweep: what the planner takes of all layouts that were tried, those that failed included."""
-    sweeps: dict[tuple[str, ...], list[Result]] = {}
+def choices(results: Sequence[RowScore]) -> list[Choice]:
+    """One per sweep: the planner chooses from all layouts that were tried, those that failed included."""
+    sweeps: dict[tuple[str, ...], list[RowScore]] = {}
     for result in results:
         if result.run is not None and result.seconds is not None:
             sweeps.setdefault(_sweep(result), []).append(result)
@@ -53,7 +53,7 @@ def median_regret(found: Sequence[Choice]) -> float | None:
     return median(choice.regret for choice in found) if found else None
 
 
-def _sweep(result: Result) -> tuple[str, ...]:
+def _sweep(result: RowScore) -> tuple[str, ...]:
     """Rows of one source with the same work on the same machines, and the same software."""
     row = result.row
     assert result.run is not None

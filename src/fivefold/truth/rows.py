@@ -1,4 +1,4 @@
-"""Rows of measured runs: CSV files with one row per run, and what of a row is needed to predict it.
+"""Rows of measured runs: CSV files with one row per run, and the columns that a prediction needs.
 
 Empty means not published. `status` is ok, oom (ran out of memory), theory, or error.
 """

@@ -1,4 +1,4 @@
-"""The planner against measured runs: errors of time and memory, who runs out of memory, and the plans it would make."""
+"""The planner against measured runs: errors of time and memory, and which runs run out of memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from fivefold.truth.rows import Row
 
 
 @dataclass(frozen=True)
-class Result:
-    """One row: what was measured and what is predicted; a reason where nothing can be."""
+class RowScore:
+    """One row: what was measured and what is predicted, or why nothing can be predicted."""
 
     row: Row
     run: Measured | None = None
@@ -66,50 +66,50 @@ class Result:
 
 def evaluate(
     rows: Iterable[Row], constants: Constants | None = None, exact: bool = True, tick: Callable[[], None] = lambda: None
-) -> list[Result]:
-    """Every row that is a measurement."""
+) -> list[RowScore]:
+    """Predict every row. `tick` is called after each."""
     results = []
     for row in rows:
-        results.append(_result(row, constants, exact))
+        results.append(_row_score(row, constants, exact))
         tick()
     return results
 
 
-def _result(row: Row, constants: Constants | None, exact: bool) -> Result:
-    """A row that is no measurement, or cannot be predicted, says why."""
+def _row_score(row: Row, constants: Constants | None, exact: bool) -> RowScore:
+    """A row that is no measurement, or that cannot be predicted, gets the reason."""
     if row.status == "theory":
         return _theory(row)
     if row.status not in ("ok", "oom"):
-        return Result(row, refused=f"status {row.status!r} is no measurement")
+        return RowScore(row, refused=f"status {row.status!r} is no measurement")
     try:
         return _predicted(row, constants, exact)
     except UserError as error:
-        return Result(row, refused=str(error))
+        return RowScore(row, refused=str(error))
     except (ArithmeticError, ValueError, IndexError, AssertionError) as error:
-        return Result(row, refused=f"its numbers make no sense together ({error})")
+        return RowScore(row, refused=f"its numbers make no sense together ({error})")
 
 
-def _theory(row: Row) -> Result:
+def _theory(row: Row) -> RowScore:
     """The ZeRO paper's arithmetic, in its own accounting."""
     count, ranks, published = row.number("params_b"), row.whole("dp"), row.number("peak_mem_gb")
     stage = row.whole("zero_stage")
     if not (count and ranks and published) or stage is None:
-        return Result(row, refused="params_b, dp, zero_stage or peak_mem_gb is not published")
-    return Result(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
+        return RowScore(row, refused="params_b, dp, zero_stage or peak_mem_gb is not published")
+    return RowScore(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
 
 
-def _predicted(row: Row, constants: Constants | None, exact: bool) -> Result:
+def _predicted(row: Row, constants: Constants | None, exact: bool) -> RowScore:
     run = measured(row)
-    room = footprint(run.case)
+    needs = footprint(run.case)
     memory = run.case.on.accelerator.memory
-    fits, planned = room.total <= memory, room.total <= HEADROOM * memory
+    fits, planned = needs.total <= memory, needs.total <= HEADROOM * memory
     seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
-    return Result(row, run, seconds, room.reserved if run.source.reserved else room.allocated, fits, planned)
+    return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
 
 
 @dataclass(frozen=True)
 class Score:
-    """A source's."""
+    """The errors of one source."""
 
     source: str
     rows: int
@@ -119,7 +119,7 @@ class Score:
     median_ape: float | None
     bias: float | None
     null_mape: float | None
-    worst: Result | None
+    worst: RowScore | None
     memory_rows: int
     memory_mape: float | None
     oom_rows: int
@@ -133,7 +133,7 @@ class Score:
         return values | {"worst": {"row": worst.row.where, "error": worst.error} if worst else None}
 
 
-def score(source: str, results: Sequence[Result]) -> Score:
+def score(source: str, results: Sequence[RowScore]) -> Score:
     timed = [result for result in results if result.error is not None]
     errors = [result.error or 0.0 for result in timed]
     sizes = [abs(error) for error in errors]
@@ -163,14 +163,14 @@ def score(source: str, results: Sequence[Result]) -> Score:
     )
 
 
-def scores(results: Sequence[Result]) -> list[Score]:
-    """One per source: per file."""
+def scores(results: Sequence[RowScore]) -> list[Score]:
+    """One per source, which is one per file."""
     files = dict.fromkeys(result.row.file for result in results)
     return [score(name, [result for result in results if result.row.file == name]) for name in files]
 
 
 def null_error(runs: Sequence[Measured]) -> float:
-    """Of a model that knows one utilisation of the hardware per source, the best there is, and nothing else."""
+    """The error of a model that knows the best single hardware utilisation per source, and nothing else."""
     ideal = np.array([hardware_seconds(run.case) for run in runs])
     ratio = np.array([run.seconds for run in runs]) / ideal
     # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
@@ -178,6 +178,6 @@ def null_error(runs: Sequence[Measured]) -> float:
 
 
 def hardware_seconds(case: Case) -> float:
-    """At the peak rate, recomputation counted."""
+    """Of a step at the peak rate, recomputation counted."""
     again = 4 / 3 if case.layout.recompute == "full" else 1.0
     return case.flops() * again / case.on.accelerator.rate(case.precision) / case.layout.world

@@ -1,6 +1,6 @@
-"""What each source of measured runs leaves unsaid, in one table: the software, and what it does where a row is silent.
+"""What each source of measured runs does not publish, in one table: the software, and its settings.
 
-Nothing here is said of a single row. Every entry gives its reason.
+No entry is about a single row. Every entry gives its reason.
 """
 
 import re
@@ -14,7 +14,7 @@ from fivefold.spec.model import Attention as Counting
 
 @dataclass(frozen=True)
 class Source:
-    """One source's habits."""
+    """Assumptions about one source."""
 
     match: str  # of the `source` column
     why: str
@@ -24,10 +24,10 @@ class Source:
     recompute: Recompute = "none"
     counting: Counting = "full"  # of its TFLOP/s and MFU
     hardware_flops: bool = False  # its TFLOP/s count recomputation
-    compiled_if_said: bool = False  # eager, unless a row's notes speak of compile
+    compiled_if_said: bool = False  # eager, unless a row's notes say "compile"
     kernels: dict[str, Attention] = field(default_factory=dict)  # by a word in `notes`
     dropout: float = 0.0
-    chunks: int = 1  # at most, where pp > 1 and the row does not say: as many as deal the layers out evenly
+    chunks: int = 1  # at most, where pp > 1 and the row does not say: as many as divide the layers evenly
     cp_kind: ContextKind = "ring"
     reserved: bool = False  # it publishes what the allocator reserved, not what was allocated
     memory_unit: float = 1e9  # bytes of a published GB
@@ -147,7 +147,7 @@ SOURCES = (
         compiled_if_said=True,
     ),
 )
-ANY = Source(match="", why="a source that nobody has described: today's software", stack=NEMO, zero=1, sp=True)
+ANY = Source(match="", why="a source without an entry: today's software", stack=NEMO, zero=1, sp=True)
 
 
 def source_of(text: str) -> Source:

@@ -1,0 +1,203 @@
+"""What `fivefold truth` found: errors by source, sweeps, and rows; for people and as JSON."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fivefold.report import Block, Result, Table, Text
+from fivefold.truth.constants import FITTED, Constants
+from fivefold.truth.picture import scatter
+from fivefold.truth.regret import Choice, choices, median_regret
+from fivefold.truth.score import RowScore, Score, scores
+from fivefold.truth.sources import ANY, SOURCES
+
+
+@dataclass(frozen=True)
+class TruthResult(Result):
+    results: tuple[RowScore, ...]
+    left_out: dict[str, float]  # by source: the mean error under constants that were fitted without it
+    shown: str  # the source whose rows are shown
+    constants: Constants | None  # that were fitted
+
+    @cached_property
+    def scores(self) -> list[Score]:
+        return scores(self.results)
+
+    @cached_property
+    def sweeps(self) -> list[Choice]:
+        return choices(self.results)
+
+    @property
+    def mean_mape(self) -> float | None:
+        """The mean of the sources' mean errors."""
+        return _mean([one.mape for one in self.scores if one.mape is not None])
+
+    def to_dict(self) -> dict[str, Any]:
+        left = self.left_out
+        return {
+            "sources": {
+                one.source: one.to_dict() | ({"left_out_mape": left[one.source]} if one.source in left else {})
+                for one in self.scores
+            },
+            "mean_mape": self.mean_mape,
+            "sweeps": {
+                "count": len(self.sweeps),
+                "median_regret": median_regret(self.sweeps),
+                "out_of_memory": sum(choice.out_of_memory for choice in self.sweeps),
+            },
+            "rows": [result.to_dict() for result in self.results],
+        }
+
+    def svg(self) -> str:
+        return scatter(self.results)
+
+    def blocks(self) -> Iterator[Block]:
+        if self.constants:
+            rows = [(one.where, one.name, f"{one.guess:.4g}", f"{self.constants.value(one):.4g}") for one in FITTED]
+            caption = "guess: what kernel benchmarks and papers report"
+            yield Table(["of", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
+        yield self._errors()
+        if memory := self._memory():
+            yield memory
+        yield Text("")
+        yield from self._sentences()
+        if self.shown:
+            yield _rows([result for result in self.results if result.row.file == self.shown])
+        refused = Counter((result.row.file, result.refused) for result in self.results if result.refused)
+        for (source, reason), count in refused.items():
+            yield Text(f"refused: {count} of {source}: {reason}")
+
+    def _errors(self) -> Table:
+        left = self.left_out
+        heads = ["source", ">rows", ">timed", ">error", ">median", ">bias", ">null model", ">worst"]
+        rows = []
+        for one in self.scores:
+            worst = _percent(one.worst.error, signed=True) if one.worst else ""
+            cells = [one.source, str(one.rows), str(one.timed), _percent(one.mape), _percent(one.median_ape)]
+            cells += [_percent(one.bias, signed=True), _percent(one.null_mape), worst]
+            rows.append(cells + ([_percent(left.get(one.source))] if left else []))
+        timed = [one for one in self.scores if one.mape is not None]
+        null = _percent(_mean([one.null_mape or 0.0 for one in timed]))
+        mean = ["mean of sources", "", "", _percent(self.mean_mape), "", "", null, ""]
+        return Table(
+            heads + ([">left out"] if left else []),
+            rows,
+            title="The planner against measured runs",
+            caption="timed: rows with a measured time; error: mean absolute error of the step time; null model: the "
+            "error of the best single hardware utilisation per source"
+            + ("; left out: the error under constants fitted without the source" if left else ""),
+            totals=[mean + ([_percent(_mean(list(left.values())))] if left else [])] if timed else [],
+        )
+
+    def _memory(self) -> Table | None:
+        """Of the sources that publish memory or failures, or have rows that cannot be predicted."""
+        rows = [
+            [
+                one.source,
+                str(one.refused or ""),
+                f"{_percent(one.memory_mape)} ({one.memory_rows})" if one.memory_rows else "",
+                *map(_percent, (one.oom_right, one.oom_precision, one.oom_recall)),
+            ]
+            for one in self.scores
+            if one.refused or one.memory_rows or one.oom_right is not None
+        ]
+        if not rows:
+            return None
+        return Table(
+            ["source", ">refused", ">memory error (rows)", ">OOM right", ">precision", ">recall"],
+            rows,
+            title="Memory, and runs that ran out of it (OOM)",
+            caption="refused: rows that cannot be predicted; OOM right: rows of which the planner says rightly whether "
+            "they fit",
+        )
+
+    def _sentences(self) -> Iterator[Text]:
+        if self.sweeps:
+            failed = sum(choice.out_of_memory for choice in self.sweeps)
+            finite = [choice.regret for choice in self.sweeps if not choice.out_of_memory]
+            yield Text(
+                f"sweeps: {len(self.sweeps)}; the planner's choice is slower than the best measured layout by "
+                f"{_percent(median_regret(self.sweeps))} in the median and {_percent(_mean(finite))} in the mean; "
+                f"{failed} of its choices ran out of memory"
+            )
+        ran = [result for result in self.results if result.row.status == "ok" and result.fits is not None]
+        alarms = Counter(
+            result.row.file for result in ran if not result.fits and not (result.run and result.run.memory)
+        )
+        if alarms:
+            counts = ", ".join(f"{count} of {name}" for name, count in alarms.items())
+            yield Text(f"of {len(ran)} runs that ran, the planner says that {alarms.total()} do not fit: {counts}")
+
+
+@dataclass(frozen=True)
+class SourceList(Result):
+    """What is assumed of each source where its rows do not say."""
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "source": one.match or "any other",
+                "software": one.stack.name,
+                "zero": one.zero,
+                "sp": one.sp,
+                "recompute": one.recompute,
+                "why": one.why,
+            }
+            for one in (*SOURCES, ANY)
+        ]
+
+    def blocks(self) -> Iterator[Block]:
+        rows = [
+            [
+                row["source"],
+                row["software"],
+                str(row["zero"]),
+                "yes" if row["sp"] else "no",
+                row["recompute"],
+                row["why"],
+            ]
+            for row in self.to_dict()
+        ]
+        heads = ["~source", "~software", ">ZeRO", "sp", "recompute", "~why"]
+        yield Table(heads, rows, title="What is assumed of each source where its rows do not say")
+
+
+def _rows(results: list[RowScore]) -> Table:
+    # What the planner says of memory is compared only where memory was measured, or ran out.
+    judged = any(result.row.status == "oom" or (result.run and result.run.memory) for result in results)
+    rows = []
+    for result in results:
+        run = result.run
+        if run is None:
+            why = result.refused or "arithmetic of a paper"
+            rows.append([str(result.row.line), result.row.text("model"), why])
+            continue
+        measured = "out of memory" if result.row.status == "oom" else f"{run.seconds:.4g} s" if run.seconds else ""
+        memory = [_gigabytes(run.memory), _gigabytes(result.memory), "yes" if result.fits else "no"] if judged else []
+        rows.append(
+            [
+                str(result.row.line),
+                run.case.spec.name,
+                str(run.case.layout).partition(",split=")[0],
+                measured,
+                f"{result.seconds:.4g} s" if result.seconds else "",
+                _percent(result.error, signed=True),
+                *memory,
+            ]
+        )
+    memory_heads = [">memory", ">predicted", ">fits"] if judged else []
+    return Table([">line", "model", "~layout", ">measured", ">predicted", ">error", *memory_heads], rows, title="Rows")
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _percent(value: float | None, signed: bool = False) -> str:
+    return "" if value is None else f"{100 * value:+.1f}%" if signed else f"{100 * value:.1f}%"
+
+
+def _gigabytes(size: float | None) -> str:
+    return f"{size / 1e9:.1f} GB" if size else ""

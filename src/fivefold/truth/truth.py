@@ -1,0 +1,76 @@
+"""The planner against published, measured runs, as one function.
+
+truth(rows="llama3").scores[0].mape
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fivefold.support.errors import UserError
+from fivefold.truth.cases import Measured, measured
+from fivefold.truth.constants import Constants
+from fivefold.truth.fit import STEPS, fit, predict
+from fivefold.truth.result import TruthResult
+from fivefold.truth.rows import DATA, Row, read_rows
+from fivefold.truth.score import evaluate
+
+Progress = Callable[[str, int, int], None]  # what is done, steps so far, all steps
+
+
+def truth(
+    data: Path | None = None,
+    *,
+    rows: str = "",
+    leave_out: bool = False,
+    refit: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> TruthResult:
+    """Predict every run of a directory of CSV files, by default of those that come with the package.
+
+    `rows` names one source, whose rows are then shown; `leave_out` also predicts each source with constants that were
+    fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
+    """
+    every = read_rows(data or DATA)
+    files = list(dict.fromkeys(row.file for row in every))
+    if rows and rows not in files:
+        raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}")
+    if rows and not refit:
+        every = [row for row in every if row.file == rows]
+    constants = fit(_runs(every), _steps(progress, "fitting", STEPS)) if refit else None
+    results = evaluate(every, constants, tick=_steps(progress, "predicting", len(every)))
+    left = _left_out(every, progress) if leave_out else {}
+    return TruthResult(tuple(results), left, rows, constants)
+
+
+def _steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
+    """Counts the calls, and reports each of them."""
+    done = iter(range(1, total + 1))
+    return lambda: progress(what, next(done, total), total)
+
+
+def _runs(every: list[Row]) -> list[Measured]:
+    """Those that can be predicted."""
+    runs = []
+    for row in every:
+        if row.status == "ok":
+            try:
+                runs.append(measured(row))
+            except UserError:
+                continue
+    return runs
+
+
+def _left_out(every: list[Row], progress: Progress) -> dict[str, float]:
+    """The mean error of each source under constants that were fitted without it."""
+    runs = [run for run in _runs(every) if run.seconds]
+    files = list(dict.fromkeys(run.row.file for run in runs))
+    found = {}
+    for name in files:
+        others = [run for run in runs if run.row.file != name]
+        if not others:
+            continue
+        constants: Constants = fit(others, _steps(progress, f"without {name}", STEPS))
+        mine = [run for run in runs if run.row.file == name]
+        errors = [abs(predict(run, constants, exact=True) / (run.seconds or 1.0) - 1) for run in mine]
+        found[name] = sum(errors) / len(errors)
+    return found
