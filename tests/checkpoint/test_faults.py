@@ -12,10 +12,11 @@ from fivefold.checkpoint import save
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.launch.faults import parse
+from fivefold.launch.ranks import RankError
 from fivefold.support.errors import UserError
 from fivefold.train import checkpointing as checkpointing
 from tests.checkpoint.runs import Run, loaded, small_job, train
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 
 def fault(text: str) -> dict[str, str]:
@@ -27,7 +28,7 @@ def test_killed_while_saving_the_one_before_is_used(tokens: Path, tmp_path: Path
     job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2", "checkpoint.every=1")
     run_ranks(2, train, job, tmp_path)
     more = small_job(tokens, "layout=dp=2,zero=1", "train.steps=3", "checkpoint.every=1")
-    with pytest.raises(RankFailure, match="SIGKILL"):
+    with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(2, train, more, tmp_path, env=fault(f"kill@at={at},rank=0"))
     assert [one.step for one in Store(tmp_path).complete()] == [2, 1]
     assert [path.name for path in Store(tmp_path).incomplete()] == ["step-00000003"]
@@ -43,7 +44,7 @@ def test_killed_while_saving_a_step_again_two_saves_never_mix(tokens: Path, tmp_
     first = Store(tmp_path).complete()[0].path
     before = {file.name: file.read_bytes() for file in first.iterdir()}
     first.rename(tmp_path / "kept")
-    with pytest.raises(RankFailure, match="SIGKILL"):
+    with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(1, train, job, tmp_path, env=fault("kill@at=commit,step=3"))
     assert [one.step for one in Store(tmp_path).complete()] == [2, 1]
     again = run_ranks(1, train, job, tmp_path)[0]
@@ -53,7 +54,7 @@ def test_killed_while_saving_a_step_again_two_saves_never_mix(tokens: Path, tmp_
 
 def test_killed_during_retention_enough_remain(tokens: Path, tmp_path: Path) -> None:
     job = small_job(tokens, "train.steps=4", "checkpoint.every=1", "checkpoint.keep=2")
-    with pytest.raises(RankFailure, match="SIGKILL"):
+    with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(1, train, job, tmp_path, env=fault("kill@at=retain"))
     complete = Store(tmp_path).complete()
     assert len(complete) >= 2
@@ -117,7 +118,7 @@ def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens
     job = small_job(tokens, "layout=dp=2", "train.steps=1")
     run_ranks(2, train, job, tmp_path)
     changed(tmp_path, b'"version": 1', b'"version": 2')
-    with pytest.raises(RankFailure, match="has version 2 of the format"):
+    with pytest.raises(RankError, match="has version 2 of the format"):
         run_ranks(2, loaded, job, tmp_path)
     assert [one.path.name for one in Store(tmp_path).complete()] == ["step-00000001"]
 
@@ -126,7 +127,7 @@ def test_a_run_of_which_no_checkpoint_is_good_does_not_start_over_by_itself(toke
     job = small_job(tokens, "train.steps=1")
     run_ranks(1, train, job, tmp_path)
     flip(Store(tmp_path).complete()[0].path / "__0_0.distcp")
-    with pytest.raises(RankFailure, match=r"none of the 1 checkpoints in .* is good; --fresh starts over"):
+    with pytest.raises(RankError, match=r"none of the 1 checkpoints in .* is good; --fresh starts over"):
         run_ranks(1, loaded, job, tmp_path)
 
 
@@ -140,7 +141,7 @@ def test_a_full_disk_is_named_with_bytes_and_the_old_checkpoint_is_intact(tokens
     job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=1")
     run_ranks(2, train, job, tmp_path)
     more = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2")
-    with pytest.raises(RankFailure) as failure:
+    with pytest.raises(RankError) as failure:
         run_ranks(2, with_small_files, more, tmp_path)
     said = failure.value.error
     assert "the checkpoint of step 2 was not written: rank 0: File too large" in said
@@ -154,7 +155,7 @@ def test_a_full_disk_is_named_with_bytes_and_the_old_checkpoint_is_intact(tokens
 def test_a_disk_that_fills_up_on_the_way_stops_all_ranks_with_the_same_words(tokens: Path, tmp_path: Path) -> None:
     """Whoever notices first does not leave the others to find a closed connection."""
     job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2000", "checkpoint.every=3")
-    with pytest.raises(RankFailure) as failure:
+    with pytest.raises(RankError) as failure:
         run_ranks(2, with_small_files, job, tmp_path, timeout=60)
     for end in failure.value.ends:
         assert "TrainingError: the checkpoint of step 3 was not written: rank 0: File too large" in end.error
@@ -163,7 +164,7 @@ def test_a_disk_that_fills_up_on_the_way_stops_all_ranks_with_the_same_words(tok
 def test_a_gradient_that_is_no_number_stops_all_ranks_alike_and_touches_nothing(tokens: Path, tmp_path: Path) -> None:
     same = ["layout=dp=2,zero=1", "optimizer.schedule=constant", "checkpoint.every=1"]
     job = small_job(tokens, *same, "train.steps=4")
-    with pytest.raises(RankFailure) as failure:
+    with pytest.raises(RankError) as failure:
         run_ranks(2, train, job, tmp_path, env=fault("nan@rank=1,step=3"))
     ends = failure.value.ends
     assert [end.kind for end in ends] == ["raised", "raised"]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.store import Store
+from fivefold.launch.ranks import RankError
 from tests.checkpoint.runs import Story, gathered, small_job, train
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize(("steps", "deaths"), [(12, 6), pytest.param(40, 20, marks=pytest.mark.slow)])
@@ -28,7 +29,7 @@ def test_a_run_that_is_killed_every_other_step_is_the_whole_run_to_the_bit(
         at = chance.choice(["step", "step", "commit"]) if done < 2 * kills + 1 else "commit"
         victim = 0 if at == "commit" else chance.randrange(2)
         fault = f"kill@at={at},rank={victim},step={min(step, done + 2 if at == 'step' else done + 1)}"
-        with pytest.raises(RankFailure) as failure:
+        with pytest.raises(RankError) as failure:
             run_ranks(2, train, job, directory, env=dict(os.environ) | {"FIVEFOLD_FAULT": fault})
         assert failure.value.error == "SIGKILL"
         kills += 1

@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -13,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
-from tests.ranks import RankEnd, RankFailure, run_ranks
+from fivefold.launch.ends import End
+from fivefold.launch.ranks import RankError
+from fivefold.support.errors import PeerLost
+from tests.ranks import run_ranks
 
 
 def summed(rank: int, world: int, scale: float = 1.0) -> float:
@@ -226,41 +230,43 @@ def test_a_function_without_a_name_is_refused():
 
 @pytest.mark.parametrize("act", [boom, leave_then_boom])
 def test_the_first_exception_is_told_and_its_echoes_are_folded(act, tmp_path):
-    with pytest.raises(RankFailure) as caught:
+    with pytest.raises(RankError) as caught:
         run_ranks(4, collect, tmp_path, act, 2)
     failure = caught.value
     assert (failure.rank, failure.kind, failure.ranks) == (2, "raised", [2])
     assert failure.error == "ValueError: boom\nwith a second line"
     assert "in boom\n" in failure.stack
-    head, _, folded = str(failure).partition(failure.stack)
-    assert head == "rank 2 raised ValueError: boom\nwith a second line\n"
-    assert sorted(line[:13] for line in folded.split("\n") if line) == [
-        "rank 0 raised",
-        "rank 1 raised",
-        "rank 3 raised",
-    ]
+    assert str(failure) == "rank 2 failed with ValueError: boom\nwith a second line"
+    first, *folded = failure.__notes__
+    assert first == f"{failure}\n{failure.stack}"
+    assert sorted(line[:18] for line in folded) == [f"rank {rank} failed with" for rank in (0, 1, 3)]
+    assert not any("\n" in line for line in folded)
     assert alive(pids_in(tmp_path, 4)) == []
 
 
 def test_all_ranks_that_raise_on_their_own_are_listed():
-    with pytest.raises(RankFailure, match=r"^rank \d raised ValueError: tp=3 does not divide") as caught:
+    with pytest.raises(RankError, match=r"^rank \d failed with ValueError: tp=3 does not divide") as caught:
         run_ranks(3, complain)
     assert caught.value.ranks == [0, 1, 2]
 
 
 def test_a_value_that_cannot_be_pickled_is_an_exception_of_its_rank():
-    with pytest.raises(RankFailure, match="lambda") as caught:
+    with pytest.raises(RankError, match="lambda") as caught:
         run_ranks(1, unpicklable)
     assert (caught.value.rank, caught.value.kind) == (0, "raised")
 
 
 @pytest.mark.parametrize(
-    ("act", "error", "in_stack"),
-    [(kill, "SIGKILL", ""), (segfault, "SIGSEGV", "in segfault"), (partial(os._exit, 3), "exit code 3", "")],
+    ("act", "how", "error", "in_stack"),
+    [
+        (kill, "was ended by", "SIGKILL", ""),
+        (segfault, "was ended by", "SIGSEGV", "in segfault"),
+        (partial(os._exit, 3), "failed with", "exit code 3", ""),
+    ],
 )
-def test_a_death_is_named_and_the_others_stop_at_once(act, error, in_stack, tmp_path):
+def test_a_death_is_named_and_the_others_stop_at_once(act, how, error, in_stack, tmp_path):
     begin = time.monotonic()
-    with pytest.raises(RankFailure, match=f"^rank 1 died by {error}") as caught:
+    with pytest.raises(RankError, match=f"^rank 1 {how} {error}") as caught:
         run_ranks(4, collect, tmp_path, act, 1)
     failure = caught.value
     assert time.monotonic() - begin < 10
@@ -270,7 +276,7 @@ def test_a_death_is_named_and_the_others_stop_at_once(act, error, in_stack, tmp_
 
 
 def test_survivors_may_take_their_time_and_their_values_are_kept():
-    with pytest.raises(RankFailure) as caught:
+    with pytest.raises(RankError) as caught:
         run_ranks(3, notice, grace=20)
     assert [(end.kind, end.value) for end in caught.value.ends] == [
         ("returned", "0 survived"),
@@ -280,21 +286,26 @@ def test_survivors_may_take_their_time_and_their_values_are_kept():
 
 
 def test_a_hang_is_named_with_every_stack(tmp_path):
-    with pytest.raises(RankFailure, match=r"^rank 1 hung in File") as caught:
+    with pytest.raises(
+        RankError, match=r"^rank 1 gave no answer within 2 s; it is in .*test_ranks.py, line \d+; with it hang 2, 3\n"
+    ) as caught:
         run_ranks(4, hang, tmp_path, timeout=2)
     failure = caught.value
     assert (failure.rank, failure.kind, failure.ranks) == (1, "hung", [1, 3])  # 2 only waits for them
     for end, frame in zip(failure.ends[1:], ["in hang", "in barrier", "in sleep"], strict=True):
         assert f"{frame}\n" in end.stack
-    assert all(end.stack in str(failure) for end in failure.ends)
-    assert str(failure).endswith("\nrank 0 returned")
+    assert all(any(end.stack in note for note in failure.__notes__) for end in failure.ends)
+    assert failure.__notes__[-1] == "rank 0 returned"
     assert [end.kind for end in failure.ends] == ["returned", "hung", "hung", "hung"]
     assert alive(pids_in(tmp_path, 4)) == []
 
 
 def test_a_rank_stuck_outside_gloo_is_stopped_after_the_grace():
-    with pytest.raises(RankFailure, match=r"\nrank 0 was stopped in File .* in sleep$") as caught:
+    with pytest.raises(RankError) as caught:
         run_ranks(2, sleep_or_boom, grace=0.5)
+    assert re.match(r"rank 0 did not end with the others; it is in .*, line \d+$", caught.value.__notes__[-1])
+    assert caught.value.ends[0].kind == "stopped"
+    assert "in sleep\n" in caught.value.ends[0].stack
     assert (caught.value.rank, caught.value.kind) == (1, "raised")
 
 
@@ -304,17 +315,37 @@ def test_a_success_leaves_no_process_either(tmp_path):
 
 
 def test_blame():
-    def blamed(*ends: tuple[str, str, float]) -> int:
-        return RankFailure(
-            [RankEnd(rank, 0, kind, error, "", when) for rank, (kind, error, when) in enumerate(ends)]
-        ).rank
+    def blamed(*ends: tuple[str, str, float] | tuple[str, str, float, str]) -> int:
+        return RankError([End(rank, kind, error, *stack, when) if stack else End(rank, kind, error, "", when)
+                          for rank, (kind, error, when, *stack) in enumerate(ends)]).rank  # fmt: skip
 
     closed = "RuntimeError: [pair.cc:553] Connection closed by peer"
+    silent = "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 1500ms for recv operation to complete"
+    lost = "PeerLost: rank 1 (dp 1): the sum waited 2.0 s for rank 0: the connection is closed"
+    waits = '(most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 3 in barrier\n'
+    works = '(most recent call first):\n  File "/x/of/mine.py", line 3 in f\n'
     assert blamed(("returned", "", 0), ("raised", closed, 1), ("raised", "ValueError", 2)) == 2
     assert blamed(("raised", "ValueError", 2), ("raised", "KeyError", 1)) == 1
-    assert blamed(("raised", "PeerLost", 1), ("died", "SIGKILL", 0)) == 1
+    assert blamed(("raised", lost, 1), ("died", "SIGKILL", 0)) == 1
+    assert blamed(("raised", lost, 1), ("raised", silent, 1), ("raised", "ValueError", 2)) == 2
     assert blamed(("died", "SIGABRT", 0), ("raised", "ValueError", 1)) == 1
-    assert blamed(("stopped", "", 0), ("raised", closed, 2)) == 1
+    assert blamed(("died", "SIGABRT", 0), ("stopped", "", 0, works)) == 0
+    assert blamed(("stopped", "", 0, waits), ("raised", closed, 2)) == 1
+    assert blamed(("raised", closed, 2), ("stopped", "", 0, works)) == 1  # its peers lost it, and it never came back
+    assert blamed(("hung", "", 0, waits), ("hung", "", 0, works)) == 1
+
+
+def test_a_launcher_blames_by_exit_codes():
+    def blamed(*codes: int | None) -> int:
+        ends = [End(rank, "died" if code else "returned", "SIGKILL" if code and code < 0 else "", code=code)
+                if code is not None else End(rank, "stopped") for rank, code in enumerate(codes)]  # fmt: skip
+        return min(ends, key=lambda end: end.blame).rank
+
+    assert blamed(0, 1, -9) == 2  # ended from outside
+    assert blamed(PeerLost.code, 1) == 1
+    assert blamed(PeerLost.code, None) == 1
+    assert blamed(None, 1) == 1
+    assert blamed(0, PeerLost.code) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -324,9 +355,17 @@ def test_ranks_share_a_gpu():
         assert x.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_an_interrupted_caller_leaves_no_process(tmp_path):
-    server = ranks._server().process.pid
+def server() -> int:
+    """The process that ranks are forked from."""
+    (pid,) = run_ranks(1, parent)
+    return pid
 
+
+def parent(rank: int, world: int) -> int:
+    return os.getppid()
+
+
+def test_an_interrupted_caller_leaves_no_process(tmp_path):
     def interrupt() -> None:
         pids_in(tmp_path, 4)
         os.kill(os.getpid(), signal.SIGINT)
@@ -338,23 +377,34 @@ def test_an_interrupted_caller_leaves_no_process(tmp_path):
         run_ranks(4, collect, tmp_path, sleep, 0)
     thread.join()
     signal.signal(signal.SIGINT, before)
-    assert alive([server, *pids_in(tmp_path, 4)]) == []
-    assert run_ranks(2, summed) == [1.0, 1.0]  # by a new server
+    assert alive(pids_in(tmp_path, 4)) == []
+    assert run_ranks(2, summed) == [1.0, 1.0]
+
+
+def test_a_killed_caller_leaves_no_process(tmp_path):
+    """Not even the server."""
+    script = "import sys; from pathlib import Path; from tests.launch.test_ranks import *; (folder,) = sys.argv[1:];"
+    script += "Path(folder, 'server').write_text(str(server())); run_ranks(2, collect, Path(folder, 'ranks'), sleep, 0)"
+    (tmp_path / "ranks").mkdir()
+    caller = subprocess.Popen([sys.executable, "-c", script, tmp_path])
+    pids = pids_in(tmp_path / "ranks", 2)
+    caller.kill()
+    caller.wait()
+    assert alive([int((tmp_path / "server").read_text()), *pids[::2]]) == []
+    for child in pids[1::2]:  # a rank's own children outlive it in this case alone
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_killed_server_takes_its_ranks_along(tmp_path):
-    server = ranks._server().process.pid
-
     def murder() -> None:
         pids_in(tmp_path, 2)
-        os.kill(server, signal.SIGKILL)
+        os.kill(serving, signal.SIGKILL)
 
+    serving = server()
     thread = threading.Thread(target=murder)
     thread.start()
-    with pytest.raises(RuntimeError, match="the fork server ended with code -9"):
+    with pytest.raises(RankError, match="failed with exit code 255"):
         run_ranks(2, collect, tmp_path, sleep, 0)
     thread.join()
-    pids = pids_in(tmp_path, 2)
-    assert alive(pids[::2]) == []
-    for child in pids[1::2]:  # a rank's own children outlive it in this case alone
-        os.kill(child, signal.SIGKILL)
+    assert alive(pids_in(tmp_path, 2)) == []
+    assert run_ranks(2, summed) == [1.0, 1.0]  # by a new server

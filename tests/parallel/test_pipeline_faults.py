@@ -15,6 +15,8 @@ import torch
 
 from fivefold.data.prepare import prepare
 from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.launch.ends import End
+from fivefold.launch.ranks import RankError
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import Action
@@ -22,7 +24,7 @@ from fivefold.schedule.catalogue import build
 from fivefold.spec.model import ModelSpec
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch
-from tests.ranks import RankEnd, RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -63,11 +65,11 @@ def fork_server() -> None:
     run_ranks(1, nothing)
 
 
-def lose(layout: str, victim: int, moment: str, how: str) -> tuple[RankFailure, float]:
+def lose(layout: str, victim: int, moment: str, how: str) -> tuple[RankError, float]:
     """What became of the ranks, and after how many seconds."""
     start, world = time.monotonic(), Layout.parse(layout).world
     grace = 0.1 if how == "stall" and world == 2 else TIMEOUT + 1  # a rank that is stalled does not end
-    with pytest.raises(RankFailure) as failure:
+    with pytest.raises(RankError) as failure:
         run_ranks(world, step, layout, victim, moment, how, timeout=30, grace=grace)
     return failure.value, time.monotonic() - start
 
@@ -78,7 +80,7 @@ def middle(schedule: str, p: int, m: int, rank: int, kind: str) -> str:
     return found[len(found) // 2]
 
 
-def waited_for(end: RankEnd) -> set[int]:
+def waited_for(end: End) -> set[int]:
     """The ranks that a survivor's sentence names, which must be its own and whole."""
     said = SENTENCE.fullmatch(end.error)
     assert said is not None, f"rank {end.rank} {end.kind}: {end.error}\n{end.stack}"
@@ -87,7 +89,7 @@ def waited_for(end: RankEnd) -> set[int]:
     return {int(rank) for one, several in PEERS.findall(end.error) for rank in (one or several).split(",")}
 
 
-def survivors_point_at(victim: int, failure: RankFailure) -> None:
+def survivors_point_at(victim: int, failure: RankError) -> None:
     """All others ended by themselves; each names a rank that it waited for, and so on to the one that was lost."""
     names = {end.rank: waited_for(end) for end in failure.ends if end.rank != victim}
     assert any(victim in peers for peers in names.values())

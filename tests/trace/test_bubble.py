@@ -1,10 +1,10 @@
 """The bubble that was measured, against the simulator's: real executor, real ranks, stages of known durations."""
 
-import os
 from dataclasses import astuple
 
 import pytest
 
+from fivefold.launch.cores import cores
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.simulate import simulate
 from fivefold.trace.summary import Summary
@@ -50,7 +50,7 @@ def test_the_measured_bubble_is_the_simulated_one_within_5_percent_of_the_run(la
     assert measured == pytest.approx(predicted, abs=ALLOWED)
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks that compute need two cores")
+@pytest.mark.skipif(cores() < 2, reason="two ranks that compute need two cores")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_the_same_with_stages_that_compute_while_every_rank_has_a_core(schedule: str) -> None:
     """Products of matrices of one size, many in an action. The simulator is given the medians of what they took."""

@@ -174,7 +174,7 @@ def test_a_collective_that_the_closed_form_does_not_have_fails(judge: Judge) -> 
 @pytest.mark.parametrize(
     ("bug", "sentence"),
     [
-        (cases.rank_1_dies, "rank 1 died by SIGKILL"),
+        (cases.rank_1_dies, "rank 1 was ended by SIGKILL"),
         (cases.rank_1_raises, "rank 1 failed with ValueError: a number that is none"),
         (cases.rank_1_sleeps, "rank 1 gave no answer within 3 s; it is in"),
     ],

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import uuid
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,6 +59,7 @@ def train(
     """
     from fivefold.job.config import read_job, to_toml
     from fivefold.job.preflight import preflight
+    from fivefold.launch.local import launch
     from fivefold.launch.world import current_world
 
     path, changes = split(job)
@@ -71,7 +71,7 @@ def train(
         typer.echo(to_toml(resolved))
     elif nproc > 1:
         words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
-        raise typer.Exit(_launch(nproc, words, resolved, restarts))
+        raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts))
     else:
         raise typer.Exit(_run(resolved, sources, world, fresh))
 
@@ -89,22 +89,6 @@ def _check(nproc: int, restarts: int, world: "World") -> None:
         raise UserError(f"--restarts {restarts} is less than none; nearest: --restarts 0")
     if restarts and nproc == 1:
         raise UserError("--restarts belongs to --nproc: ranks of another launcher are started again by it")
-
-
-def _launch(nproc: int, words: list[str], job: "Job", restarts: int) -> int:
-    """As ranks of this machine, which are started again when they fail; the exit code."""
-    from fivefold.launch.local import INTERRUPTED, TERMINATED, launch
-    from fivefold.launch.world import RESTARTS, RUN
-
-    os.environ.setdefault(RUN, uuid.uuid4().hex)
-    for number in range(restarts + 1):
-        if number:
-            os.environ[RESTARTS] = str(number)
-            typer.echo(f"starting again from the last checkpoint: {number} of {restarts}", err=True)
-        code = launch(nproc, words, job.layout.place)
-        if code in (0, 2, INTERRUPTED, TERMINATED):  # done, bad input, or asked to stop
-            break
-    return code
 
 
 def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:

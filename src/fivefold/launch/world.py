@@ -22,6 +22,7 @@ class World:
     joined: bool = False  # started by a launcher: there is a process group to join, even a group of one
     address: str = ""  # of rank 0, where the launcher does not set MASTER_ADDR itself
     port: int = 0
+    store: str = ""  # the file at which ranks of one machine meet, where no port is needed
 
 
 def current_world(env: Mapping[str, str] = os.environ) -> World:
@@ -75,7 +76,7 @@ def join(world: World, backend: str, timeout: float = 600.0) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
     if not world.joined:
         return
@@ -83,13 +84,17 @@ def join(world: World, backend: str, timeout: float = 600.0) -> None:
         os.environ.setdefault("MASTER_ADDR", world.address)
         os.environ.setdefault("MASTER_PORT", str(world.port))
     patience = timedelta(seconds=timeout)
-    store = None
+    store: Store | None = FileStore(world.store, world.size) if world.store else None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps its store when it starts ranks again, with the addresses of those that died in it.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         kept = TCPStore(address, port, world.size, is_master=False, timeout=patience)
         store = PrefixStore(f"start {os.environ.get(RESTARTS, '0')}", kept)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
+    if world.store and store:
+        if store.add("connected", 1) == world.size:
+            store.set("all connected", "")
+        store.wait(["all connected"], patience)  # else a rank that fails at once fails peers that still connect
 
 
 def leave(world: World) -> None:

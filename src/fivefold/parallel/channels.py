@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.launch.ends import lost_peer
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.peer_errors import reason
 from fivefold.schedule.actions import RECEIVES, RECV_ACTIVATION, SEND_ACTIVATION, Action, Channel
 from fivefold.schedule.schedule import Schedule
 
@@ -42,7 +42,7 @@ class Message:
         try:
             self.work.wait(self.patience)
         except RuntimeError as error:
-            why = reason(error)
+            why = lost_peer(error)
             if why is None:
                 raise
             raise Silence(f"waited {time.monotonic() - start:.1f} s for {self}: {why}") from error
@@ -104,7 +104,7 @@ class Channels:
         try:
             yield
         except RuntimeError as error:
-            if (why := reason(error)) is None:
+            if (why := lost_peer(error)) is None:
                 raise
             raise Silence(f"found {self.peers[peer]} gone: {why}") from error
 

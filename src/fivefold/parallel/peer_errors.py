@@ -1,28 +1,14 @@
 """Peers that died or fell silent: what torch says of them, in words that name who waited, in what, and for whom."""
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from fivefold.launch.ends import lost_peer
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.support.errors import PeerLost
-
-# torch has no exception of its own for these: gloo and NCCL raise RuntimeErrors of any kind of trouble.
-_GONE = re.compile(
-    r"onnection (closed|reset|refused)|Broken pipe|Socket closed|Read error|ncclRemoteError|pair closure"
-)
-_SILENT = re.compile(r"[Tt]imed? ?out")
-
-
-def reason(error: BaseException) -> str | None:
-    """Why a peer cannot be heard, if that is what an error is about."""
-    text = str(error)
-    if _SILENT.search(text):
-        return "it gave no sign"
-    return "the connection is closed" if _GONE.search(text) else None
 
 
 def who(mesh: Mesh) -> str:
@@ -47,7 +33,7 @@ def waiting(what: str, mesh: Mesh, *axes: Axis) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if (why := reason(error)) is None:
+        if (why := lost_peer(error)) is None:
             raise
         waited = f"waited {time.monotonic() - start:.1f} s for {others(*axes)}"
         raise PeerLost(f"{who(mesh)}: {what} {waited}: {why}") from error

@@ -24,11 +24,11 @@ from fivefold.job.config import Job, to_toml
 from fivefold.job.preflight import Sources
 from fivefold.launch import world as worlds
 from fivefold.launch.device import check_bfloat16, check_memory, choose_device, make_repeatable
+from fivefold.launch.ends import lost_peer
 from fivefold.launch.world import RESTARTS, RUN
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh, backend
-from fivefold.parallel.peer_errors import reason
 from fivefold.schedule.files import save
 from fivefold.schedule.text import to_text
 from fivefold.support.errors import PeerLost, UserError
@@ -60,7 +60,7 @@ def run_job(
     try:
         return _run_job(job, sources, world, console, options or Options())
     except RuntimeError as error:
-        why = reason(error) if world.size > 1 else None
+        why = lost_peer(error) if world.size > 1 else None
         if why is None:
             raise
         raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error

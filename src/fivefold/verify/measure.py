@@ -13,7 +13,8 @@ from torch import Tensor
 from fivefold.job.config import Job
 from fivefold.job.learning_rate import learning_rate
 from fivefold.launch.device import choose_device
-from fivefold.launch.ranks import Rank, named
+from fivefold.launch.processes import named
+from fivefold.launch.ranks import Rank
 from fivefold.model.compiled import compilation
 from fivefold.parallel.gather_full import digest, whole
 from fivefold.parallel.mesh import Mesh, backend

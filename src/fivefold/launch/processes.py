@@ -1,0 +1,221 @@
+"""Ranks of this machine as processes that live and die together: how they start, report, hang and end.
+
+Every launcher of this package uses it: `launch/local.py` for ranks that train, `launch/ranks.py` for ranks that live
+for one call. On Linux torch is imported once and ranks are forked: eight imports on two cores would take longer than
+the first twenty steps of a small model.
+"""
+
+import faulthandler
+import gc
+import importlib
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fivefold.launch.ends import End
+from fivefold.launch.world import HERE
+from fivefold.support.errors import UserError
+
+# torch imports the first three late, and each rank would for itself: the first step of an optimizer imports dynamo.
+PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.train.run"]
+_LOOK = 0.2  # seconds: a child that a rank has forked may keep the pipe open that tells of the rank's end
+_STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # a rank answers with its stack
+
+
+class Processes:
+    """`world` ranks. With a `home`, a directory, they are forked from a server that has only imported, what they print
+    and their stacks go into files there, and they stay until `kill`, so that their sockets outlive the peers that still
+    read from them. Without one they are forked from this process, share its terminal, and end by themselves."""
+
+    def __init__(self, world: int, home: Path | None = None):
+        self.world, self.home = world, home
+        self.ends: dict[int, End] = {}
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def start(self, function: str, *args: Any, env: Mapping[str, str], threads: int | None) -> None:
+        """Each rank calls `function(rank, world, *args)`, named "module:function" so that only ranks import it.
+
+        `threads` are torch's in each rank; None leaves that to the environment.
+        """
+        context: Any = multiprocessing.get_context("spawn")
+        if self.home is not None and hasattr(os, "fork"):
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOAD)
+        elif sys.platform == "linux":  # elsewhere a fork after numpy or torch is not safe
+            context = multiprocessing.get_context("fork")
+            for name in PRELOAD:
+                importlib.import_module(name)
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world}
+            mine = {**env, **{name: str(value) for name, value in place.items()}}
+            call = pickle.dumps((function, (rank, self.world, *args)))
+            process = context.Process(target=_live, args=(rank, theirs, self.home, mine, threads, call))
+            self._ranks.append((process, ours))
+            with _without_main():
+                process.start()
+            theirs.close()
+
+    def tell(self, number: int) -> None:
+        """Send a signal to every rank that has not ended."""
+        for process, _ in self._ranks:
+            if process.pid and process.exitcode is None:
+                os.kill(process.pid, number)
+
+    def watch(self, grace: Callable[[End], float], timeout: float = math.inf) -> list[End]:
+        """Wait until every rank has ended. After a failure the others have `grace` seconds; all have `timeout`."""
+        deadline, silence = time.monotonic() + timeout, "hung"
+        while len(self.ends) < self.world and (left := deadline - time.monotonic()) > 0:
+            waiting = {rank: one for rank, one in enumerate(self._ranks) if rank not in self.ends}
+            ready = connection.wait([pipe for _, pipe in waiting.values()], min(left, _LOOK))
+            for rank, (process, pipe) in waiting.items():
+                if pipe in ready or process.exitcode is not None:
+                    end = self.ends[rank] = self._end_of(rank)
+                    if end.kind != "returned":
+                        silence, deadline = "stopped", min(deadline, time.monotonic() + grace(end))
+        silent = [rank for rank in range(self.world) if rank not in self.ends]
+        self._ask_for_stacks(silent)
+        self.ends |= {rank: End(rank, silence, stack=self._stack(rank)) for rank in silent}
+        return [self.ends[rank] for rank in range(self.world)]
+
+    def kill(self) -> None:
+        """Leave no process behind."""
+        for process, _ in self._ranks:
+            if process.pid and process.exitcode is None:
+                self._kill_group(process.pid)
+                process.kill()
+        for process, pipe in self._ranks:
+            if process.pid:
+                process.join()
+            pipe.close()
+
+    def text(self, name: str) -> str:
+        """Of a file in the ranks' home: RANK.out has what a rank printed."""
+        file = self.home / name if self.home else None
+        return file.read_text(errors="replace") if file and file.exists() else ""
+
+    def _end_of(self, rank: int) -> End:
+        process, pipe = self._ranks[rank]
+        with suppress(EOFError, OSError):
+            if pipe.poll(0.1):  # what a rank said before it died counts
+                end = _receive(pipe)
+                if end.kind == "raised":
+                    self._kill_group(process.pid)  # now: its peers see that it is gone
+                return end
+        process.join(1)
+        code = process.exitcode
+        if code == 0 and self.home is None:
+            return End(rank, "returned")
+        self._kill_group(process.pid)
+        error = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return End(rank, "died", error, self._stack(rank), code=code or 0)
+
+    def _kill_group(self, pid: int) -> None:
+        """A rank that has a home leads a process group, of which are its children. That of a dead rank is killed as
+        soon as its death is seen, before its number can be another's."""
+        if self.home is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _ask_for_stacks(self, ranks: list[int]) -> None:
+        if self.home is None or not ranks or not hasattr(faulthandler, "register"):
+            return
+        for pid in (self._ranks[rank][0].pid for rank in ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, _STACK_SIGNAL)
+                os.kill(pid, signal.SIGCONT)  # a rank that was stopped wakes to answer, and does so first
+        patience = time.monotonic() + 2
+        while time.monotonic() < patience and not all(self._stack(rank) for rank in ranks):
+            time.sleep(0.01)
+        time.sleep(0.1)  # the last answer may be half written
+
+    def _stack(self, rank: int) -> str:
+        """What faulthandler wrote of the rank's own code, one paragraph a thread."""
+        threads = self.text(f"{rank}.stack").split("\n\n")
+        own = "\n\n".join(thread for thread in threads if _end_with_the_launcher.__name__ not in thread)
+        return own.partition(f'  File "{__file__}"')[0]
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Ranks are told by name what to run; multiprocessing would have each of them run the caller's script first."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _live(
+    rank: int, pipe: Connection, home: Path | None, env: dict[str, str], threads: int | None, call: bytes
+) -> None:
+    """The whole life of a rank."""
+    gc.freeze()  # a collection would write to, and so copy, every page that the ranks share
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank has a way to answer it
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(env)
+    if home is not None:
+        os.setpgid(0, 0)  # Ctrl-C is for the caller, who ends this group
+        _write_into(home, rank)
+    try:
+        if threads:
+            import torch
+
+            torch.set_num_threads(threads)
+        function, args = pickle.loads(call)
+        _send(pipe, End(rank, "returned", value=named(function)(*args)))
+    except Exception as error:
+        known = error if isinstance(error, UserError) else None
+        text = f"{type(error).__name__}: {error}"
+        _send(pipe, End(rank, "raised", text, traceback.format_exc(), time.monotonic(), known))
+    if home is not None:
+        threading.Event().wait()
+
+
+def _send(pipe: Connection, end: End) -> None:
+    """The one message of a rank. It travels by value: multiprocessing's own pickler would share tensors' memory."""
+    pipe.send_bytes(pickle.dumps(end))
+
+
+def _receive(pipe: Connection) -> End:
+    end: End = pickle.loads(pipe.recv_bytes())
+    return end
+
+
+def _write_into(home: Path, rank: int) -> None:
+    out = os.open(home / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr,unused-ignore]
+    stacks = open(home / f"{rank}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
+    faulthandler.enable(stacks)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(_STACK_SIGNAL, stacks)
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The function that "module:function" names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _end_with_the_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
