@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
 from fivefold.data.prepare import prepare
 from fivefold.job.config import DataConfig, Job, TrainConfig
@@ -28,7 +30,8 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.alone
 
-TIMEOUT = 1.5  # of messages and collectives
+TIMEOUT = 1.5  # of messages and collectives, where a rank stalls
+PATIENCE = 30.0  # and where one ends: its connections close, and no timeout passes
 SPEC = ModelSpec(layers=8, hidden=16, heads=2, ffn=16, vocab=32)
 SENTENCE = re.compile(
     r"PeerLost: rank (?P<rank>\d+) \((?P<place>[^)]+)\): (?P<what>.+?) (?:waited (?P<seconds>[\d.]+) s for|found) "
@@ -37,21 +40,26 @@ SENTENCE = re.compile(
 PEERS = re.compile(r"\(rank (\d+)\)|for ranks? ([\d, ]+) \(")
 
 
-def step(rank: int, world: int, layout: str, victim: int, moment: str, how: str) -> None:
-    """One step in which rank `victim` is lost when it comes to the action `moment`."""
+def step(rank: int, world: int, layout: str, victim: int, moment: str, how: str, after: str) -> None:
+    """One step in which rank `victim` is lost when it comes to the action `moment`, and a peer has done `after`."""
+    done = _get_default_store()
 
     @contextmanager
     def watch(action: Action) -> Iterator[None]:
         if rank == victim and str(action) == moment:
             if how == "raise":
                 raise ValueError("a broken stage")
+            if after:  # what the victim has sent has arrived: a stopped process sends nothing more
+                done.wait([after], timedelta(seconds=PATIENCE))
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stall": signal.SIGSTOP}[how])
         yield
+        if str(action) == after:
+            done.set(after, "done")
 
     parsed = Layout.parse(layout)
     batch = 2 * parsed.dp * parsed.microbatches
     job = Job(model=SPEC, layout=parsed, data=DataConfig(seq=8), train=TrainConfig(batch=batch, device="cpu"))
-    engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), TIMEOUT), watch)
+    engine = Engine(job, Mesh.of(parsed, torch.device("cpu"), TIMEOUT if how == "stall" else PATIENCE), watch)
     engine.accumulate(make_batch(job, 0))
 
 
@@ -65,13 +73,15 @@ def fork_server() -> None:
     run_ranks(1, nothing)
 
 
-def lose(layout: str, victim: int, moment: str, how: str) -> tuple[RankError, float]:
-    """What became of the ranks, and after how many seconds."""
-    start, world = time.monotonic(), Layout.parse(layout).world
-    grace = 0.1 if how == "stall" and world == 2 else TIMEOUT + 1  # a rank that is stalled does not end
+def lose(layout: str, victim: int, moment: str, how: str, after: str = "") -> RankError:
+    """What became of the ranks."""
+    world = Layout.parse(layout).world
+    grace = PATIENCE
+    if how == "stall":  # a rank that is stalled does not end
+        grace = 0.1 if world == 2 else TIMEOUT + 1
     with pytest.raises(RankError) as failure:
-        run_ranks(world, step, layout, victim, moment, how, timeout=30, grace=grace)
-    return failure.value, time.monotonic() - start
+        run_ranks(world, step, layout, victim, moment, how, after, timeout=60, grace=grace)
+    return failure.value
 
 
 def middle(schedule: str, p: int, m: int, rank: int, kind: str) -> str:
@@ -108,39 +118,43 @@ SCHEDULES = {"1f1b": "B", "zb-v": "I"}
 @pytest.mark.parametrize(("p", "victim"), [(2, 0), (2, 1), (4, 2)])
 def test_a_killed_rank_is_named_by_those_who_waited_for_it(schedule: str, p: int, victim: int) -> None:
     moment = middle(schedule, p, 8, victim, SCHEDULES[schedule])
-    failure, seconds = lose(f"pp={p},schedule={schedule},microbatches=8", victim, moment, "kill")
+    failure = lose(f"pp={p},schedule={schedule},microbatches=8", victim, moment, "kill")
     assert (failure.rank, failure.kind, failure.error) == (victim, "died", "SIGKILL")
     survivors_point_at(victim, failure)
-    assert seconds < 4 * TIMEOUT  # a closed connection is seen at once; no timeout has to pass
+    for end in failure.ends:  # a closed connection is seen at once; no timeout has to pass
+        assert end.rank == victim or end.error.endswith(": the connection is closed")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stalled_rank_is_named_within_the_timeout(schedule: str) -> None:
     victim, moment = 2, middle(schedule, 4, 8, 2, "F")
-    failure, seconds = lose(f"pp=4,schedule={schedule},microbatches=8", victim, moment, "stall")
+    failure = lose(f"pp=4,schedule={schedule},microbatches=8", victim, moment, "stall")
     assert failure.ends[victim].kind == "stopped"  # it never came back; the others have raised
     survivors_point_at(victim, failure)
     assert any("it gave no sign" in end.error for end in failure.ends)
-    assert seconds < 10 * TIMEOUT
+    assert failure.rank == victim
 
 
 def test_an_exception_keeps_its_type_and_says_in_which_action_it_came() -> None:
     moment = middle("1f1b", 4, 8, 2, "F")
-    failure, _ = lose("pp=4,microbatches=8", 2, moment, "raise")
+    failure = lose("pp=4,microbatches=8", 2, moment, "raise")
     assert (failure.rank, failure.error) == (2, "ValueError: a broken stage")
     assert f"rank 2 (pp 2) was at {moment}" in failure.stack
     survivors_point_at(2, failure)
 
 
 @pytest.mark.parametrize(
-    ("layout", "victim", "moment", "said"),
+    ("layout", "victim", "moment", "after", "said"),
     [
-        pytest.param("pp=2,microbatches=4", 0, "F0.2", "F1.2 waited T s for its activation from", id="activation"),
-        pytest.param("pp=2,microbatches=4", 1, "F1.2", "B0.2 waited T s for its gradient from", id="gradient"),
+        pytest.param(
+            "pp=2,microbatches=4", 0, "F0.2", "F1.1", "F1.2 waited T s for its activation from", id="activation"
+        ),
+        pytest.param("pp=2,microbatches=4", 1, "F1.2", "B0.1", "B0.2 waited T s for its gradient from", id="gradient"),
         pytest.param(
             "pp=2,schedule=gpipe,microbatches=8",
             1,
             "F1.0",
+            "",
             "SEND_A0.4 waited T s for pipeline rank 1 (rank 1) to take the activation of SEND_A0.2",
             id="full channel",
         ),
@@ -148,26 +162,32 @@ def test_an_exception_keeps_its_type_and_says_in_which_action_it_came() -> None:
             "pp=2,schedule=gpipe,microbatches=3",
             0,
             "B0.0",
-            # The stop may also catch rank 0's last activation on its way out: then rank 1 does not get that far.
-            "the end of the step waited T s for pipeline rank 0 (rank 0) to take the gradient of SEND_G1.2"
-            " or F1.2 waited T s for its activation from pipeline rank 0 (rank 0)",
+            "F1.2",
+            "the end of the step waited T s for pipeline rank 0 (rank 0) to take the gradient of SEND_G1.2",
             id="drain",
         ),
         pytest.param(
-            "pp=2,microbatches=2", 0, "B0.1", "the sum of losses waited T s for rank 0 (pp)", id="after the actions"
+            "pp=2,microbatches=2",
+            0,
+            "B0.1",
+            "F1.1",
+            "the sum of losses waited T s for rank 0 (pp)",
+            id="after the actions",
         ),
-        pytest.param("pp=2,tp=2,microbatches=2", 2, "F1.0", "F1.0 waited T s for rank 2 (tp)", id="inside an action"),
+        pytest.param(
+            "pp=2,tp=2,microbatches=2", 2, "F1.0", "", "F1.0 waited T s for rank 2 (tp)", id="inside an action"
+        ),
     ],
 )
-def test_every_kind_of_wait_has_its_sentence(layout: str, victim: int, moment: str, said: str) -> None:
-    failure, _ = lose(layout, victim, moment, "stall")
+def test_every_kind_of_wait_has_its_sentence(layout: str, victim: int, moment: str, after: str, said: str) -> None:
+    failure = lose(layout, victim, moment, "stall", after)
     sentences = [re.sub(r"[\d.]+ s for", "T s for", end.error) for end in failure.ends if end.rank != victim]
-    assert any(one in sentence for one in said.split(" or ") for sentence in sentences), sentences
+    assert any(said in sentence for sentence in sentences), sentences
     survivors_point_at(victim, failure)
 
 
 def test_a_peer_is_named_by_its_number_in_the_world() -> None:
-    failure, _ = lose("dp=2,pp=2,microbatches=4", 3, "F1.1", "kill")
+    failure = lose("dp=2,pp=2,microbatches=4", 3, "F1.1", "kill")
     assert "pipeline rank 1 (rank 3)" in failure.ends[2].error
     survivors_point_at(3, failure)
 

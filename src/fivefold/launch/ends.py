@@ -69,8 +69,6 @@ class End:
             file, line = self._innermost
             silent = "gave no answer" if self.kind == "hung" else "did not end with the others"
             return f"{silent}; it is in {file}, line {line}" if file else silent
-        return (
-            self.kind
-            if self.kind == "returned"
-            else f"{'was ended by' if self.code < 0 else 'failed with'} {self.error}"
-        )
+        if self.kind == "returned":
+            return self.kind
+        return f"was ended by {self.error}" if self.code < 0 else f"failed with {self.error}"
