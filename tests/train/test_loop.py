@@ -187,6 +187,18 @@ def test_a_run_in_which_no_target_carries_loss_is_no_success(tmp_path: Path) -> 
         run(small_job(tmp_path / "tokens"))
 
 
+def test_a_resumed_run_is_judged_by_all_its_steps(tmp_path: Path) -> None:
+    """The steps that are left may carry no loss, if those before the checkpoint did."""
+    (tmp_path / "text.jsonl").write_text('{"segments": [{"text": "' + "no loss here " * 40 + '", "loss": false}]}\n')
+    prepare([tmp_path / "text.jsonl"], tmp_path / "tokens", valid=0)
+    made = trainer(small_job(tmp_path / "tokens", "train.steps=3"))
+    made.done, made.samples = 1, made.job.train.batch
+    made.engine.optimizer.restore(1)  # as a checkpoint of step 1 does
+    recorder = Recorder()
+    made.run([recorder])
+    assert [record.loss_tokens for record in recorder.steps] == [0, 0]
+
+
 def test_a_held_out_loss_that_is_not_finite_is_no_success(tokens: Path) -> None:
     with pytest.raises(TrainingError, match="held-out loss after step 1 is nan"):
         run(small_job(tokens, "train.steps=1", "optimizer.lr=1e30", "optimizer.warmup=0"))

@@ -98,7 +98,6 @@ class Trainer:
         with ExitStack() as stack:
             batches = stack.enter_context(closing(prefetch(self.reads())))
             evaluation = None
-            targets = 0
             for step, batch in enumerate(batches, start=first):
                 with self.tracer.step(step - first + 1), self.counted.step(step - first + 1):
                     record = self.step(step, batch)
@@ -106,7 +105,6 @@ class Trainer:
                 trace = self.tracer.after(step - first + 1, self.engine.schedule)
                 if trace is not None and on_trace is not None:
                     on_trace(trace)
-                targets += record.loss_tokens
                 for listener in listeners:
                     listener.on_step(record)
                 if step == steps or (every and step % every == 0 and not self.stopped):
@@ -118,7 +116,7 @@ class Trainer:
                     checkpointing.after(step, must=self.stopped or step == steps)
                 if self.stopped and step < steps:
                     raise Stopped(step)
-        if not targets:
+        if not self.engine.optimizer.updates:  # of the whole run, also before the checkpoint that this start resumes
             raise TrainingError(
                 f"in all {steps} steps no target carried loss: every token of {self.sources.path} is masked"
             )
