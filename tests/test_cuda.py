@@ -62,8 +62,8 @@ def test_a_shard_of_a_large_matrix_is_drawn_alone() -> None:
     spec = preset("llama3-8b")
     parameter = next(p for p in spec.parameters() if p.name == "layers.31.mlp.down.weight")
     here, there = torch.empty(64, 100), torch.empty(64, 100, device="cuda")
-    draw(spec, parameter, here, 0, range(4000, 4064), range(14_001, 14_101))
-    draw(spec, parameter, there, 0, range(4000, 4064), range(14_001, 14_101))
+    draw(spec, parameter, here, 0, (range(4000, 4064), range(14_001, 14_101)))
+    draw(spec, parameter, there, 0, (range(4000, 4064), range(14_001, 14_101)))
     assert torch.equal(here, there.cpu())
 
 

@@ -14,6 +14,7 @@ from fivefold.model.init import draw, initialise
 from fivefold.model.loss import loss_sum
 from fivefold.model.positions import TokenPositions
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.parameters import Parameter
 from fivefold.spec.presets import preset
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 61, "context": 64}
@@ -55,7 +56,7 @@ def test_a_shard_draws_the_weights_that_the_whole_has(name: str) -> None:
             continue
         rows, columns = range(3, parameter.shape[0] - 2), range(5, parameter.shape[1] - 1)
         out = torch.empty(len(rows), len(columns))
-        draw(spec, parameter, out, seed=3, rows=rows, columns=columns)
+        draw(spec, parameter, out, seed=3, box=(rows, columns))
         assert torch.equal(out, whole[parameter.name][rows.start : rows.stop, columns.start : columns.stop])
 
 
@@ -172,3 +173,17 @@ def test_the_loss_counts_only_what_the_mask_keeps() -> None:
     by_hand = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     assert torch.allclose(loss_sum(logits, targets, mask), by_hand[mask].sum())
     assert loss_sum(logits, targets, torch.zeros_like(mask)).item() == 0.0
+
+
+def test_a_box_of_a_stack_of_matrices_draws_what_the_whole_stack_has() -> None:
+    spec = preset("tiny")
+    experts = Parameter("layers.0.mlp.experts.weight", (3, 5, 7), "linear", 0, "rows")
+    whole = torch.empty(3, 5, 7)
+    draw(spec, experts, whole, seed=3)
+    assert len(set(whole.flatten().tolist())) == 3 * 5 * 7
+    part = torch.empty(2, 3, 4)
+    draw(spec, experts, part, seed=3, box=(range(1, 3), range(1, 4), range(2, 6)))
+    assert torch.equal(part, whole[1:3, 1:4, 2:6])
+    flat = torch.empty(15, 7)
+    draw(spec, experts._replace(shape=(15, 7)), flat, seed=3)
+    assert torch.equal(flat, whole.flatten(0, 1))

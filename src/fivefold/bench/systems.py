@@ -148,7 +148,7 @@ class HuggingFace(Loop):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=DTYPES[job.train.dtype])
         weights = model.state_dict()
         for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
-            draw(job.model, parameter, weights[source(job.model, parameter.name).name], job.train.seed)
+            draw(job.model, parameter, weights[source(job.model, parameter).name], job.train.seed)
         self.called = torch.compile(model) if compiles(job.train, device) else model
         super().__init__(model, part, job, rate=rate)
 

@@ -15,14 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.pieces import Box, Piece, Pieces
+from fivefold.checkpoint.pieces import Piece, Pieces
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.state import MODEL, model_key
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.job.config import Job, RunConfig, to_toml
+from fivefold.layout.sharding import Box
 from fivefold.model.hf import Source, source
 from fivefold.spec.hf_config import HF_CONFIG, read_hf_config, to_hf_config
-from fivefold.spec.model import ModelSpec, Parameter
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.parameters import Parameter
 from fivefold.support.errors import UserError
 from fivefold.support.files import Progress, whole_or_nothing
 
@@ -45,8 +47,9 @@ class HuggingFace:
             raise UserError(f"{directory} is quantised ({quantised}); import the weights that it was made of")
         self.files = _files(directory)
         self.open: dict[Path, Any] = {}
+        self.homes = {parameter.name: source(self.spec, parameter) for parameter in self.spec.parameters()}
         problems = [problem for one in self.spec.parameters() if (problem := self._misfit(one))]
-        used = {self._name(source(self.spec, parameter.name)) for parameter in self.spec.parameters()}
+        used = {self._name(home) for home in self.homes.values()}
         left = sorted(name for name in set(self.files) - used if not _NEEDLESS.search(name))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -55,7 +58,7 @@ class HuggingFace:
             raise UserError(problems)
 
     def _misfit(self, parameter: Parameter) -> str | None:
-        home = source(self.spec, parameter.name)
+        home = self.homes[parameter.name]
         name = self._name(home)
         if name is None:
             return f"{self.directory} has no tensor {home.name} (our {parameter.name}, shape {list(parameter.shape)})"
@@ -89,7 +92,7 @@ class HuggingFace:
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of our parameter; no more than it is read where it lies in their tensor as it does in ours."""
-        home = source(self.spec, name)
+        home = self.homes[name]
         found = self._name(home)
         assert found is not None
         lies = self._slice(found)
@@ -188,7 +191,7 @@ def export_hf(
     config = to_hf_config(spec, dtype) | {"bos_token_id": None, "eos_token_id": end}
     homes: dict[str, list[Parameter]] = {}  # a tensor of theirs is one or three of our parameters
     for parameter in spec.parameters():
-        homes.setdefault(source(spec, parameter.name).name, []).append(parameter)
+        homes.setdefault(source(spec, parameter).name, []).append(parameter)
     sizes = [sum(part.size for part in parts) * kind.itemsize for parts in homes.values()]
     groups = list(_cut(list(homes.values()), sizes, limit))
     half = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
@@ -239,7 +242,7 @@ def _read(
     for parts in group:
         ours = {part.name: torch.empty(part.shape) for part in parts}
         load(checkpoint, {model_key(name): Piece.whole(tensor) for name, tensor in ours.items()})
-        home = source(spec, parts[0].name)
+        home = source(spec, parts[0])
         whole = torch.cat([ours[part.name] for part in parts]) if len(parts) > 1 else ours[parts[0].name]
         found[home.name] = (whole.T if home.transposed else whole).to(dtype).contiguous()
     return found

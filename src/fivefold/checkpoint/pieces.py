@@ -1,6 +1,6 @@
 """What a rank holds of the whole model, in DCP's words.
 
-A piece is a box of a tensor with a global name: rows x columns of the whole parameter. A checkpoint is written as the
+A piece is a box of a tensor with a global name. A checkpoint is written as the
 boxes of one layout and read as those of another; DCP finds the overlaps.
 """
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-Box = tuple[range, ...]  # along each dimension of the whole
+from fivefold.layout.sharding import Box
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.pieces import Box, Piece, Pieces
+from fivefold.checkpoint.pieces import Piece, Pieces
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.state import keys
 from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import Box
 from fivefold.layout.stages import stages_of
 from fivefold.plan.cost.traffic import Seat
 from fivefold.spec.model import ModelSpec
@@ -50,7 +51,7 @@ def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
         names = {name for stage in stages if owner[stage.index] == seat.pp for name in stage.names(spec)}
         mine: dict[str, Box] = {}
         for name, one in held(spec, layout, seat.tp).items():
-            box = one.block(parts, seat.zero if layout.zero else 0)
+            box = one.share(parts, seat.zero if layout.zero else 0)
             if name in names and all(map(len, box)) and (name, box) not in taken:
                 taken.add((name, box))
                 mine[name] = box

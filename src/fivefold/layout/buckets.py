@@ -1,6 +1,6 @@
 """Buckets: which parameters are reduced together, and in which order. Pure arithmetic, for the ranks and the planner.
 
-    for bucket in buckets(held(spec, layout)):
+    for bucket in buckets(held(spec, layout).values()):
         bucket.names, bucket.partial, bucket.size(), bucket.padded(4)
 
 A decoder's backward pass finishes its units one by one: the top (last norm, head), the blocks from the last to the
@@ -9,73 +9,65 @@ gradient must also be summed over tp have buckets of their own, since only they 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import TensorShard, chunk, over_tp
-from fivefold.spec.model import ModelSpec, Parameter
+from fivefold.layout.sharding import Box, TensorShard, chunk, tensor_shard
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.parameters import BOTTOM, TOP, Parameter
 
 MINIMUM = 1 << 22  # elements of a bucket: 16 MiB of float32 keep a link busy far longer than its start takes
-TOP, BOTTOM = "top", "bottom"
 
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter as one tp rank holds it: the block rows x columns of the whole."""
+    """A parameter as one tp rank holds it: a box of the whole. ZeRO divides the first dimension of the box."""
 
     parameter: Parameter
     tp: TensorShard
-    rows: range
-    columns: range | None  # None: the parameter is a vector
+    box: Box
+
+    @classmethod
+    def of(cls, parameter: Parameter, shard: TensorShard, tp: int, rank: int) -> "Held":
+        """On tp rank `rank` of `tp`."""
+        sides = enumerate(parameter.shape)
+        return cls(
+            parameter,
+            shard,
+            tuple(chunk(size, tp, rank) if dim == shard.dim else range(size) for dim, size in sides),
+        )
 
     @property
     def name(self) -> str:
         return self.parameter.name
 
     @property
-    def width(self) -> int:
-        return 1 if self.columns is None else len(self.columns)
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(len, self.box))
 
     @property
     def size(self) -> int:
-        return len(self.rows) * self.width
+        return math.prod(self.shape)
 
-    @property
-    def late(self) -> bool:
-        """Whether a schedule that splits backward computes its gradient apart: the weights of linears."""
-        return self.parameter.kind == "linear"
-
-    def share(self, parts: int, index: int) -> range:
-        """The rows (of the whole parameter) that ZeRO gives to rank `index` of `parts`."""
-        mine = chunk(len(self.rows), parts, index)
-        return self.rows[mine.start : mine.stop]
-
-    def block(self, parts: int, index: int) -> tuple[range, ...]:
-        """The same as rows, and for a matrix columns, of the whole parameter."""
-        rows = self.share(parts, index)
-        return (rows,) if self.columns is None else (rows, self.columns)
+    def share(self, parts: int, index: int) -> Box:
+        """The part of the whole parameter that ZeRO gives to rank `index` of `parts`."""
+        first, *rest = self.box
+        mine = chunk(len(first), parts, index)
+        return first[mine.start : mine.stop], *rest
 
     def share_size(self, parts: int) -> int:
         """Elements of the largest share, to which the others are padded."""
-        return -(-len(self.rows) // parts) * self.width
+        return math.prod(map(len, self.share(parts, 0)))
 
 
 def held(spec: ModelSpec, layout: Layout, tp_rank: int = 0) -> dict[str, Held]:
     """Every parameter of the model, as tp rank `tp_rank` holds it."""
-    shards = over_tp(spec, layout)
     return {
-        parameter.name: _held(parameter, shards[parameter.name], layout.tp, tp_rank) for parameter in spec.parameters()
+        parameter.name: Held.of(parameter, tensor_shard(parameter, spec, layout), layout.tp, tp_rank)
+        for parameter in spec.parameters()
     }
-
-
-def _held(parameter: Parameter, shard: TensorShard, tp: int, rank: int) -> Held:
-    rows = chunk(parameter.shape[0], tp, rank) if shard.dim == 0 else range(parameter.shape[0])
-    if len(parameter.shape) == 1:
-        return Held(parameter, shard, rows, None)
-    columns = chunk(parameter.shape[1], tp, rank) if shard.dim == 1 else range(parameter.shape[1])
-    return Held(parameter, shard, rows, columns)
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ class Grouping:
     """The parameters of one bucket, and the units of the decoder that they come from."""
 
     held: tuple[Held, ...]
-    units: tuple[str, ...]  # "top", "layers.3", "bottom": in the order in which backward finishes them
+    units: tuple[int, ...]  # in the order in which backward finishes them
     partial: bool  # gradients are summed over tp too
     late: bool = False  # gradients come from weight-gradient passes of their own
     shared: bool = False  # gradients are summed over the two ends of the pipeline too
@@ -101,60 +93,43 @@ class Grouping:
 
 
 def buckets(
-    parameters: Iterable[Held], minimum: int = MINIMUM, split: bool = False, shared: Collection[str] = ()
+    parameters: Iterable[Held], minimum: int = MINIMUM, split: bool = False, shared: bool = False
 ) -> list[Grouping]:
     """The buckets, in the order in which backward completes them. Forward needs them in the opposite order.
 
     `split`: the schedule computes the gradients of linears apart from the rest, so they have buckets of their own; so
-    have parameters that are `shared` with another stage.
+    have tied parameters that are `shared` with another rank.
     """
-    units: dict[str, list[Held]] = {}
+    units: dict[int, list[Held]] = {}
     for one in parameters:
-        units.setdefault(unit_of(one.name), []).append(one)
-    order = sorted(units, key=_when_finished)
+        units.setdefault(one.parameter.unit, []).append(one)
+    order = sorted(units, reverse=True)
     groups: list[Grouping] = []
     for kind in product((False, True), repeat=3):
         chosen = {unit: [one for one in units[unit] if _kind(one, split, shared) == kind] for unit in order}
-        groups += [Grouping(members, names, *kind) for members, names in _join(chosen, minimum)]
-    return sorted(groups, key=lambda group: order.index(group.units[-1]))
+        groups += [Grouping(members, numbers, *kind) for members, numbers in _join(chosen, minimum)]
+    return sorted(groups, key=lambda group: -group.units[-1])
 
 
-def _kind(one: Held, split: bool, shared: Collection[str]) -> tuple[bool, bool, bool]:
-    return one.tp.partial, split and one.late, one.name in shared
+def _kind(one: Held, split: bool, shared: bool) -> tuple[bool, bool, bool]:
+    return one.tp.partial, split and one.parameter.deferred, shared and one.parameter.tied
 
 
-def _join(units: dict[str, list[Held]], minimum: int) -> Iterator[tuple[tuple[Held, ...], tuple[str, ...]]]:
-    """Consecutive units' parameters until they are enough, and the names of those units."""
-    names: list[str] = []
+def _join(units: dict[int, list[Held]], minimum: int) -> Iterator[tuple[tuple[Held, ...], tuple[int, ...]]]:
+    """Consecutive units' parameters until they are enough, and those units."""
+    numbers: list[int] = []
     members: list[Held] = []
     for unit, mine in units.items():
         if mine:
-            names.append(unit)
+            numbers.append(unit)
             members += mine
         if sum(one.size for one in members) >= minimum:
-            yield tuple(members), tuple(names)
-            names, members = [], []
+            yield tuple(members), tuple(numbers)
+            numbers, members = [], []
     if members:
-        yield tuple(members), tuple(names)
+        yield tuple(members), tuple(numbers)
 
 
-def unit_of(name: str) -> str:
-    """The part of the decoder that must have run forward when this parameter is needed."""
-    first, _, rest = name.partition(".")
-    if first == "layers":
-        return f"layers.{rest.partition('.')[0]}"
-    return BOTTOM if first in ("embedding", "positions") else TOP
-
-
-def _layer(unit: str) -> int:
-    return int(unit.partition(".")[2])
-
-
-def _when_finished(unit: str) -> float:
-    ends = {TOP: -math.inf, BOTTOM: math.inf}
-    return ends[unit] if unit in ends else -_layer(unit)
-
-
-def layers_of(units: Collection[str]) -> list[str]:
-    """The blocks among `units`, first to last."""
-    return sorted((unit for unit in units if unit not in (TOP, BOTTOM)), key=_layer)
+def layers_of(units: Iterable[int]) -> list[int]:
+    """The layers among `units`, first to last."""
+    return sorted(unit for unit in set(units) if BOTTOM < unit < TOP)

@@ -1,4 +1,4 @@
-"""Who holds what: the rows and columns of every parameter over tp, and the tokens of a sequence over cp.
+"""Who holds what: the block of every parameter on a tp rank, and the tokens of a sequence on a cp rank.
 
 Pure arithmetic, read by the ranks that hold the pieces and by the planner that counts them.
 """
@@ -6,14 +6,17 @@ Pure arithmetic, read by the ranks that hold the pieces and by the planner that 
 from dataclasses import dataclass
 
 from fivefold.layout.layout import Layout
-from fivefold.spec.model import ModelSpec, Parameter
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.parameters import Parameter
+
+Box = tuple[range, ...]  # a part of a tensor: the indices along each dimension of the whole
 
 
 @dataclass(frozen=True)
 class TensorShard:
     """How one parameter lies over the tp axis."""
 
-    dim: int | None  # the dim that is dealt out; None: every rank holds all of it
+    dim: int | None  # the dimension that tp divides; None: every rank holds all of it
     partial: bool = False  # each rank's gradient is a summand: the whole is the sum over tp
 
 
@@ -23,7 +26,7 @@ def chunk(length: int, parts: int, index: int) -> range:
     return range(min(length, index * size), min(length, (index + 1) * size))
 
 
-SLICE = 2**28  # logits at a time: half a GiB in bfloat16, and enough rows for a product to run at full pace
+SLICE = 2**28  # logits at a time: half a GiB in bfloat16, and enough rows for a matmul to run at full pace
 
 
 def slices(tokens: int, words: int) -> list[range]:
@@ -32,24 +35,20 @@ def slices(tokens: int, words: int) -> list[range]:
     return [part for index in range(parts) if len(part := chunk(tokens, parts, index)) or not index]
 
 
-def over_tp(spec: ModelSpec, layout: Layout) -> dict[str, TensorShard]:
-    """Every parameter's place on the tp axis."""
-    return {parameter.name: _over_tp(spec, layout, parameter) for parameter in spec.parameters()}
-
-
-def _over_tp(spec: ModelSpec, layout: Layout, parameter: Parameter) -> TensorShard:
-    module, _, kind = parameter.name.rpartition(".")
-    part = module.rpartition(".")[2]
-    if part in ("embedding", "head", "q", "gate", "up"):
-        return TensorShard(0)
-    if part in ("k", "v"):
-        # Fewer kv heads than ranks: every rank holds all and uses one, so several ranks add to a head's gradient.
-        return TensorShard(0) if spec.kv_heads % layout.tp == 0 else TensorShard(None, partial=True)
-    if part in ("o", "down") and kind == "weight":
-        return TensorShard(1)
-    if part in ("q_norm", "k_norm"):
-        return TensorShard(None, partial=layout.tp > 1)  # one scale for all heads, and each rank sees only its own
-    return TensorShard(None, partial=layout.sp)  # norms, positions, row biases: under sp a rank sees only its tokens
+def tensor_shard(parameter: Parameter, spec: ModelSpec, layout: Layout) -> TensorShard:
+    """The parameter's rule, evaluated for a layout."""
+    match parameter.tp:
+        case "rows":
+            return TensorShard(parameter.row_dim)
+        case "columns":
+            return TensorShard(parameter.row_dim + 1)
+        case "kv rows" if spec.kv_heads % layout.tp == 0:
+            return TensorShard(parameter.row_dim)
+        case "kv rows":  # fewer kv heads than ranks: several ranks use a head, and add to its gradient
+            return TensorShard(None, partial=True)
+        case "heads":
+            return TensorShard(None, partial=layout.tp > 1)
+    return TensorShard(None, partial=layout.sp)  # under sp a rank sees only its tokens
 
 
 def kv_head(spec: ModelSpec, layout: Layout, rank: int) -> range:
@@ -63,8 +62,8 @@ def kv_head(spec: ModelSpec, layout: Layout, rank: int) -> range:
 def context_share(seq: int, layout: Layout, rank: int) -> list[range]:
     """The positions of a sequence that cp rank `rank` holds, in order.
 
-    Zigzag (one early piece and one late piece) gives every rank the same number of causal scores; Ulysses deals the
-    heads out for attention, so its pieces can stay whole.
+    Zigzag (one early piece and one late piece) gives every rank the same number of causal scores; Ulysses divides the
+    heads for attention, so its pieces can stay whole.
     """
     if layout.cp == 1 or layout.cp_kind == "ulysses":
         return [chunk(seq, layout.cp, rank)]

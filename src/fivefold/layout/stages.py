@@ -13,6 +13,8 @@ from fivefold.schedule.costs import Costs
 from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Schedule
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block, head
+from fivefold.spec.parameters import BOTTOM, TOP, Parameter
 
 
 @dataclass(frozen=True)
@@ -22,21 +24,14 @@ class Stage:
     first: bool  # has the embedding, and positions
     last: bool  # has the norm and the head
 
+    def holds(self, parameter: Parameter) -> bool:
+        if parameter.unit == BOTTOM:
+            return self.first or (self.last and parameter.tied)
+        return self.last if parameter.unit == TOP else parameter.unit in self.layers
+
     def names(self, spec: ModelSpec) -> list[str]:
-        """Its parameters, in the model's order. A tied embedding is held by both ends."""
-        tied_head = self.last and spec.tied
-        found = []
-        for parameter in spec.parameters():
-            part, _, rest = parameter.name.partition(".")
-            if part == "layers":
-                mine = int(rest.partition(".")[0]) in self.layers
-            elif part == "embedding":
-                mine = self.first or tied_head
-            else:
-                mine = self.first if part == "positions" else self.last
-            if mine:
-                found.append(parameter.name)
-        return found
+        """Its parameters, in the model's order."""
+        return [parameter.name for parameter in spec.parameters() if self.holds(parameter)]
 
 
 def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
@@ -54,7 +49,7 @@ def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
 def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
 
-    All layers cost the same, so trying every size of the two ends and dealing out the rest evenly finds the best.
+    All layers cost the same, so trying every size of the two ends and dividing the rest evenly finds the best.
     """
     if stages == 1:
         return (spec.layers,)
@@ -99,7 +94,7 @@ def _built(
 def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> Costs:
     """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
     layer, bottom, top = costs(spec, seq)
-    scores = 2.0 * seq * spec.heads * spec.head_dim
+    scores = block(spec).attention.flops(seq / 2)
     ends = [bottom * stage.first + top * stage.last for stage in every]
     f = [len(stage.layers) * layer + end for stage, end in zip(every, ends, strict=True)]
     i = [len(stage.layers) * (layer + scores) + end for stage, end in zip(every, ends, strict=True)]
@@ -113,6 +108,5 @@ def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> C
 
 def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
     """Forward FLOPs of a token in one layer, in the embedding (an addition a feature) and in the head."""
-    linears = sum(p.size for p in spec.block_parameters(0) if p.kind == "linear")
-    layer = 2 * linears + 2 * seq * spec.heads * spec.head_dim  # the causal half of scores and mixture
-    return float(layer), float(spec.hidden), 2.0 * spec.vocab * spec.hidden
+    layer = 2 * block(spec).weights + block(spec).attention.flops(seq / 2)
+    return float(layer), float(spec.hidden), 2.0 * head(spec).size

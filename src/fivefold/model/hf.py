@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.parameters import Parameter
 from fivefold.support.errors import UserError
 
 _LLAMA = {
@@ -51,19 +52,15 @@ class Source(NamedTuple):
     third: int | None = None
 
 
-def source(spec: ModelSpec, name: str) -> Source:
-    """The Hugging Face home of our parameter `name`."""
-    gpt = spec.positions == "learned"
+def source(spec: ModelSpec, parameter: Parameter) -> Source:
+    """The Hugging Face home of our parameter."""
+    gpt, layer = spec.positions == "learned", parameter.layer
     names, prefix = (_GPT2, "transformer.h") if gpt else (_LLAMA, "model.layers")
-    module, _, leaf = name.rpartition(".")
-    if not module.startswith("layers."):
+    module, _, leaf = parameter.name.removeprefix(f"layers.{layer}.").rpartition(".")
+    if layer is None:
         return Source(f"{names[module]}.{leaf}")
-    _, layer, module = module.split(".", 2)
-    home = f"{prefix}.{layer}.{names[module]}.{leaf}"
-    if not gpt or module.endswith("norm"):
-        return Source(home)
-    third = {"attention.q": 0, "attention.k": 1, "attention.v": 2}.get(module)
-    return Source(home, transposed=leaf == "weight", third=third)
+    third = {"attention.q": 0, "attention.k": 1, "attention.v": 2}.get(module) if gpt else None
+    return Source(f"{prefix}.{layer}.{names[module]}.{leaf}", gpt and parameter.kind == "linear", third)
 
 
 def from_hf(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -71,7 +68,7 @@ def from_hf(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
     ours: dict[str, Tensor] = {}
     problems: list[str] = []
     for parameter in spec.parameters():
-        home = source(spec, parameter.name)
+        home = source(spec, parameter)
         if home.name not in state:
             problems.append(f"tensor {home.name} is missing (our {parameter.name}, shape {list(parameter.shape)})")
             continue
@@ -93,7 +90,7 @@ def to_hf(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
     theirs: dict[str, Tensor] = {}
     thirds: dict[Source, list[Tensor]] = {}
     for parameter in spec.parameters():  # q, k, v come in this order, so thirds are appended in theirs
-        home, tensor = source(spec, parameter.name), state[parameter.name]
+        home, tensor = source(spec, parameter), state[parameter.name]
         if home.third is not None:
             thirds.setdefault(home._replace(third=None), []).append(tensor)
         else:

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from fivefold.layout.sharding import chunk, kv_head, over_tp
+from fivefold.layout.buckets import held
+from fivefold.layout.sharding import chunk, kv_head
 from fivefold.model.compiled import outside
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.ops import LocalOps
@@ -52,7 +53,7 @@ class TensorParallel(LocalOps):
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
-        self.table = over_tp(spec, mesh.layout)
+        self.held = held(spec, mesh.layout, mesh.tp.rank)
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
 
     def adopt(self, model: nn.Module) -> None:
@@ -61,23 +62,21 @@ class TensorParallel(LocalOps):
             # The names of what they put off, a layer's own, stay outside with them.
             self.columns, self.rows = outside(self.columns), outside(self.rows)  # type: ignore[method-assign]
         assert self.axis.mesh is not None
-        for name, whole in list(model.named_parameters()):
-            shard = self.table[name]
-            owner, _, kind = name.rpartition(".")
-            module = model.get_submodule(owner)
-            shape = list(whole.shape)
-            if shard.dim is not None:
-                shape[shard.dim] = len(chunk(shape[shard.dim], self.axis.size, self.axis.rank))
-            placement: Placement = Replicate() if shard.dim is None else Shard(shard.dim)
-            local = torch.empty(shape, dtype=whole.dtype, device="meta")
-            weight = DTensor.from_local(
-                local, self.axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            setattr(module, kind, nn.Parameter(weight))
-            # On the module: a table by module would be another graph for every block that is compiled.
-            known: dict[str, tuple[bool, bool]] = getattr(module, "over_tp", {})
-            vars(module)["over_tp"] = known | {kind: (shard.dim is not None, shard.partial)}
-            self.names[module] = owner
+        for owner, module in model.named_modules():
+            known: dict[str, tuple[bool, bool]] = {}
+            for kind, whole in list(module.named_parameters(recurse=False)):
+                one = self.held[f"{owner}.{kind}"]
+                placement: Placement = Replicate() if one.tp.dim is None else Shard(one.tp.dim)
+                local = torch.empty(one.shape, dtype=whole.dtype, device="meta")
+                weight = DTensor.from_local(
+                    local, self.axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+                )
+                setattr(module, kind, nn.Parameter(weight))
+                known[kind] = one.tp.dim is not None, one.tp.partial
+            if known:
+                # On the module: a table by module would be another graph for every block that is compiled.
+                vars(module)["over_tp"] = known
+                self.names[module] = owner
 
     def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
         """This rank's part of a parameter; a gradient that is a summand says so, and whoever gathers it adds up."""

@@ -12,16 +12,17 @@ initialiser draws by it, the planner counts with it.
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
+from fivefold.spec.operations import Elementwise, Matmul, block, head
+from fivefold.spec.parameters import BOTTOM, TOP, Parameter
 from fivefold.support.formatting import either
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
-Kind = Literal["embedding", "linear", "norm", "bias"]
 Attention = Literal["full", "causal"]
 
 
@@ -32,16 +33,6 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
-
-
-class Parameter(NamedTuple):
-    name: str  # global: the same on every rank of every layout
-    shape: tuple[int, ...]
-    kind: Kind
-
-    @property
-    def size(self) -> int:
-        return self.shape[0] * (self.shape[1] if len(self.shape) == 2 else 1)
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -79,51 +70,54 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def block_parameters(self, layer: int) -> Iterator[Parameter]:
         """One block, in the order of its forward pass."""
-        prefix, hidden = f"layers.{layer}", self.hidden
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield from self._norm(f"{prefix}.attention_norm", hidden)
-        for name, width in (("q", q), ("k", kv), ("v", kv)):
-            yield from self._linear(f"{prefix}.attention.{name}", width, hidden)
-        if self.qk_norm:
-            yield Parameter(f"{prefix}.attention.q_norm.weight", (self.head_dim,), "norm")
-            yield Parameter(f"{prefix}.attention.k_norm.weight", (self.head_dim,), "norm")
-        yield from self._linear(f"{prefix}.attention.o", hidden, q)
-        yield from self._norm(f"{prefix}.mlp_norm", hidden)
-        if self.activation == "swiglu":
-            yield from self._linear(f"{prefix}.mlp.gate", self.ffn, hidden)
-        yield from self._linear(f"{prefix}.mlp.up", self.ffn, hidden)
-        yield from self._linear(f"{prefix}.mlp.down", hidden, self.ffn)
+        for one in block(self).operations:
+            if isinstance(one, Matmul):
+                yield from self._linear(layer, one)
+            elif isinstance(one, Elementwise) and one.kind == "norm":
+                yield from self._norm(f"layers.{layer}.{one.name}", layer)
+            elif isinstance(one, Elementwise) and one.kind == "qk_norm":
+                yield Parameter(f"layers.{layer}.{one.name}.weight", (self.head_dim,), "norm", layer, "heads")
 
-    def parameters(self) -> Iterator[Parameter]:
+    def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter once; a tied head is the embedding and is not repeated."""
-        yield Parameter("embedding.weight", (self.vocab, self.hidden), "embedding")
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> tuple[Parameter, ...]:
+        table = (self.vocab, self.hidden)
+        found = [Parameter("embedding.weight", table, "embedding", BOTTOM, "rows", tied=self.tied)]
         if self.positions == "learned":
-            yield Parameter("positions.weight", (self.context, self.hidden), "embedding")
+            found.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", BOTTOM))
         for layer in range(self.layers):
-            yield from self.block_parameters(layer)
-        yield from self._norm("norm", self.hidden)
+            found += self.block_parameters(layer)
+        found += self._norm("norm", TOP)
         if not self.tied:
-            yield Parameter("head.weight", (self.vocab, self.hidden), "linear")
+            found.append(Parameter("head.weight", table, "linear", TOP, "rows"))
+        return tuple(found)
 
-    def _linear(self, name: str, rows: int, columns: int) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (rows, columns), "linear")
-        if self.bias:
-            yield Parameter(f"{name}.bias", (rows,), "bias")
+    def _linear(self, layer: int, one: Matmul) -> Iterator[Parameter]:
+        name, residual = f"layers.{layer}.{one.name}", one.writes_residual
+        yield Parameter(f"{name}.weight", (one.outputs, one.inputs), "linear", layer, one.tp, residual=residual)
+        if self.bias:  # of summands it is added once, to their sum
+            yield Parameter(f"{name}.bias", (one.outputs,), "bias", layer, "whole" if residual else one.tp)
 
-    def _norm(self, name: str, width: int) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (width,), "norm")
+    def _norm(self, name: str, unit: int) -> Iterator[Parameter]:
+        yield Parameter(f"{name}.weight", (self.hidden,), "norm", unit)
         if self.norm == "layernorm":
-            yield Parameter(f"{name}.bias", (width,), "bias")
+            yield Parameter(f"{name}.bias", (self.hidden,), "bias", unit)
 
     @cached_property
     def parameter_count(self) -> int:
         return sum(parameter.size for parameter in self.parameters())
 
     @cached_property
+    def block_parameter_count(self) -> int:
+        return sum(parameter.size for parameter in self.block_parameters(0))
+
+    @property
     def matmul_parameters(self) -> int:
         """Weights that a token is multiplied with: the linears and the head (tied or not), not the look-up tables."""
-        linears = sum(p.size for p in self.parameters() if p.kind == "linear")
-        return linears + (self.vocab * self.hidden if self.tied else 0)
+        return self.layers * block(self).weights + head(self).size
 
     def flops_per_token(self, seq: int, attention: Attention = "full") -> int:
         """Model FLOPs of one training token, forward and backward, without recomputation.
@@ -132,7 +126,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         `full` counts all seq x seq scores, as PaLM's appendix B does; `causal` counts the half that a causal mask
         leaves, as newer reports do. An MFU means nothing without the name of its convention.
         """
-        scores = 12 * self.layers * self.heads * self.head_dim * seq
+        scores = 3 * self.layers * round(block(self).attention.flops(seq))
         return 6 * self.matmul_parameters + (scores if attention == "full" else scores // 2)
 
     # ---- validation ----------------------------------------------------------------------------------------------

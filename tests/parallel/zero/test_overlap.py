@@ -11,6 +11,7 @@ from fivefold.layout.layout import Layout
 from fivefold.model.head import Targets
 from fivefold.optimizers.optimizer import Optimizer
 from fivefold.parallel.zero import Replicated
+from fivefold.spec.parameters import BOTTOM, TOP
 from fivefold.spec.presets import preset
 from tests.parallel.zero.world import CONFIG, accumulate, each, make, microbatches, whole
 from tests.ranks import run_ranks
@@ -122,13 +123,13 @@ def test_parameters_without_a_gradient_on_one_rank_count_as_zero_and_nothing_han
 
 def test_consecutive_units_join_until_a_bucket_is_large_enough() -> None:
     parts = list(held(DEEP, Layout()).values())
-    block = sum(one.size for one in parts if one.name.startswith("layers.0."))
+    block = sum(one.size for one in parts if one.parameter.layer == 0)
     assert [group.units for group in buckets(parts, 2 * block)] == [
-        ("top", "layers.3", "layers.2"),
-        ("layers.1", "layers.0"),
-        ("bottom",),
+        (TOP, 3, 2),
+        (1, 0),
+        (BOTTOM,),
     ]
-    assert [name for group in buckets(parts) for name in group.units][-1] == "bottom"
+    assert [unit for group in buckets(parts) for unit in group.units][-1] == BOTTOM
     assert sorted(name for group in buckets(parts, 1) for name in group.names) == sorted(one.name for one in parts)
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fivefold.layout.sharding import Box
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.fsdp import FullySharded
 from fivefold.parallel.zero.part import Part
@@ -61,8 +62,8 @@ class Weights(Protocol):
     def copies(self, name: str) -> tuple[int, int]:
         """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
 
-    def block(self, name: str) -> tuple[range, ...]:
-        """The rows, and for a matrix the columns, of the whole parameter that this rank's master is."""
+    def block(self, name: str) -> Box:
+        """The part of the whole parameter that this rank's master is."""
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp."""

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of, unit_of
+from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of
+from fivefold.layout.sharding import Box
 from fivefold.model.dtypes import wide
+from fivefold.model.init import draw
 from fivefold.parallel.host_staging import stage
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
 from fivefold.parallel.zero.part import Part
 from fivefold.parallel.zero.reducer import Reducer
-from fivefold.parallel.zero.shards import bytes_of, copies, draw_rows, globally, held_by, remake, shared_names
+from fivefold.parallel.zero.shards import bytes_of, copies, globally, held_by, remake, shared
 from fivefold.spec.model import ModelSpec
 
 
@@ -42,7 +44,6 @@ class FullySharded:
         split: bool = False,
     ):
         self.mesh, self.halves = mesh, split
-        self.shared = shared_names(spec, mesh)
         self.held: dict[str, Held] = {}
         self.modules: list[FSDPModule] = []
         self.parameters: dict[str, DTensor] = {}
@@ -51,7 +52,7 @@ class FullySharded:
         for model in stages:
             held = held_by(model, spec, mesh)
             remake(model, wide(compute), torch.device("meta"))
-            self.modules += _shard(model, layers_of({unit_of(name) for name in held}), mesh, compute)
+            self.modules += _shard(model, layers_of(one.parameter.unit for one in held.values()), mesh, compute)
             self.roots.append(self.modules[-1])
             self.held |= held
             model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
@@ -59,9 +60,9 @@ class FullySharded:
                 assert isinstance(parameter, DTensor)
                 self.parameters[name] = parameter
                 one, local = self.held[name], parameter._local_tensor
-                draw_rows(spec, one, one.share(mesh.zero.size, mesh.zero.rank), local, seed)
+                draw(spec, one.parameter, local, seed, self.block(name))
                 self.masters[name] = nn.Parameter(local.detach())
-                if split and one.late:
+                if split and one.parameter.deferred:
                     parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
         self.late = self._late(stages, spec, compute, minimum) if split else Reducer([], [], always=True)
 
@@ -76,7 +77,7 @@ class FullySharded:
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
         # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
-        shapes = {one.name: torch.empty(len(one.rows), one.width, device="meta") for one in group.held}
+        shapes = {one.name: torch.empty(one.shape, device="meta") for one in group.held}
         slots = slots_of(group, shapes, self.masters, self.mesh.zero.size)
         return Bucket(slots, self.mesh.zero, self.mesh.tp if group.partial else None, 2, compute)
 
@@ -101,7 +102,7 @@ class FullySharded:
             # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
             assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
-            if name in self.shared:
+            if shared(self.held[name], self.mesh):
                 dist.all_reduce(master.grad, group=self.mesh.ends.group)
 
     def mirrors(self) -> dict[str, Tensor]:
@@ -117,10 +118,10 @@ class FullySharded:
         """The masters are the model's weights."""
 
     def copies(self, name: str) -> tuple[int, int]:
-        return copies(self.held[name], self.mesh, sharded=True, shared=self.shared)
+        return copies(self.held[name], self.mesh, sharded=True)
 
-    def block(self, name: str) -> tuple[range, ...]:
-        return self.held[name].block(self.mesh.zero.size, self.mesh.zero.rank)
+    def block(self, name: str) -> Box:
+        return self.held[name].share(self.mesh.zero.size, self.mesh.zero.rank)
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=True)
@@ -153,12 +154,12 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
-def _shard(model: nn.Module, blocks: list[str], mesh: Mesh, compute: torch.dtype) -> list[FSDPModule]:
+def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype) -> list[FSDPModule]:
     """The model in FSDP2's hands, block by block; itself the last."""
     found: list[FSDPModule] = []
     plane = mesh.plane("replicate", "zero") if mesh.replicate.size > 1 else mesh.plane("zero")
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide(compute), cast_forward_inputs=False)
-    for module in (*(model.get_submodule(block) for block in blocks), model):
+    for module in (*(model.get_submodule(f"layers.{layer}") for layer in layers), model):
         sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)
         # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.

@@ -13,24 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.buckets import BOTTOM, MINIMUM, TOP, Grouping, Held, buckets, layers_of
+from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of
+from fivefold.layout.sharding import Box
 from fivefold.model.dtypes import wide
+from fivefold.model.init import draw
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
 from fivefold.parallel.zero.part import Part
 from fivefold.parallel.zero.reducer import Reducer
-from fivefold.parallel.zero.shards import (
-    bytes_of,
-    copies,
-    draw_rows,
-    globally,
-    held_by,
-    local_of,
-    remake,
-    shared_names,
-)
+from fivefold.parallel.zero.shards import bytes_of, copies, globally, held_by, local_of, remake, shared
 from fivefold.parallel.zero.unsharded import Loose
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.parameters import BOTTOM, TOP
 
 _AHEAD = 2  # stage 2: buckets of new weights on their way at a time, each in a buffer of its own
 
@@ -49,7 +43,6 @@ class Replicated:
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
         self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
         self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
-        self.shared = shared_names(spec, mesh)
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
         for model in stages:
@@ -63,7 +56,7 @@ class Replicated:
         for number, held in enumerate(per_stage):
             fresh = [one for name, one in held.items() if name not in seen]
             seen |= held.keys()
-            groups += [(number, group) for group in buckets(fresh, minimum, split, self.shared)]
+            groups += [(number, group) for group in buckets(fresh, minimum, split, mesh.ends.size > 1)]
         self.loose = Loose({}, {})
         if mesh.zero.size == 1:
             self.loose = self._loosen([group for _, group in groups])
@@ -86,17 +79,21 @@ class Replicated:
 
     def _draw(self, spec: ModelSpec, one: Held, seed: int) -> nn.Parameter:
         """Fill the weight, by way of full precision, and return this rank's master of it."""
-        weight, parts = self.weights[one.name], self.mesh.zero.size if self.stage else 1
-        mine = one.share(parts, self.mesh.zero.rank if self.stage else 0)
-        first = mine.start - one.rows.start
+        weight = self.weights[one.name]
+        mine, above = self._share(one)[0], one.box[0].start
+        rows = slice(mine.start - above, mine.stop - above)
         exact = weight if weight.dtype == wide(weight.dtype) else torch.empty_like(weight, dtype=torch.float32)
-        draw_rows(spec, one, one.rows, exact, seed)
+        draw(spec, one.parameter, exact, seed, one.box)
         if exact is weight:
             parameter = self.parameters[one.name]
-            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor) and one.name not in self.shared
-            return parameter if own else nn.Parameter(weight[first : first + len(mine)])
+            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor) and not shared(one, self.mesh)
+            return parameter if own else nn.Parameter(weight[rows])
         weight.copy_(exact)
-        return nn.Parameter(exact[first : first + len(mine)].clone() if parts > 1 else exact)
+        return nn.Parameter(exact[rows].clone() if self.stage else exact)
+
+    def _share(self, one: Held) -> Box:
+        """The part of the whole parameter that this rank's master is."""
+        return one.share(self.mesh.zero.size, self.mesh.zero.rank) if self.stage else one.box
 
     def _loosen(self, groups: list[Grouping]) -> Loose:
         """With nobody to shard over, only gradients that others have a part in need a bucket."""
@@ -126,9 +123,9 @@ class Replicated:
 
     def _set_gates(self, model: nn.Module, buckets: list[tuple[Bucket, Grouping]]) -> None:
         """A module's forward waits for the weights that are needed from there on."""
-        units = {unit for _, group in buckets for unit in group.units}
-        blocks = layers_of(units)
-        gates = {block: block for block in blocks} | {BOTTOM: "", TOP: blocks[-1] if blocks else ""}
+        layers = layers_of(unit for _, group in buckets for unit in group.units)
+        gates = {layer: f"layers.{layer}" for layer in layers}
+        gates |= {BOTTOM: "", TOP: gates[layers[-1]] if layers else ""}
         for bucket, group in buckets:
             for gate in {gates[unit] for unit in group.units}:
                 model.get_submodule(gate).register_forward_pre_hook(self._gate(bucket))
@@ -186,11 +183,10 @@ class Replicated:
     # ---- looking -------------------------------------------------------------------------------------------------
 
     def copies(self, name: str) -> tuple[int, int]:
-        return copies(self.held[name], self.mesh, sharded=self.stage > 0, shared=self.shared)
+        return copies(self.held[name], self.mesh, sharded=self.stage > 0)
 
-    def block(self, name: str) -> tuple[range, ...]:
-        zero = self.mesh.zero
-        return self.held[name].block(zero.size, zero.rank) if self.stage else self.held[name].block(1, 0)
+    def block(self, name: str) -> Box:
+        return self._share(self.held[name])
 
     def globally(self, name: str, local: Tensor) -> Tensor:
         return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)

@@ -1,7 +1,7 @@
-"""One rank's part of a parameter: drawn from the seed, and seen as part of the whole."""
+"""One rank's part of a parameter: made anew, and seen as part of the whole."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fivefold.layout.buckets import Held, held
-from fivefold.model.init import draw
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.model import ModelSpec
 
@@ -46,13 +45,8 @@ def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
     return {name: one for name, one in whole.items() if name in here}
 
 
-def draw_rows(spec: ModelSpec, one: Held, rows: range, out: Tensor, seed: int) -> None:
-    """Initial weights of some rows of the whole parameter, the columns being those that this tp rank holds."""
-    draw(spec, one.parameter, out, seed, rows=rows, columns=one.columns)
-
-
 def globally(one: Held, local: Tensor, mesh: Mesh, sharded: bool) -> Tensor:
-    """`local` as part of the whole parameter; `sharded`: it is this rank's share of the rows, as ZeRO cuts them."""
+    """`local` as part of the whole parameter; `sharded`: it is the share of the rows that ZeRO gives to this rank."""
     if mesh.root is None:
         return local
     over_tp: Placement = Replicate() if one.tp.dim is None or mesh.tp.size == 1 else Shard(one.tp.dim)
@@ -66,16 +60,16 @@ def globally(one: Held, local: Tensor, mesh: Mesh, sharded: bool) -> Tensor:
     return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
 
 
-def shared_names(spec: ModelSpec, mesh: Mesh) -> set[str]:
-    """What this rank holds a copy of for the sake of the pipeline's other end, whose gradients are added up."""
-    return {"embedding.weight"} if spec.tied and mesh.ends.size > 1 else set()
+def shared(one: Held, mesh: Mesh) -> bool:
+    """Whether the other end of the pipeline holds a copy, whose gradients are added to this one's."""
+    return one.parameter.tied and mesh.ends.size > 1
 
 
-def copies(one: Held, mesh: Mesh, sharded: bool, shared: Collection[str]) -> tuple[int, int]:
+def copies(one: Held, mesh: Mesh, sharded: bool) -> tuple[int, int]:
     """Among the ranks that hold the same elements, this one's number, and how many they are."""
     axes = [mesh.replicate] if sharded else [mesh.replicate, mesh.zero]
     axes += [mesh.tp] if one.tp.dim is None else []
-    axes += [mesh.ends] if one.name in shared else []
+    axes += [mesh.ends] if one.parameter.tied else []
     number = 0
     for axis in axes:
         number = number * axis.size + axis.rank

@@ -12,6 +12,7 @@ c is the compute dtype's size, a the accumulation dtype's (4, or 8 in float64), 
 more where a full-precision master is kept beside a bfloat16 weight.
 """
 
+import math
 from dataclasses import dataclass
 
 from fivefold.layout.buckets import held
@@ -92,7 +93,7 @@ def state_of(
     every, mine = held(spec, layout, tp), _names(spec, layout, seq or spec.context)[pp]
     parts = [every[name] for name in mine]
     whole = sum(one.size for one in parts)
-    owned = sum(len(one.share(ranks, zero)) * one.width for one in parts)
+    owned = sum(math.prod(map(len, one.share(ranks, zero))) for one in parts)
     padded = sum(one.share_size(ranks) for one in parts)
     if layout.zero == 3 and ranks * layout.replicate > 1:
         return State(full * padded, full * padded, 2 * full * owned)

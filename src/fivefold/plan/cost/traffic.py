@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from fivefold.layout.buckets import MINIMUM, Held, buckets, held, unit_of
+from fivefold.layout.buckets import MINIMUM, Held, buckets, held
 from fivefold.layout.collective_cost import Kind, Traffic, same_axis, sizes, total, wire
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import kv_head, slices
@@ -83,10 +83,9 @@ class _Step:
         return self.tokens * self.spec.hidden * self.narrow
 
     @property
-    def shared(self) -> set[str]:
-        """What this rank holds a copy of and another stage's rank the other."""
-        apart = sizes(self.layout)["ends"] > 1 and (self.first or self.last)
-        return {"embedding.weight"} if self.spec.tied and apart else set()
+    def shared(self) -> bool:
+        """Whether two ranks hold the copies of tied parameters."""
+        return sizes(self.layout)["ends"] > 1
 
     def held(self) -> Iterator[list[Held]]:
         """The parameters of each stage. An embedding that both ends on one rank share is the first's."""
@@ -230,17 +229,17 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
     """
     parts, m = sizes(step.layout)["zero"], step.layout.microbatches
     for mine in step.held():
-        gathered: dict[str, int] = {}  # by unit, elements of a share
-        reduced: dict[str, int] = {}
+        gathered: dict[int | None, int] = {}  # by layer, elements of a share
+        reduced: dict[int | None, int] = {}
         for one in mine:
-            unit, share = unit_of(one.name) if one.name.startswith("layers.") else "", one.share_size(parts)
-            gathered[unit] = gathered.get(unit, 0) + share
-            if step.split and one.late:
+            layer, share = one.parameter.layer, one.share_size(parts)
+            gathered[layer] = gathered.get(layer, 0) + share
+            if step.split and one.parameter.deferred:
                 continue
-            reduced[unit] = reduced.get(unit, 0) + share
+            reduced[layer] = reduced.get(layer, 0) + share
             yield "tp", "all-reduce", m * one.tp.partial, one.size * step.narrow
-            if one.name in step.shared:
-                yield "ends", "all-reduce", 1, len(one.share(parts, step.seat.zero)) * one.width * step.wide
+            if step.shared and one.parameter.tied:
+                yield "ends", "all-reduce", 1, math.prod(map(len, one.share(parts, step.seat.zero))) * step.wide
         for share in gathered.values():
             yield "zero", "all-gather", 2 * m, parts * share * step.narrow
         for share in reduced.values():
