@@ -67,7 +67,7 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
     for name, parameter in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
         module, value = model.get_submodule(owner), full[name].detach()
-        dim = ops.table[name].dim
+        dim = ops.held[name].tp.dim
         if dim is not None:
             mine = chunk(value.shape[dim], mesh.tp.size, mesh.tp.rank)
             value = value.narrow(dim, mine.start, len(mine)).contiguous()
