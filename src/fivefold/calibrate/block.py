@@ -20,6 +20,7 @@ from fivefold.model.decoder import Block
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 
 ROUNDS = {"cuda": 20, "cpu": 3}
@@ -40,12 +41,9 @@ class InBlock:
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Rows, columns and inner of every product, forward and backward, as the block asks for them."""
-        spec, rows = self.spec, self.samples * self.seq
-        query, pair = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        layers = [(query, spec.hidden), (pair, spec.hidden), (pair, spec.hidden), (spec.hidden, query)]
-        layers += [(spec.ffn, spec.hidden), (spec.ffn, spec.hidden), (spec.hidden, spec.ffn)]
-        return [shape for n, k in layers for shape in ((rows, n, k), (rows, k, n), (n, k, rows))]
+        """Rows, columns and inner of every matmul, forward and backward, as the block asks for them."""
+        forward = block(self.spec).gemms(self.samples * self.seq, apart=True)
+        return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (n, k, m))]
 
 
 class Watched(LocalOps):

@@ -48,11 +48,12 @@ def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
     taken: set[tuple[str, Box]] = set()
     for rank in range(layout.world):
         seat = Seat.of(layout, rank)
-        names = {name for stage in stages if owner[stage.index] == seat.pp for name in stage.names(spec)}
+        here = [stage for stage in stages if owner[stage.index] == seat.pp]
         mine: dict[str, Box] = {}
         for name, one in held(spec, layout, seat.tp).items():
             box = one.share(parts, seat.zero if layout.zero else 0)
-            if name in names and all(map(len, box)) and (name, box) not in taken:
+            holds = any(stage.holds(one.parameter) for stage in here)
+            if holds and all(map(len, box)) and (name, box) not in taken:
                 taken.add((name, box))
                 mine[name] = box
         boxes.append(mine)

@@ -15,6 +15,18 @@ Config = dict[str, Any]
 Numbers = dict[str, Any]  # the fields of a ModelSpec, not yet checked
 HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
 
+# Our fields in Hugging Face's words. A config without one of these is refused.
+_LLAMA = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "context": "max_position_embeddings",
+}
+_QWEN3 = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}  # a Llama may leave them to its rule
+_GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "context": "n_positions"}
+
 
 def read_hf_config(path: str | Path) -> ModelSpec:
     """The model that a `config.json`, or the directory that holds one, describes."""
@@ -39,7 +51,7 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     if kind not in _READERS:
         raise UserError(f"model_type {kind!r} is not of the family; {did_you_mean(kind, list(_READERS))}")
     reader, required = _READERS[kind]
-    missing = [key for key in required if type(config.get(key)) is not int]  # True is an int to isinstance
+    missing = [key for key in required.values() if type(config.get(key)) is not int]  # True is an int to isinstance
     if missing:
         raise UserError(f"{key} is missing or not a whole number" for key in missing)
     problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
@@ -83,6 +95,10 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     return shared | write(spec)
 
 
+def _written(spec: ModelSpec, names: dict[str, str]) -> Config:
+    return {key: getattr(spec, field) for field, key in names.items()}
+
+
 def _to_llama(spec: ModelSpec) -> Config:
     rope: Config = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if (stretch := spec.rope_scaling) is not None:
@@ -90,31 +106,23 @@ def _to_llama(spec: ModelSpec) -> Config:
         rope |= {key: getattr(stretch, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
     # Both spellings: releases before 5 read rope_theta and rope_scaling, later ones rope_parameters.
     older = {key: value for key, value in rope.items() if key != "rope_theta"} if spec.rope_scaling else None
-    return {
-        "num_hidden_layers": spec.layers,
-        "hidden_size": spec.hidden,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn,
-        "max_position_embeddings": spec.context,
-        "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": older,
-        "rope_parameters": rope,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-    } | ({"use_sliding_window": False} if spec.qk_norm else {"mlp_bias": False})
+    return (
+        _written(spec, _LLAMA | _QWEN3)
+        | {
+            "rms_norm_eps": spec.norm_eps,
+            "rope_theta": spec.rope_theta,
+            "rope_scaling": older,
+            "rope_parameters": rope,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+        }
+        | ({"use_sliding_window": False} if spec.qk_norm else {"mlp_bias": False})
+    )
 
 
 def _to_gpt2(spec: ModelSpec) -> Config:
-    return {
-        "n_layer": spec.layers,
-        "n_embd": spec.hidden,
-        "n_head": spec.heads,
-        "n_inner": spec.ffn,
-        "n_positions": spec.context,
+    return _written(spec, _GPT2 | {"ffn": "n_inner"}) | {
         "layer_norm_epsilon": spec.norm_eps,
         "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[spec.activation],
         "resid_pdrop": spec.dropout,
@@ -125,15 +133,7 @@ def _to_gpt2(spec: ModelSpec) -> Config:
 
 def _llama(config: Config) -> Numbers:
     theta, scaling = _rope(config)
-    return {
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config.get("num_key_value_heads") or 0,
-        "head_dim": config.get("head_dim") or 0,
-        "ffn": config["intermediate_size"],
-        "vocab": config["vocab_size"],
-        "context": config["max_position_embeddings"],
+    return {field: config.get(key) or 0 for field, key in (_LLAMA | _QWEN3).items()} | {
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -154,13 +154,7 @@ def _gpt2(config: Config) -> Numbers:
         raise UserError(
             f"activation_function={activation!r} is not supported; {did_you_mean(activation, list(_GELUS))}"
         )
-    return {
-        "layers": config["n_layer"],
-        "hidden": config["n_embd"],
-        "heads": config["n_head"],
-        "ffn": config.get("n_inner") or 0,
-        "vocab": config["vocab_size"],
-        "context": config["n_positions"],
+    return {field: config.get(key) or 0 for field, key in (_GPT2 | {"ffn": "n_inner"}).items()} | {
         "norm": "layernorm",
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "activation": _GELUS[activation],
@@ -191,19 +185,11 @@ def _rope(config: Config) -> tuple[Any, Numbers | None]:
 
 
 _GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_LLAMA_KEYS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_READERS: dict[str, tuple[Callable[[Config], Numbers], tuple[str, ...]]] = {
-    "llama": (_llama, _LLAMA_KEYS),
+_READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
+    "llama": (_llama, _LLAMA),
     # What Hugging Face would fill in for an absent head_dim or number of kv heads is not what Llama's rule gives.
-    "qwen3": (_llama, (*_LLAMA_KEYS, "head_dim", "num_key_value_heads")),
-    "gpt2": (_gpt2, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")),
+    "qwen3": (_llama, _LLAMA | _QWEN3),
+    "gpt2": (_gpt2, _GPT2),
 }
 # Settings that would change the arithmetic: anything but these values is refused, never ignored.
 _ONLY: dict[str, Config] = {

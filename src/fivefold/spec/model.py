@@ -96,7 +96,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(found)
 
     def _linear(self, layer: int, one: Matmul) -> Iterator[Parameter]:
-        name, residual = f"layers.{layer}.{one.name}", one.writes_residual
+        name, residual = f"layers.{layer}.{one.branch}.{one.name}", one.writes_residual
         yield Parameter(f"{name}.weight", (one.outputs, one.inputs), "linear", layer, one.tp, residual=residual)
         if self.bias:  # of summands it is added once, to their sum
             yield Parameter(f"{name}.bias", (one.outputs,), "bias", layer, "whole" if residual else one.tp)

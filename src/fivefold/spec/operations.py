@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Matmul(NamedTuple):
     """A token's `inputs` features times the weight [outputs, inputs] of one tp rank."""
 
-    name: str  # of its module in the block
+    branch: Literal["attention", "mlp", "head"]
+    name: str  # of its module in the branch
     reads: str  # the tensor that it multiplies; matmuls that read the same one can be one kernel
     inputs: int
     outputs: int
@@ -92,6 +93,9 @@ class Block:
     def matmuls(self) -> tuple[Matmul, ...]:
         return tuple(one for one in self.operations if isinstance(one, Matmul))
 
+    def of(self, branch: str) -> list[Matmul]:
+        return [one for one in self.matmuls if one.branch == branch]
+
     @cached_property
     def groups(self) -> tuple[tuple[Matmul, ...], ...]:
         """The matmuls, those together that read the same tensor."""
@@ -127,24 +131,24 @@ def _block(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
     hidden, ffn = spec.hidden, spec.ffn // tp
     attention = Attention(spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim)
     yield Elementwise("norm", hidden, True, "attention_norm")
-    yield Matmul("attention.q", "attention_norm", hidden, attention.width, "rows")
-    yield Matmul("attention.k", "attention_norm", hidden, attention.kv_width, "kv rows")
-    yield Matmul("attention.v", "attention_norm", hidden, attention.kv_width, "kv rows")
+    yield Matmul("attention", "q", "attention_norm", hidden, attention.width, "rows")
+    yield Matmul("attention", "k", "attention_norm", hidden, attention.kv_width, "kv rows")
+    yield Matmul("attention", "v", "attention_norm", hidden, attention.kv_width, "kv rows")
     if spec.qk_norm:
         yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
         yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
     if spec.positions == "rope":
         yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.head_dim)
     yield attention
-    yield Matmul("attention.o", "attention", attention.width, hidden, "columns")
+    yield Matmul("attention", "o", "attention", attention.width, hidden, "columns")
     yield from _residual(spec)
     yield Elementwise("norm", hidden, True, "mlp_norm")
     gated = spec.activation == "swiglu"
     if gated:
-        yield Matmul("mlp.gate", "mlp_norm", hidden, ffn, "rows")
-    yield Matmul("mlp.up", "mlp_norm", hidden, ffn, "rows")
+        yield Matmul("mlp", "gate", "mlp_norm", hidden, ffn, "rows")
+    yield Matmul("mlp", "up", "mlp_norm", hidden, ffn, "rows")
     yield Elementwise("swiglu" if gated else "gelu", spec.ffn)
-    yield Matmul("mlp.down", "activation", ffn, hidden, "columns")
+    yield Matmul("mlp", "down", "activation", ffn, hidden, "columns")
     yield from _residual(spec)
 
 
@@ -159,4 +163,4 @@ def head(spec: "ModelSpec", tp: int = 1) -> Matmul:
 
     The embedding below the blocks is a look-up in a table of this shape.
     """
-    return Matmul("head", "norm", spec.hidden, -(-spec.vocab // tp), "rows")
+    return Matmul("head", "head", "norm", spec.hidden, -(-spec.vocab // tp), "rows")

@@ -18,16 +18,9 @@ _LLAMA32 = {**_LLAMA31, "rope_scaling": RopeScaling(factor=32.0), "tied": True}
 _QWEN3 = {"vocab": 151_936, "context": 40_960, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
 
 
-def _shape(layers: int, hidden: int, heads: int, kv_heads: int = 0, ffn: int = 0, head_dim: int = 0) -> dict[str, int]:
-    shape = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "ffn": ffn,
-        "head_dim": head_dim,
-    }
-    return {field: value for field, value in shape.items() if value}
+def _shape(*numbers: int) -> dict[str, int]:
+    """The numbers in this order; those at the end that are left out are derived."""
+    return dict(zip(("layers", "hidden", "heads", "kv_heads", "ffn", "head_dim"), numbers, strict=False))
 
 
 # For laptops and tests: 257 is 256 bytes and an end of document.

@@ -8,9 +8,12 @@ T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section 4.1); tp divid
 import math
 from typing import NamedTuple
 
+from msgspec import structs
+
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.stack import Stack
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import Block, block
 
 
 class Kept(NamedTuple):
@@ -42,55 +45,58 @@ def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, 
         return Kept(residual=stream)
     if stack.selective == "attention":
         return everything._replace(scores=0.0)
-    t = layout.tp
-    heads, kv = _widths(spec, layout)
-    columns = (2 if spec.activation == "swiglu" else 1) * spec.ffn / t
-    # The outputs of every product and of attention; sp leaves those of row linears in parts.
-    part = t if layout.sp else 1
-    attention = tokens * wide * (2 * heads + 2 * kv + spec.hidden / part)
-    mlp = tokens * wide * (columns + spec.hidden / part)
+    own = _block(spec, layout)
+    # The outputs of every matmul and of attention.
+    attention = tokens * wide * (own.attention.width + _outputs(own, "attention", layout))
+    mlp = tokens * wide * _outputs(own, "mlp", layout)
     if stack.selective == "half":
-        attention, mlp = tokens * wide * (1.5 * heads + 1.0 * kv), mlp / 2
+        attention, mlp = tokens * wide * (1.5 * own.attention.width + 1.0 * own.attention.kv_width), mlp / 2
     return Kept(residual=stream, attention=attention, mlp=mlp)
 
 
 def put_off(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2) -> float:
     """Bytes of a block between its I and its W: what the linears read, and the gradients of what they wrote."""
-    t, part = layout.tp, layout.tp if layout.sp else 1
-    heads, kv = _widths(spec, layout)
-    inner = spec.ffn / t
-    gated = 2 if spec.activation == "swiglu" else 1
-    read = 2 * spec.hidden / part + heads + inner
-    written = heads + 2 * kv + gated * inner + 2 * spec.hidden
-    return tokens * wide * (read + written)
+    own, part = _block(spec, layout), layout.tp if layout.sp else 1
+    read = sum(group[0].inputs / (part if group[0].reads_stream else 1) for group in own.groups)
+    return tokens * wide * (read + sum(one.outputs for one in own.matmuls))
 
 
-def _widths(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
-    """Features of queries, and of keys, of a tp rank as attention keeps them: Ulysses repeats kv heads that are few."""
-    heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
-    if layout.cp > 1 and layout.cp_kind == "ulysses":
-        kv = math.lcm(kv, layout.cp)
-    return heads * spec.head_dim, kv * spec.head_dim
+def _block(spec: ModelSpec, layout: Layout) -> Block:
+    """A tp rank's block as attention keeps it: Ulysses repeats kv heads that are few."""
+    own = block(spec, layout.tp)
+    if layout.cp == 1 or layout.cp_kind != "ulysses":
+        return own
+    return block(structs.replace(spec, kv_heads=math.lcm(own.attention.kv_heads, layout.cp) * layout.tp), layout.tp)
+
+
+def _outputs(own: Block, branch: str, layout: Layout) -> float:
+    """Features that the matmuls of a branch write; of those in the residual stream, sp leaves a rank its part."""
+    part = layout.tp if layout.sp else 1
+    return sum(one.outputs / (part if one.writes_residual else 1) for one in own.of(branch))
 
 
 def _everything(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int, seq: int, wide: int) -> Kept:
     """What autograd saves without recompute."""
-    t = layout.tp
-    part = t if layout.sp else 1
-    stream = tokens * spec.hidden / part
-    heads, kv = _widths(spec, layout)
+    own = _block(spec, layout)
+    heads, kv = own.attention.width, own.attention.kv_width
+
+    def stream(kind: str) -> float:
+        """Elements that operations of a kind read. Without sp every tp rank holds all of them."""
+        return tokens * sum(one.share(layout.tp, layout.sp) for one in own.elementwise if one.kind == kind)
+
     # Each norm keeps its input (the residual stream) and its output, which the columns read; in eager float32 RMSNorm
-    # the input as float32 and the normalised values besides. Without sp every tp rank holds all of it.
+    # the input as float32 and the normalised values besides. A dropout keeps its mask.
     eager = stack.norm == "eager" and spec.norm == "rmsnorm"
-    norm = 2 * stream * (wide + (8 if eager else 0))
-    dropped = 2 * stream if spec.dropout else 0
+    norm = stream("norm") * (wide + (8 if eager else 0)) + stream("dropout")
     outputs = 2 if stack.copies_attention else 1
-    attention = tokens * (wide * ((1 + outputs) * heads + 2 * kv) + 4 * spec.heads / t)
+    attention = float(tokens * (wide * ((1 + outputs) * heads + 2 * kv) + 4 * own.attention.heads))
     scores = 0.0
     if stack.attention in ("torch", "fused"):
         # Fused: probabilities, a mask, and what it leaves of them. Torch: float32 softmax, cast, mask.
         per_score = 2 * wide + {"fused": 1, "torch": 4}[stack.attention]
-        scores = per_score * tokens * (spec.heads / t) * seq
-    inner = tokens * spec.ffn / t
-    pieces = (4 if stack.pointwise in ("eager", "fivefold") else 3) if spec.activation == "swiglu" else 2
-    return Kept(2 * stream * wide, norm + dropped, attention, scores, pieces * wide * inner)
+        scores = float(per_score * tokens * own.attention.heads * seq)
+    *columns, down = own.of("mlp")
+    inner = sum(one.outputs for one in columns) + down.inputs
+    if spec.activation == "swiglu" and stack.pointwise in ("eager", "fivefold"):
+        inner += down.inputs  # the gate's activation, which a fused kernel does not write
+    return Kept(stream("residual") * wide, norm, attention, scores, float(wide * tokens * inner))

@@ -19,6 +19,7 @@ from fivefold.plan.cost.time import Case, message, repeating, stage_parameters
 from fivefold.schedule.actions import FORWARD
 from fivefold.schedule.schedule import Schedule
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import head
 
 CONTEXT = 1.5e9  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
 FRAGMENTATION = 0.04  # of what is allocated: holes between blocks that no request fits
@@ -128,7 +129,7 @@ def messages(layout: Layout) -> int:
 def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
     """Bytes on top of the activations in flight, at the moments that can be the worst of a step."""
     spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
-    table = spec.vocab * spec.hidden / layout.tp if spec.vocab > 1 else 0.0
+    table = head(spec).size / layout.tp if spec.vocab > 1 else 0.0
     wide = stack.gradient_bytes
     again = 0.0
     if layout.recompute != "none":
@@ -172,16 +173,16 @@ def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
     """Bytes per token at the loss's peak."""
     if stack.gathers_logits and layout.tp > 1:
         return (stack.peak_logit_bytes + GATHERED) * spec.vocab
-    return stack.peak_logit_bytes * -(-spec.vocab // layout.tp)
+    return stack.peak_logit_bytes * head(spec, layout.tp).outputs
 
 
 def loss_held(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:
     """Bytes at the loss's peak. In one pass: a slice's logits, or what is left of them when its gradients are taken."""
     if not stack.one_pass:
         return logits_held(spec, layout, stack) * tokens
-    rows, narrow = -(-spec.vocab // layout.tp), stack.weight_bytes
-    parts = slices(tokens, rows)
-    logits, table = len(parts[0]) * rows, rows * spec.hidden
+    own, narrow = head(spec, layout.tp), stack.weight_bytes
+    parts = slices(tokens, own.outputs)
+    logits, table = len(parts[0]) * own.outputs, own.size
     running = max(4, narrow) * table if len(parts) > 1 else 0
     states = narrow * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
     return states + max(stack.peak_logit_bytes * logits + running, narrow * (logits + table) + running)
@@ -192,4 +193,4 @@ def head_kept(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> flo
     if not stack.one_pass:
         return 0.0
     states = tokens * spec.hidden / (layout.tp if layout.sp else 1)
-    return stack.weight_bytes * (states + -(-spec.vocab // layout.tp) * spec.hidden)
+    return stack.weight_bytes * (states + head(spec, layout.tp).size)

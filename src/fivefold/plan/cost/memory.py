@@ -85,13 +85,15 @@ def state_of(
 ) -> State:
     """What the rank at those places of the pp, tp and zero axes holds, to the byte.
 
-    Layers are dealt out to stages for sequences of `seq` tokens; of the model's context where it is not said.
+    Layers are divided among stages for sequences of `seq` tokens; of the model's context where it is not said.
     Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest.
     """
     compute, full = BYTES[dtype], wide_bytes(dtype)
     ranks = layout.dp // layout.replicate * layout.cp
-    every, mine = held(spec, layout, tp), _names(spec, layout, seq or spec.context)[pp]
-    parts = [every[name] for name in mine]
+    stages = stages_of(spec, layout, seq or spec.context)
+    mine = [stages[number] for number in layout.placement.of_rank[pp]]
+    # An embedding that both ends share on one rank is there once.
+    parts = [one for one in held(spec, layout, tp).values() if any(stage.holds(one.parameter) for stage in mine)]
     whole = sum(one.size for one in parts)
     owned = sum(math.prod(map(len, one.share(ranks, zero))) for one in parts)
     padded = sum(one.share_size(ranks) for one in parts)
@@ -101,9 +103,3 @@ def state_of(
     masters = owned if layout.zero and ranks > 1 else whole
     master = full if compute < full else 0
     return State(compute * whole, full * gradients, (2 * full + master) * masters)
-
-
-def _names(spec: ModelSpec, layout: Layout, seq: int) -> list[set[str]]:
-    """By pipeline rank, the parameters that it holds; an embedding that both ends share on one rank is there once."""
-    stages = stages_of(spec, layout, seq)
-    return [{name for stage in mine for name in stages[stage].names(spec)} for mine in layout.placement.of_rank]

@@ -262,8 +262,7 @@ def _sharded_end(case: Case, passes: list[Passes], count: float) -> float:
 @lru_cache(maxsize=4096)
 def stage_parameters(spec: ModelSpec, stage: Stage) -> int:
     """Parameters of a stage, before tp."""
-    block = sum(p.size for p in spec.block_parameters(0))
-    table = spec.vocab * spec.hidden
+    block, table = spec.block_parameter_count, spec.vocab * spec.hidden
     learned = spec.context * spec.hidden * (spec.positions == "learned")
     bottom = (table + learned) if stage.first else 0
     top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0

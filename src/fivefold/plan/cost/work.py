@@ -14,6 +14,7 @@ from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import MOVED, WIDE, Stack
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import Block, block, head
 
 FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)
@@ -82,19 +83,14 @@ class Work:
         return WIDE.get(self.precision, 2)
 
     @cached_property
+    def operations(self) -> Block:
+        """Of a block on one tp rank."""
+        return block(self.spec, self.layout.tp)
+
+    @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
-        """Forward products of a block: rows, columns, inner."""
-        spec, t = self.spec, self.layout.tp
-        heads, kv = spec.heads // t * spec.head_dim, max(1, spec.kv_heads // t) * spec.head_dim
-        seen, mixed = [heads, kv, kv], [spec.ffn // t] * (2 if spec.activation == "swiglu" else 1)
-        if not self.stack.columns_apart:
-            seen, mixed = [sum(seen)], [sum(mixed)]
-        return [
-            *((self.tokens, columns, spec.hidden) for columns in seen),
-            (self.tokens, spec.hidden, heads),
-            *((self.tokens, columns, spec.hidden) for columns in mixed),
-            (self.tokens, spec.hidden, spec.ffn // t),
-        ]
+        """Forward GEMMs of a block: rows, columns, inner."""
+        return self.operations.gemms(self.tokens, self.stack.columns_apart)
 
     @cached_property
     def block(self) -> Passes:
@@ -135,48 +131,46 @@ class Work:
     @cached_property
     def _attention(self) -> tuple[float, float]:
         """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
-        spec, layout = self.spec, self.layout
         if self._over_ranks is not None:
             work = self._over_ranks.work
             parts = work.both if self.stack.merges else work.attention
             return parts.forward, parts.backward
-        heads = spec.heads // layout.tp
-        return self.device.attention(self.stack.attention, self.samples, heads, spec.head_dim, self.seq, self.seq / 2)
+        own = self.operations.attention
+        return self.device.attention(
+            self.stack.attention, self.samples, own.heads, own.head_dim, self.seq, self.seq / 2
+        )
 
     @cached_property
     def _over_ranks(self) -> context.Method | None:
         """The microbatch over the cp ranks (context.py says how each way works)."""
-        spec, layout = self.spec, self.layout
+        layout = self.layout
         if layout.cp == 1:
             return None
         whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
-        heads, kv = spec.heads // layout.tp, max(1, spec.kv_heads // layout.tp)
         axes = Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)  # nothing else matters: found again
         wires = replace(self.wires, layout=axes)
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
-        case = context.LayerAttention(self.seq, heads, kv, spec.head_dim, self.device, wires, whole, partial, *sizes)
+        case = context.LayerAttention(self.seq, *self.operations.attention, self.device, wires, whole, partial, *sizes)
         return _method(layout.cp_kind, case)
 
     @cached_property
     def _pointwise(self) -> tuple[float, float]:
-        """Two norms and two residual sums over E, of which sp leaves 1/tp; activation and rotation over F and H."""
-        spec, t = self.spec, self.layout.tp
-        moved, norm = MOVED[self.stack.pointwise], getattr(MOVED[self.stack.norm], self.spec.norm)
+        """What is bound by memory, forward and backward. The norms of q and k are not counted."""
+        moved = MOVED[self.stack.pointwise]._asdict()
+        norm = getattr(MOVED[self.stack.norm], self.spec.norm)
         if self.stack.norm == "eager":
             norm = tuple(self.stack.software.norm * one for one in norm)
-        along = self.tokens * spec.hidden / (t if self.layout.sp else 1)
-        inner = self.tokens * spec.ffn / t
-        turned = self.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / t * (spec.positions == "rope")
-        active = moved.swiglu if spec.activation == "swiglu" else moved.gelu
-        # Inputs of fp8 products are cast, forward, and again transposed for the weights' gradients.
-        inputs = 2 * spec.hidden + (spec.heads * spec.head_dim + spec.ffn) / t
-        cast = self.tokens * inputs * (self.precision == "fp8")
+        moved["norm"] = norm
+        # Inputs of fp8 matmuls are cast, forward, and again transposed for the weights' gradients.
+        cast = sum(group[0].inputs for group in self.operations.groups) if self.precision == "fp8" else 0
         kernels = 8 if self.stack.pointwise != "eager" else 20
         forward, backward = (
-            2 * along * (norm[at] + moved.residual[at] + moved.dropout[at] * (spec.dropout > 0))
-            + inner * active[at]
-            + turned * moved.rope[at]
-            + cast * FP8_CAST
+            sum(
+                self.tokens * one.share(self.layout.tp, self.layout.sp) * moved[one.kind][at]
+                for one in self.operations.elementwise
+                if one.kind in moved
+            )
+            + self.tokens * cast * FP8_CAST
             for at in (0, 1)
         )
         wider = self.wide / 2  # the bytes above are of 2-byte activations
@@ -237,10 +231,10 @@ class Work:
     def passing_bytes(self) -> float:
         """That backward through a block needs on its way: gradients of the feed-forward part's intermediates and of its
         largest weight; with tp of both that share an input, and of that input, gathered."""
-        inner, outer = self.spec.ffn / self.layout.tp, self.spec.hidden
-        bytes_ = self.wide * (2.0 * self.tokens * inner + outer * inner)
+        down = self.operations.matmuls[-1]
+        bytes_ = self.wide * (2.0 * self.tokens * down.inputs + down.size)
         if self.layout.tp > 1:
-            bytes_ += self.wide * (outer * inner + (2 if self.layout.sp else 1) * self.tokens * outer)
+            bytes_ += self.wide * (down.size + (2 if self.layout.sp else 1) * self.tokens * down.outputs)
         return bytes_
 
     @property
@@ -251,7 +245,7 @@ class Work:
     @property
     def block_parameters(self) -> float:
         """Of one tp rank."""
-        return sum(p.size for p in self.spec.block_parameters(0)) / self.layout.tp
+        return self.spec.block_parameter_count / self.layout.tp
 
     # ---- the ends ------------------------------------------------------------------------------------------------
 
@@ -261,7 +255,7 @@ class Work:
         moved = 2.0 * self.wide * self.tokens * self.spec.hidden
         tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
         look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
-        table = self.spec.vocab * self.spec.hidden / self.layout.tp * (self.spec.vocab > 1)
+        table = head(self.spec).size / self.layout.tp * (self.spec.vocab > 1)
         back = self.device.stream(2 * moved, 2) + self._added(table)
         return Passes(look, NOTHING, Seconds(memory=back))
 
@@ -269,20 +263,17 @@ class Work:
     def top(self) -> Passes:
         """The last norm, the head and the loss."""
         spec, t = self.spec, self.layout.tp
-        rows = -(-spec.vocab // t)
-        shape = (self.tokens, rows, spec.hidden)
+        m, n, k = self.tokens, head(spec, t).outputs, spec.hidden
         precision = "bf16" if self.precision == "fp8" else self.precision  # the head is never in 8 bits
         gathered = self.stack.gathers_logits and t > 1
-        moved = self.stack.logit_bytes * self.tokens * (spec.vocab if gathered else rows)
-        payload = float(self.wide * self.tokens * spec.hidden)
+        loss = self.device.stream(self.stack.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
+        payload = float(self.wide * m * k)
         tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
-        m, n, k = shape
-        loss = self.device.stream(moved / 2, 6)
-        trade = self.wires.time("all-gather", "tp", float(self.wide) * self.tokens * spec.vocab) if gathered else 0.0
+        trade = self.wires.time("all-gather", "tp", float(self.wide) * m * spec.vocab) if gathered else 0.0
         return Passes(
             Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),
-            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self._added(rows * spec.hidden)),
+            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self._added(n * k)),
         )
 
 

@@ -114,7 +114,7 @@ class Closed:
     @property
     def per_block(self) -> Array:
         """Parameters of a block on one tp rank."""
-        return sum(p.size for p in self.case.spec.block_parameters(0)) / self.of.tp
+        return self.case.spec.block_parameter_count / self.of.tp
 
     @property
     def parameters(self) -> Array:
@@ -224,7 +224,6 @@ class Closed:
 
 def _rank_parameters(spec: ModelSpec, pp: Array) -> Array:
     """Of the fullest pipeline rank, before tp."""
-    block = sum(p.size for p in spec.block_parameters(0))
-    table = spec.vocab * spec.hidden
+    block, table = spec.block_parameter_count, spec.vocab * spec.hidden
     ends = table * (1 if spec.tied else 2)
     return np.where(pp == 1, spec.layers * block + ends, np.ceil(spec.layers / pp) * block + table)

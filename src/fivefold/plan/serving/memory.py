@@ -12,6 +12,7 @@ from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.serving.step import CHUNK, Replica
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block, head
 
 MOST = 1 << 20  # sequences; nobody has more
 
@@ -44,7 +45,8 @@ def _of_stage(replica: Replica, stage: Stage, batch: int, tokens: int, prompt: i
     weights = stage_weights(replica, stage)
     cache = batch * tokens * len(stage.layers) * replica.cache_read(1)
     rows = max(min(CHUNK, prompt * batch), -(-batch // replica.pp))
-    own = (spec.heads // replica.tp + 2 * replica.kv_heads) * spec.head_dim + 3 * spec.ffn / replica.tp
+    attention, down = replica.block.attention, replica.block.matmuls[-1]
+    own = attention.width + 2 * attention.kv_width + 3 * down.inputs
     activations = 2.0 * rows * (3 * spec.hidden + own)  # stream, normed stream, sum; q k v; gate, up and their product
     if stage.last:
         activations += 6.0 * -(-batch // replica.pp) * spec.vocab  # logits in bf16 and float32
@@ -54,29 +56,23 @@ def _of_stage(replica: Replica, stage: Stage, batch: int, tokens: int, prompt: i
 def stage_weights(replica: Replica, stage: Stage) -> float:
     """Bytes of one tp rank."""
     spec, tp, width = replica.spec, replica.tp, linear_bytes(replica.precision)
-    block = 0.0
-    for parameter in spec.block_parameters(0):
-        if parameter.kind != "linear":
-            block += 2 * parameter.size  # norms are whole on every rank; biases hardly count
-        elif parameter.name.endswith((".k.weight", ".v.weight")):
-            block += width * parameter.size * replica.kv_heads / spec.kv_heads
-        else:
-            block += width * parameter.size / tp
-    table = 2.0 * -(-spec.vocab // tp) * spec.hidden
+    rest = spec.block_parameter_count - block(spec).weights  # norms are whole on every rank; biases hardly count
+    layer = width * replica.block.weights + 2 * rest
+    table = 2.0 * head(spec, tp).size
     tables = stage.first + stage.last - (stage.first and stage.last and spec.tied)
     learned = 2.0 * spec.context * spec.hidden * (stage.first and spec.positions == "learned")
-    return len(stage.layers) * block + tables * table + learned + 2.0 * spec.hidden * stage.last
+    return len(stage.layers) * layer + tables * table + learned + 2.0 * spec.hidden * stage.last
 
 
 def whole_weights(spec: ModelSpec, precision: str) -> float:
     """Bytes of the model, once."""
-    linears = sum(p.size for p in spec.block_parameters(0) if p.kind == "linear") * spec.layers
+    linears = block(spec).weights * spec.layers
     return linear_bytes(precision) * linears + 2.0 * (spec.parameter_count - linears)
 
 
 def whole_cache(spec: ModelSpec, cache_bytes: int) -> int:
     """Bytes that a token leaves in the cache, over all layers."""
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim * cache_bytes
+    return 2 * spec.layers * block(spec).attention.kv_width * cache_bytes
 
 
 def linear_bytes(precision: str) -> int:

@@ -29,9 +29,9 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, stages_of
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
-from fivefold.plan.cost.stack import MOVED, Attention, Stack
-from fivefold.plan.cost.work import Work
+from fivefold.plan.cost.stack import MOVED, Attention
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import Block, block, head
 
 ATTENTION: Attention = "flash3"  # of the prefill: the best kernel that the device has
 CHUNK = 2048  # tokens of prompts that are computed together: enough for the tensor cores, and little to hold
@@ -112,10 +112,10 @@ class Replica:
         """Whether tp leaves the node."""
         return self.tp > self.gpus
 
-    @property
-    def kv_heads(self) -> int:
-        """Of one GPU. More tp ranks than kv heads hold copies."""
-        return max(1, self.spec.kv_heads // self.tp)
+    @cached_property
+    def block(self) -> Block:
+        """The operations of a block on one GPU."""
+        return block(self.spec, self.tp)
 
     @cached_property
     def layout(self) -> Layout:
@@ -158,21 +158,17 @@ class Replica:
 
     def rows(self, rows: int) -> Parts:
         """Of a block, for so many tokens at once, without attention."""
-        spec, device = self.spec, self.device
-        work = Work(
-            spec, self.layout, device, self.wires, Stack(name="serving"), samples=rows, seq=1, precision=self.precision
-        )
+        spec, device, attention = self.spec, self.device, self.block.attention
         found = Parts()
-        for m, n, k in work.gemms:
+        for m, n, k in self.block.gemms(rows):
             found = found.plus(self._product(m, n, k, self.precision))
         moved = MOVED["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
         active = (moved.swiglu if spec.activation == "swiglu" else moved.gelu)[0]
-        turned = spec.heads // self.tp + self.kv_heads
-        size = 2 * norm * spec.hidden + active * spec.ffn / self.tp + moved.rope[0] * turned * spec.head_dim
-        kernels = (
-            KERNELS + spec.qk_norm + (self.precision == "fp8")
-        )  # attention's output is cast by a kernel of its own
+        turned = attention.width + attention.kv_width
+        size = 2 * norm * spec.hidden + active * spec.ffn / self.tp + moved.rope[0] * turned
+        # In fp8 a kernel of its own casts attention's output.
+        kernels = KERNELS + spec.qk_norm + (self.precision == "fp8")
         reduce = 2 * self.collective("all-reduce", "tp", 2.0 * rows * spec.hidden)
         rest = Parts(pointwise=device.stream(rows * size, 0), launch=kernels * device.reached.launch, tp=reduce)
         return found.plus(rest)
@@ -186,17 +182,17 @@ class Replica:
     def _top(self, rows: int) -> Parts:
         """The last norm, the head and the choice of a token; every tp rank has all logits for that."""
         spec = self.spec
-        head = self._product(rows, -(-spec.vocab // self.tp), spec.hidden, "bf16")
+        logits = self._product(rows, head(spec, self.tp).outputs, spec.hidden, "bf16")
         gather = self.collective("all-gather", "tp", 2.0 * rows * spec.vocab)
         moved = LOGIT_BYTES * rows * spec.vocab
         rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
-        return head.plus(rest)
+        return logits.plus(rest)
 
     # ---- a step, and a prompt ------------------------------------------------------------------------------------
 
     def cache_read(self, context: float) -> float:
         """Bytes that one GPU reads for one sequence in one block."""
-        return 2.0 * self.kv_heads * self.spec.head_dim * self.cache_bytes * context
+        return 2.0 * self.block.attention.kv_width * self.cache_bytes * context
 
     def step(self, batch: int, context: float) -> Parts:
         """From one token of each of `batch` sequences to the next, when each has `context` tokens behind it.
@@ -236,7 +232,7 @@ class Replica:
         spec, tokens = self.spec, prompt * count
         chunks = math.ceil(tokens / CHUNK)
         rows = math.ceil(tokens / chunks)
-        heads = spec.heads // self.tp
+        heads = self.block.attention.heads
         attend, _ = self.device.attention(ATTENTION, count, heads, spec.head_dim, prompt, prompt / 2)
         block = self.rows(rows).total * chunks + attend
         if not self.graphs:
