@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -14,6 +15,7 @@ from fivefold.plan.picture import bars
 from fivefold.plan.search.explain import CAUSES, Neighbour, by_time, difference, traffic
 from fivefold.plan.search.search import Option
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
+from fivefold.schedule.draw import legend_text, picture, timeline, to_svg
 from fivefold.schedule.simulate import Simulation
 from fivefold.support.formatting import si
 
@@ -119,8 +121,6 @@ class SimulateResult(Result):
         return figures(self.option)
 
     def svg(self) -> str | None:
-        from fivefold.schedule.draw import picture, to_svg
-
         return to_svg(picture([self.simulation])) if self.simulation else None
 
     def blocks(self) -> Iterator[Block]:
@@ -128,22 +128,11 @@ class SimulateResult(Result):
         yield from (_times(self.option), _memory(self.option))
         if simulation := self.simulation:
             if self.option.layout.microbatches * self.option.layout.pp <= DRAWN:
-                yield Drawing(lambda width, colour: _timeline(simulation, width, colour))
+                yield Drawing(partial(timeline, simulation))
+                yield Drawing(lambda _, colour: legend_text([simulation], colour))
             yield Text(f"bubble {simulation.bubble_makespan:.1%} of the pipeline's {simulation.makespan:.3g} s")
         if not self.option.fits:
             yield _too_large(self.option)
-
-
-def _timeline(simulation: Simulation, width: int, colour: bool) -> str:
-    from rich.console import Console
-
-    from fivefold.schedule.draw import legend, to_terminal
-
-    console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
-    with console.capture() as drawn:
-        console.print(to_terminal(simulation, width, colour), no_wrap=True, crop=True)
-        console.print(legend([simulation], colour), end="")
-    return drawn.get()
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One wish, any schedule: build, prove and time schedules by name for the same ranks, microbatches and durations."""
+"""Build, prove and time schedules by name or file, all for the same ranks, microbatches and durations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ OPTIONS = ("chunks", "group", "memory")
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a command line asks for: schedules by name or file, for these numbers.
+class Query:
+    """What is asked for: schedules by name or file, for these numbers.
 
     `chunks`, `group` and `memory` go to the schedules that take them, so that several can be compared in one command;
     where none of them does, the option is passed on all the same, to be refused.
@@ -41,7 +41,7 @@ class Wish:
         return simulate(schedule, self.times.costs(schedule.placement))
 
     def compare(self) -> dict[str, Simulation | UserError]:
-        """Every schedule, or why it is refused. What refuses all of them is the wish's own fault."""
+        """Every schedule, or why it is refused. What refuses all of them is an error of the query."""
         results: dict[str, Simulation | UserError] = {}
         for name in self.names:
             try:

@@ -6,12 +6,22 @@ from pathlib import Path
 from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.png import to_png
 from fivefold.schedule.draw.svg import to_svg
-from fivefold.schedule.draw.terminal import legend, to_terminal
+from fivefold.schedule.draw.terminal import legend, legend_text, timeline, to_terminal
 from fivefold.schedule.files import write
 from fivefold.schedule.simulate import Simulation
 from fivefold.support.errors import UserError
 
-__all__ = ["PICTURES", "legend", "picture", "save_picture", "to_png", "to_svg", "to_terminal"]
+__all__ = [
+    "PICTURES",
+    "legend",
+    "legend_text",
+    "picture",
+    "save_picture",
+    "timeline",
+    "to_png",
+    "to_svg",
+    "to_terminal",
+]
 
 PICTURES = (".svg", ".png")
 

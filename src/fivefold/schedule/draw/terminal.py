@@ -6,9 +6,11 @@ in for them. The microbatch is shown where its number fits, so a wider terminal 
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from io import StringIO
 from itertools import groupby
 
+from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
@@ -111,7 +113,7 @@ def _bars(steps: list[tuple[float, float]], width: int, slice_: float, most: flo
     return "".join(levels)
 
 
-def legend(simulations: list[Simulation], colour: bool = True) -> Text:
+def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
     """Which colour is which kind of action."""
     present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
     text = Text()
@@ -122,3 +124,19 @@ def legend(simulations: list[Simulation], colour: bool = True) -> Text:
             text.append(f" {kind} ", style)
             text.append(f" {NAMES[kind]}   ", "dim")
     return text
+
+
+def timeline(simulation: Simulation, width: int, colour: bool) -> str:
+    """The picture as lines for a `report.Drawing`, with ANSI colours or without."""
+    return _lines(to_terminal(simulation, width, colour), colour)
+
+
+def legend_text(simulations: Sequence[Simulation], colour: bool) -> str:
+    return _lines(legend(simulations, colour), colour)
+
+
+def _lines(text: Text, colour: bool) -> str:
+    out = StringIO()
+    console = Console(file=out, force_terminal=colour, color_system="truecolor" if colour else None, width=100_000)
+    console.print(text, no_wrap=True, crop=False, end="")
+    return out.getvalue()
