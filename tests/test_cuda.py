@@ -10,7 +10,7 @@ import torch
 from fivefold.checkpoint.host_staging import Staging
 from fivefold.checkpoint.state import written
 from fivefold.data.corpus import stdlib_corpus
-from fivefold.job.config import OptimizerConfig, TrainConfig, read_job
+from fivefold.job.config import TrainConfig, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import make_repeatable
 from fivefold.model import random
@@ -23,6 +23,7 @@ from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
+from fivefold.optimizers import AdamW
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
 from fivefold.train.loop import Trainer
@@ -170,7 +171,7 @@ def test_the_kernel_of_adamw_is_torchs_adamw(size: int) -> None:
     ours = torch.nn.Parameter(torch.randn(size, device="cuda", generator=random))
     theirs = torch.nn.Parameter(ours.detach().clone())
     rounded = torch.empty(size, device="cuda", dtype=torch.bfloat16)
-    config = OptimizerConfig(betas=(0.9, 0.95), eps=1e-8)
+    config = AdamW(betas=(0.9, 0.95), eps=1e-8)
     reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     moments = torch.zeros_like(ours.detach()), torch.zeros_like(ours.detach())
     half = torch.tensor(0.5, device="cuda")
@@ -178,7 +179,7 @@ def test_the_kernel_of_adamw_is_torchs_adamw(size: int) -> None:
         ours.grad = torch.randn(size, device="cuda", generator=random)
         theirs.grad = ours.grad * 0.5
         with torch.no_grad():
-            adamw(ours, moments, half, rounded, config, 1e-2, 0.1, step)
+            adamw(ours, moments, half, rounded, config.betas, config.eps, 1e-2, 0.1, step)
         reference.step()
     # Both round each of a handful of operations: an update of 1e-2 has some units in the last place of 1.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5 * 4 * torch.finfo(torch.float32).eps * 8)

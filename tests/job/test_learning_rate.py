@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 
-from fivefold.job.config import OptimizerConfig
 from fivefold.job.learning_rate import learning_rate
+from fivefold.optimizers import AdamW
 
 
 def rates(steps: int, **settings) -> list[float]:
-    config = OptimizerConfig(lr=1.0, **settings)
+    config = AdamW(lr=1.0, **settings)
     return [learning_rate(config, step, steps) for step in range(steps)]
 
 

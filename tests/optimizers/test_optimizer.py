@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.job.config import OptimizerConfig
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.model.loss import loss_sum
-from fivefold.optimizers.optimizer import Optimizer
+from fivefold.optimizers import AdamW
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.zero import Weights, spread
 from fivefold.spec.presets import preset
 
@@ -18,7 +18,7 @@ SPEC = preset("tiny", layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=
 CPU = torch.device("cpu")
 
 
-def made(config: OptimizerConfig, dtype: torch.dtype) -> tuple[nn.Module, Weights, Optimizer]:
+def made(config: AdamW, dtype: torch.dtype) -> tuple[nn.Module, Weights, Optimizer]:
     mesh = Mesh.of(Layout(), CPU)
     with torch.device("meta"):
         model = Decoder(SPEC)
@@ -32,7 +32,7 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 def test_float32_on_one_device_is_stock_adamw_to_the_bit() -> None:
-    config = OptimizerConfig(clip=0.0, weight_decay=0.2)
+    config = AdamW(clip=0.0, weight_decay=0.2)
     model, weights, optimizer = made(config, torch.float32)
     assert all(weights.masters[name] is p for name, p in model.named_parameters())
     plain = Decoder(SPEC)
@@ -62,7 +62,7 @@ def test_float32_on_one_device_is_stock_adamw_to_the_bit() -> None:
 
 @pytest.mark.parametrize("clip", [0.01, 1e6, 0.0])
 def test_gradients_above_the_limit_are_scaled_down_to_it_and_others_left_alone(clip: float) -> None:
-    model, weights, optimizer = made(OptimizerConfig(clip=clip), torch.float64)
+    model, weights, optimizer = made(AdamW(clip=clip), torch.float64)
     with weights.microbatch(last=True):
         backward(model, 0)
     weights.finish()
@@ -76,7 +76,7 @@ def test_gradients_above_the_limit_are_scaled_down_to_it_and_others_left_alone(c
 
 
 def test_without_a_rate_nothing_changes_and_the_gradients_are_gone() -> None:
-    model, weights, optimizer = made(OptimizerConfig(), torch.bfloat16)
+    model, weights, optimizer = made(AdamW(), torch.bfloat16)
     before = {name: p.clone() for name, p in weights.masters.items()}
     with weights.microbatch(last=True):
         backward(model, 0)

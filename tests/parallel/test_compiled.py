@@ -9,7 +9,7 @@ from fivefold.model import compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ops import verbs_of
+from fivefold.parallel.ops import ops_of
 from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import plain_batch
@@ -25,7 +25,7 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
     aim = Targets(tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool))
     losses = []
     for quick in (False, True):
-        ops = verbs_of(spec, mesh)
+        ops = ops_of(spec, mesh)
         ops.compiled = quick
         with torch.device("meta"):
             model = Decoder(spec, ops=ops, compile=quick)

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fivefold.layout.collective_cost import AXES, same_axis
+from fivefold.layout.axes import AXES
 from fivefold.layout.layout import Layout
 from fivefold.parallel import collectives as c
 from fivefold.parallel.mesh import Mesh
@@ -97,7 +97,7 @@ def names(rank: int, world: int, text: str) -> dict[str, str]:
 def test_axes_of_the_same_ranks_have_the_name_that_the_closed_forms_give_them(layout: str) -> None:
     parsed = Layout.parse(layout)
     for found in run_ranks(4, names, layout):
-        assert found == {axis: same_axis(parsed, axis) for axis in found}
+        assert found == {axis: parsed.same_axis(axis) for axis in found}
 
 
 def odd_group(rank: int, world: int) -> tuple[list[str], str]:

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from fivefold.layout.collective_cost import AXES, Traffic, same_axis, sizes, total, wire
+from fivefold.layout.axes import AXES
+from fivefold.layout.collective_cost import Traffic, total, wire
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.spec.presets import preset
@@ -226,8 +227,8 @@ def test_wire_is_the_share_that_a_rank_does_not_keep() -> None:
 )
 def test_axes_of_the_same_ranks_are_one(layout: str, names: dict[str, str]) -> None:
     parsed = Layout.parse(layout)
-    assert {axis: same_axis(parsed, axis) for axis in names} == names
-    assert all(sizes(parsed)[axis] == sizes(parsed)[same_axis(parsed, axis)] for axis in AXES)
+    assert {axis: parsed.same_axis(axis) for axis in names} == names
+    assert all(parsed.size(axis) == parsed.size(parsed.same_axis(axis)) for axis in AXES)
 
 
 def test_rows_of_one_axis_and_kind_are_one_row() -> None:

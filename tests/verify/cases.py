@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from fivefold.job.config import DataConfig, Job, OptimizerConfig, TrainConfig
+from fivefold.job.config import DataConfig, Job, TrainConfig
 from fivefold.layout.layout import Layout
+from fivefold.optimizers import AdamW
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.verify.compare import OPTIMIZER
@@ -33,7 +34,7 @@ def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **tr
         model=spec or tiny(),
         layout=Layout.parse(layout),
         data=DataConfig(seq=16, document_mask=True),
-        optimizer=OptimizerConfig(**OPTIMIZER),
+        optimizer=AdamW(**OPTIMIZER),
         train=TrainConfig(**{"steps": 2, "batch": 8, "dtype": dtype, "device": "cpu"} | train),
     )
 

@@ -254,7 +254,7 @@ def test_a_sample_meets_every_pair_of_settings() -> None:
 def test_the_reference_knows_nothing_of_what_it_judges() -> None:
     code = """
 import sys, fivefold.verify.reference
-judged = ('fivefold.parallel', 'fivefold.train.engine', 'fivefold.optimizers.optimizer', 'torch.distributed.fsdp')
+judged = ('fivefold.parallel', 'fivefold.train.engine', 'fivefold.optimizers.fused_adamw', 'torch.distributed.fsdp')
 print([name for name in sys.modules if name.startswith(judged)])
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

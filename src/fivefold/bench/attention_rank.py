@@ -13,7 +13,7 @@ from fivefold.model.decoder import Attention, Decoder
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.gather_full import whole
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ops import verbs_of
+from fivefold.parallel.ops import ops_of
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.parallel.zero import spread
 
@@ -22,7 +22,7 @@ class Block:
     """The attention of a one-layer decoder under a layout, and one pass through it."""
 
     def __init__(self, shape: Shape, mesh: Mesh):
-        ops = verbs_of(shape.spec, mesh)
+        ops = ops_of(shape.spec, mesh)
         with torch.device("meta"):
             model = Decoder(shape.spec, ops=ops)
         if isinstance(ops, TensorParallel):

@@ -91,13 +91,11 @@ class Loop:
     def __init__(self, model: nn.Module, part: Part, job: Job, scale: float = 1.0, rate: float = RATE):
         """`scale`: what wrappers that average over ranks divide by, and sums have not."""
         self.model, self.part, self.job, self.scale = model, part, job, scale
-        config = job.optimizer
-        settings = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
         every = list(model.parameters())  # plain tensors and DTensors do not meet in one kernel
         split = [[p for p in every if isinstance(p, DTensor) == kind] for kind in (False, True)]
         self.groups = [group for group in split if group]
-        groups = [{"params": group} for group in self.groups]
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=True, **settings)  # type: ignore[arg-type]
+        groups = [{"params": group, "weight_decay": job.optimizer.weight_decay} for group in self.groups]
+        self.optimizer = job.optimizer.stock(groups, lr=rate, fused=True)
 
     def step(self) -> float:
         total = self.accumulate()

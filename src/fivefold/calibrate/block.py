@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model.decoder import Block
-from fivefold.model.ops import LocalOps
+from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
@@ -50,6 +50,7 @@ class Watched(LocalOps):
     """The plain ops, with a look at the clock around products and attention."""
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self.device = device
         self.log: dict[str, list[tuple[Any, Any]]] = {}
         self.clear()
@@ -106,7 +107,7 @@ class _Attend(torch.autograd.Function):
         with torch.enable_grad():
             q, k, v = ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             with watched.timing("attend"):
-                ctx.seen = LocalOps().attend(q, k, v, sight)
+                ctx.seen = LocalAttention().attend(q, k, v, sight)
         ctx.watched = watched
         return ctx.seen.detach()
 

@@ -33,7 +33,7 @@ def reshard(
         {
             key: _lazy(checkpoint, key, shapes[name], box, dtype)
             for name, box in boxes.items()
-            for key in keys(name, manifest.optimizer)
+            for key in keys(name, manifest)
         }
         for boxes in boxes_of(spec, layout, seq)
     ]
@@ -43,7 +43,7 @@ def reshard(
 def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
     """By rank of the layout, what it would write: each element of the model once."""
     stages, owner = stages_of(spec, layout, seq), layout.placement.owner
-    parts = layout.dp // layout.replicate * layout.cp if layout.zero else 1
+    parts = layout.size("zero") if layout.zero else 1
     boxes: list[dict[str, Box]] = []
     taken: set[tuple[str, Box]] = set()
     for rank in range(layout.world):

@@ -1,11 +1,14 @@
-"""A trainer's state as pieces: masters and AdamW's moments by global name. The model's own weights are made of them."""
+"""A trainer's state as pieces: masters and the optimizer's states by global name.
 
-from collections.abc import Iterable, Iterator, Mapping
+The model's own weights are not saved: they are made of the masters.
+"""
 
-from torch import Tensor
+from collections.abc import Iterable, Mapping
 
 from fivefold.checkpoint.pieces import Piece
-from fivefold.optimizers.optimizer import MOMENTS, Optimizer
+from fivefold.checkpoint.store import Manifest
+from fivefold.optimizers import OPTIMIZERS
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.zero import Weights
 
 MODEL = "model"
@@ -16,9 +19,15 @@ def model_key(name: str) -> str:
     return f"{MODEL}.{name}"
 
 
-def keys(name: str, optimizer: bool) -> list[str]:
-    """What a checkpoint has of a parameter: its master, and AdamW's moments of it."""
-    return [f"{kind}.{name}" for kind in (MODEL, *(MOMENTS if optimizer else ()))]
+def optimizer_of(manifest: Manifest) -> str:
+    """The name of the optimizer whose states a checkpoint has; empty where there are none."""
+    return manifest.job.get("optimizer", {}).get("name", "adamw") if manifest.optimizer else ""
+
+
+def keys(name: str, manifest: Manifest) -> list[str]:
+    """What a checkpoint has of a parameter: its master, and the optimizer's states."""
+    optimizer = optimizer_of(manifest)
+    return [f"{kind}.{name}" for kind in (MODEL, *(OPTIMIZERS[optimizer].states if optimizer else ()))]
 
 
 def held(weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Piece]:
@@ -37,15 +46,10 @@ def written(weights: Weights, shapes: Shapes, optimizer: Optimizer) -> dict[str,
 
 
 def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Piece]:
-    return {
-        key: Piece.of(tensor, shapes[name], weights.block(name))
-        for name in names
-        for key, tensor in _tensors(name, weights, optimizer)
-        if tensor.numel()
-    }
-
-
-def _tensors(name: str, weights: Weights, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    moments = optimizer.moments(name).values() if optimizer is not None else ()
-    tensors = (weights.masters[name].detach(), *moments)
-    return zip(keys(name, optimizer is not None), tensors, strict=True)
+    found = {}
+    for name in names:
+        states = optimizer.kept[name] if optimizer is not None else {}
+        for kind, tensor in ({MODEL: weights.masters[name].detach()} | states).items():
+            if tensor.numel():
+                found[f"{kind}.{name}"] = Piece.of(tensor, shapes[name], weights.block(name))
+    return found

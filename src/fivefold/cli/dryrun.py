@@ -94,9 +94,8 @@ def _job(words: list[str], layout: str | None, batch: int | None, seq: int | Non
     job, named = job_of(words[0], words[1:])
     chosen = Layout.parse(layout) if layout is not None else job.layout
     length = seq if seq is not None else (job.data.seq if "data.seq" in named else min(job.model.context, 8192))
-    size = (
-        batch if batch is not None else (job.train.batch if "train.batch" in named else chosen.dp * chosen.microbatches)
-    )
+    least = chosen.size("batch") * chosen.microbatches
+    size = batch if batch is not None else job.train.batch if "train.batch" in named else least
     dtype = job.train.dtype if "train.dtype" in named or words[0].endswith(".toml") else "bfloat16"
     job = structs.replace(
         job,
@@ -131,7 +130,7 @@ def _ranks(job: "Job", rank: int | None, ranks: str, stages: str) -> list[int]:
         outside = [stage for stage in wanted if stage >= layout.pp]
         if outside:
             raise UserError(f"--stages {outside[0]}: the pipeline ranks of {layout} are 0 to {layout.pp - 1}")
-        return [stage * layout.cp * layout.tp for stage in wanted]
+        return [layout.rank(pp=stage) for stage in wanted]
     chosen = list(dict.fromkeys(_numbers("--ranks", ranks, "0,127,9001"))) if ranks else [rank or 0]
     outside = [one for one in chosen if not 0 <= one < layout.world]
     if outside:
@@ -204,7 +203,7 @@ def _advice(job: "Job", found: "list[Against]", machines: "Cluster") -> str:
         other = structs.replace(job, layout=one.layout)
         if other.problems(world=other.layout.world):
             continue
-        rank = min(stage, other.layout.pp - 1) * other.layout.cp * other.layout.tp
+        rank = other.layout.rank(pp=min(stage, other.layout.pp - 1))
         if against(other, dry_run(other, rank), machines).device_bytes <= memory:
             return f"{sentence}; the cheapest single change that fits: {one.change} ({one.slower:+.1%} time)"
     return f"{sentence}; no single change makes it fit: try `fivefold plan`"

@@ -6,23 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
 
 
 class Cache:
-    """What every block of a model has seen so far. Blocks attend in turn, the same ones every time."""
+    """Attention that also sees the earlier tokens. Blocks attend in turn, the same ones every time."""
 
     def __init__(self, length: int):
         """`length`: the most tokens that there will be."""
         self.length = length
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.turn = 0
-
-    def teach(self, ops: LocalOps) -> LocalOps:
-        """The same ops, but that attention also sees what it saw before."""
-        vars(ops).update(sight=self.sight, attend=self.attend)
-        return ops
 
     def forget(self) -> None:
         self.kept = []

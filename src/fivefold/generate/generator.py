@@ -26,7 +26,7 @@ class Generator:
         """`weights`: a checkpoint, or a directory of Hugging Face's. `length`: the most tokens, prompt and answer."""
         self.mesh, self.length, self.vocab = mesh, length, job.model.vocab
         self.cache = Cache(length)
-        self.network = Network(job, mesh, around=self.cache.teach)
+        self.network = Network(job, mesh, attention=self.cache)
         shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
         pieces = held(self.network.weights, shapes, None)
         if (weights / MANIFEST).exists():

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from fivefold.layout.layout import Layout
+from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer, OptimizerConfig
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
@@ -33,18 +34,6 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seq: int = 128  # tokens of a sample
     seed: int = 0  # of the data order
     document_mask: bool = False  # attention stays within a document
-
-
-class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    lr: float = 3e-3  # peak
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # decoupled; norms, biases and embeddings are spared
-    clip: float = 1.0  # of the global gradient norm; 0: never
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup: int = 20  # steps, linear from 0
-    decay: float = 0.2  # wsd: the share of the steps, at the end, in which the rate falls
-    final: float = 0.1  # the last rate, as a share of the peak
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +76,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: ModelSpec
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: AnyOptimizer = AdamW()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trace: TraceConfig = TraceConfig()
@@ -108,7 +97,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             return []
         widths = {"hidden": model.hidden, "ffn": model.ffn, "heads x head_dim": model.heads * model.head_dim}
         widths["kv_heads x head_dim"] = model.kv_heads * model.head_dim
-        tokens = t.batch // max(1, layout.dp * layout.microbatches) * self.data.seq // max(1, layout.cp)
+        tokens = t.batch // max(1, layout.size("batch") * layout.microbatches) * self.data.seq // max(1, layout.cp)
         widths["tokens of a microbatch on a rank"] = tokens
         odd = [f"{name}={width}" for name, width in widths.items() if width % 16]
         splits = layout.pp > 1 and layout.splits_backward
@@ -123,20 +112,23 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (not odd, f"train.fp8=true takes widths that are multiples of 16, not {', '.join(odd)}"),
         ]
 
+    def _whole_matrices(self) -> list[tuple[bool, str]]:
+        """A rule that reads whole matrices finds them where no rank holds a part."""
+        sizes = {"tp": self.layout.tp - 1, "zero": self.layout.zero}
+        cut = " and ".join(f"layout.{key}" for key, size in sizes.items() if size)
+        why = (
+            f"optimizer.name={self.optimizer.name} reads whole matrices, and {cut} divides them; nearest: tp=1, zero=0"
+        )
+        return [(not (self.optimizer.whole_matrices and cut), why)]
+
     def _settings(self) -> list[str]:
-        o, t, d, name = self.optimizer, self.train, self.data, self.run.name
+        t, d, name = self.train, self.data, self.run.name
         c = self.checkpoint
         traced, after = self.trace.steps, self.trace.after
         learned = self.model.positions == "learned"
         rules = [
-            (0 < o.lr < math.inf, f"optimizer.lr={o.lr} must be a positive number"),
-            (all(0 <= beta < 1 for beta in o.betas), f"optimizer.betas={list(o.betas)} must lie in [0, 1)"),
-            (0 < o.eps < math.inf, f"optimizer.eps={o.eps} must be positive"),
-            (0 <= o.weight_decay < math.inf, f"optimizer.weight_decay={o.weight_decay} must not be negative"),
-            (0 <= o.clip < math.inf, f"optimizer.clip={o.clip} must not be negative; 0 turns it off"),
-            (o.warmup >= 0, f"optimizer.warmup={o.warmup} must not be negative; 0 means none"),
-            (0 <= o.decay <= 1, f"optimizer.decay={o.decay} is a share of the steps, between 0 and 1"),
-            (0 <= o.final <= 1, f"optimizer.final={o.final} is a share of the peak rate, between 0 and 1"),
+            *self.optimizer.rules(),
+            *self._whole_matrices(),
             (t.steps >= 1, f"train.steps={t.steps} must be at least 1"),
             (t.batch >= 1, f"train.batch={t.batch} must be at least 1"),
             (0 <= t.label_smoothing < 1, f"train.label_smoothing={t.label_smoothing} is a share: 0 <= it < 1"),
@@ -257,7 +249,7 @@ def _spread(section: str, text: str, problems: list[str]) -> Table:
     return {"preset": text} if section == "model" else {}
 
 
-def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | Layout | None:
+def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | Layout | OptimizerConfig | None:
     try:
         if kind is Layout and isinstance(value, str):
             return Layout.parse(value)
@@ -269,7 +261,23 @@ def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | L
     if not isinstance(value, dict):
         problems.append(f"{name}={value!r} is not a table of settings")
         return None
+    if kind is OptimizerConfig:
+        return _optimizer(value, problems)
     return read(kind, value, name, problems)
+
+
+def _optimizer(value: Table, problems: list[str]) -> OptimizerConfig | None:
+    """`optimizer.name` decides which settings there are."""
+    name = value.get("name", AdamW().name)
+    if name not in OPTIMIZERS:
+        problems.append(f"optimizer.name={name!r} is not a choice; {did_you_mean(str(name), list(OPTIMIZERS))}")
+        return None
+    return read(OPTIMIZERS[name], {key: it for key, it in value.items() if key != "name"}, "optimizer", problems)
+
+
+def job_from(table: Table) -> Job:
+    """A job as a checkpoint has it. The first releases knew one optimizer, and did not name it."""
+    return msgspec.convert(table | {"optimizer": {"name": AdamW().name} | table.get("optimizer", {})}, Job)
 
 
 def _model(value: Any, of_its_own: bool, problems: list[str]) -> ModelSpec | None:

@@ -2,7 +2,7 @@
 
 import math
 
-from fivefold.job.config import OptimizerConfig
+from fivefold.optimizers import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from fivefold.layout.axes import Axes
 from fivefold.schedule.actions import COLLECTIVES
 from fivefold.schedule.catalogue import RECORDS, record_of
 from fivefold.schedule.record import Record
@@ -24,11 +25,7 @@ ContextKind = Literal["ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dp: int = 1  # replicas, each with its own part of the batch
-    tp: int = 1  # ranks that share every matrix
-    pp: int = 1  # ranks that share the layers
-    cp: int = 1  # ranks that share every sequence
+class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cp_kind: ContextKind = "ring"
     zero: int = 0  # what is sharded over dp x cp: 1 optimizer, 2 + gradients, 3 + parameters
     replicate: int = 1  # hybrid sharding: copies of the zero=3 shards, a divisor of dp
@@ -76,19 +73,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return not (self.breaks_graphs and self.recompute == "selective")
 
     @property
-    def world(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each axis: tp varies fastest, then cp, pp and dp."""
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        dp, pp = divmod(rest, self.pp)
-        return {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
-
-    def place(self, rank: int) -> str:
-        """In words, of the axes that have several ranks: 'dp 1, pp 0'."""
-        return ", ".join(f"{axis} {at}" for axis, at in self.coordinates(rank).items() if getattr(self, axis) > 1)
+    def last_stage(self) -> int:
+        return self.placement.owner[-1]
 
     @property
     def stages(self) -> int:
@@ -164,7 +150,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         `world` is the number of ranks there are, `seq` the sequence length, `batch` the global batch in sequences;
         what is not given is not checked. `ranks_by` says how the reader gives a number of ranks: "--nproc" 8.
         """
-        counts = ("dp", "tp", "pp", "cp", "replicate", "chunks", "microbatches")
+        counts = (*self.degrees, "replicate", "chunks", "microbatches")
         absurd = {field: value for field in counts if (value := getattr(self, field)) < 1}
         found = [f"layout.{field}={value} must be at least 1; nearest: {field}=1" for field, value in absurd.items()]
         # The other rules divide by these: they are held against the nearest values that make sense.
@@ -258,8 +244,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"pp={self.pp} x chunks={self.chunks} makes {self.stages} stages, and {spec.name} has {spec.layers} "
                 f"layers, an embedding and a head to fill them; nearest: {nearest}"
             )
-        both_ends = self.chunks > 1 and self.placement.owner[-1] == 0
-        if spec.tied and both_ends and self.zero in (2, 3) and self.dp * self.cp > 1:
+        both_ends = self.chunks > 1 and self.last_stage == 0
+        if spec.tied and both_ends and self.zero in (2, 3) and self.size("data") > 1:
             why = "gathers the weights of each stage by itself"
             if self.zero == 2:
                 why = "keeps no whole gradient between two stages' passes"
@@ -305,7 +291,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"layout.replicate={self.replicate} does not divide dp={self.dp}; nearest: "
                 f"{_around('replicate', self.replicate, legal)}"
             )
-        share = self.dp * self.microbatches
+        share = self.size("batch") * self.microbatches
         if batch is not None and batch % share:
             near = [n for n in (batch // share * share, -(-batch // share) * share) if n]
             found.append(
@@ -317,10 +303,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def _world(self, world: int | None, ranks_by: str) -> list[str]:
         if world is None or world == self.world:
             return []
-        inner = self.tp * self.pp * self.cp
+        inner = self.world // self.dp
         fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"{ranks_by} {self.world}"
         return [
-            f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} (dp x tp x pp x cp), and there "
+            f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} ({' x '.join(self.degrees)}), and there "
             f"{'is' if world == 1 else 'are'} {world}; nearest: {fit}"
         ]
 

@@ -1,6 +1,6 @@
 """The ops of the decoder, on one device; `parallel/` speaks the same ones across ranks."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,17 +8,58 @@ from torch.nn import functional as F
 from fivefold.model import attention
 from fivefold.model import deterministic_attention as repeatable
 from fivefold.model.attention import AttentionMask
+from fivefold.model.compiled import outside
 from fivefold.model.deterministic_attention import Tiles
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.positions import TokenPositions
 
 
+class AttentionOps(Protocol):
+    """How attention is computed: on this device alone, over the ranks that share a sequence, or from a cache."""
+
+    def sight(self, place: TokenPositions) -> Any: ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor: ...
+
+
+class LocalAttention:
+    def sight(self, place: TokenPositions) -> Any:
+        """What `attend` has to know of who may look at whom; made once for all layers."""
+        device = place.positions.device
+        if place.documents is None:
+            return repeatable.causal(device, place.length) if repeatable.wanted(device, place.length) else None
+        return AttentionMask(place) if device.type == "cuda" else place.mask()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
+        """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
+        if isinstance(sight, AttentionMask):
+            if attention.flashes(q):
+                return attention.packed_attention(q, k, v, sight.spans)
+            sight = sight.mask
+        if isinstance(sight, Tiles):
+            if repeatable.fit(q, sight):
+                return repeatable.attend(q, k, v, sight)
+            sight = None
+        grouped = k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
+
+
 class LocalOps:
-    compiled = False  # whether blocks are: then the loss is, too
-    fp8 = False  # whether the products of blocks are
     sharded = False  # whether weights are DTensors
-    breaks = False  # whether a compiled block is several graphs
+
+    def __init__(
+        self, *, attention: AttentionOps | None = None, compiled: bool = False, fp8: bool = False, breaks: bool = False
+    ):
+        """`compiled`: blocks are, and then the loss is too; `fp8`: the matmuls of blocks are in 8-bit floats; `breaks`:
+        a compiled block is several graphs."""
+        self.attention = attention or LocalAttention()
+        self.compiled, self.fp8, self.breaks = compiled, fp8, breaks
+
+    def between_graphs(self, *names: str) -> None:
+        """Call these ops between the graphs of a compiled block, as Python."""
+        for name in names if self.compiled else ():
+            setattr(self, name, outside(getattr(self, name)))
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""
@@ -51,23 +92,11 @@ class LocalOps:
 
     def sight(self, place: TokenPositions) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers."""
-        device = place.positions.device
-        if place.documents is None:
-            return repeatable.causal(device, place.length) if repeatable.wanted(device, place.length) else None
-        return AttentionMask(place) if device.type == "cuda" else place.mask()
+        return self.attention.sight(place)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
-        """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
-        if isinstance(sight, AttentionMask):
-            if attention.flashes(q):
-                return attention.packed_attention(q, k, v, sight.spans)
-            sight = sight.mask
-        if isinstance(sight, Tiles):
-            if repeatable.fit(q, sight):
-                return repeatable.attend(q, k, v, sight)
-            sight = None
-        grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
+        """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]."""
+        return self.attention.attend(q, k, v, sight)
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S, E] -> [B, S, V]; the table is the head, or the embedding where they are tied."""

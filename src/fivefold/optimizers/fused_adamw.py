@@ -1,15 +1,15 @@
 """AdamW on a GPU in one pass over memory: clipping, both moments, the master, and the model's rounded copy of it.
 
-PyTorch's fused AdamW does the middle of that; scaling the gradients before it and rounding the weights after it read
-and write them all once more, a tenth of a step of one microbatch. Written by hand because that pass is all there is to
-it. The arithmetic is torch.optim.AdamW's, in float32.
+PyTorch's fused AdamW computes moments and master. Scaling the gradients before it and rounding the weights after it
+would read and write them all once more, which takes a tenth of a step of one microbatch. The arithmetic is
+torch.optim.AdamW's, in float32.
 """
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from fivefold.job.config import OptimizerConfig
 
 _BLOCK = 2048
 
@@ -37,21 +37,22 @@ def _update(
 
 def adamw(
     master: Tensor,
-    moments: tuple[Tensor, Tensor],
+    moments: Sequence[Tensor],
     scale: Tensor,
     rounded: Tensor | None,
-    config: OptimizerConfig,
+    betas: tuple[float, float],
+    eps: float,
     lr: float,
     decay: float,
     step: int,
 ) -> None:
     """Step number `step`, from 1, of one float32 parameter; its gradient counts `scale` times. All in place."""
-    beta1, beta2 = config.betas
+    beta1, beta2 = betas
     size, gradient = master.numel(), master.grad
     assert gradient is not None
     assert all(x.is_contiguous() for x in (master, gradient, *moments, master if rounded is None else rounded))
     keep, rate, root = 1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     _update[(triton.cdiv(size, _BLOCK),)](
         master, gradient, *moments, rounded if rounded is not None else master, scale, size,
-        keep, rate, root, beta1, beta2, config.eps, ROUNDS=rounded is not None, BLOCK=_BLOCK,
+        keep, rate, root, beta1, beta2, eps, ROUNDS=rounded is not None, BLOCK=_BLOCK,
     )  # fmt: skip

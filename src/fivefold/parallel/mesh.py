@@ -1,10 +1,11 @@
-"""Mesh: the ranks of a layout, as axes. It is passed to whoever communicates; there is no global one.
+"""Mesh: the axis table of a layout as torch's process groups, seen from one rank.
 
-Order of the axes, fastest last: (dp, pp, cp, tp). Ranks that talk most sit next to each other, inside a node.
+Code that communicates is given the mesh; there is no global one.
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Self
 
@@ -24,7 +25,7 @@ class Axis:
     size: int = 1
     rank: int = 0  # this process's place along the axis
     mesh: DeviceMesh | None = None  # one-dimensional; None where there is no process group at all
-    staged: bool = False  # tensors are on a GPU and gloo moves them: see `parallel.staging`
+    staged: bool = False  # tensors are on a GPU and gloo moves them: see `parallel.host_staging`
     bare: dist.ProcessGroup | None = None  # where the ranks are no axis of the DeviceMesh
     patience: timedelta = timedelta(0)  # for a message between two ranks; zero: the group's own
 
@@ -47,27 +48,18 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a layout, and those that are made of them.
-
-    data   dp x cp: the ranks that hold the same weights and other tokens
-    zero   what ZeRO shards over: data, or with hybrid sharding dp/replicate x cp
-    world  all
-    ends   the two pipeline ranks with the first and the last stage, which share a tied embedding
-    """
+    """The axes of a layout as attributes: `mesh.tp`, `mesh.zero`. `layout/axes.py` says which there are."""
 
     layout: Layout
     device: torch.device
-    dp: Axis = Axis("dp")
-    pp: Axis = Axis("pp")
-    cp: Axis = Axis("cp")
-    tp: Axis = Axis("tp")
-    replicate: Axis = Axis("replicate")
-    data: Axis = Axis("data")
-    zero: Axis = Axis("zero")
-    world: Axis = Axis("world")
-    ends: Axis = Axis("ends")
-    root: DeviceMesh | None = None
+    axes: Mapping[str, Axis] = field(default_factory=dict)  # those that are missing have one rank
+    roots: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by grid
     lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: communicators for the pipeline's messages
+
+    def __getattr__(self, name: str) -> Axis:
+        if name.startswith("__") or name not in self.layout.table:
+            raise AttributeError(f"the mesh has no axis {name}")
+        return self.axes.get(name) or Axis(name)
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device, timeout: float | None = None) -> Self:
@@ -77,30 +69,25 @@ class Mesh:
         """
         if layout.world == 1:
             return cls(layout, device)
-        sizes = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
-        if layout.replicate > 1:
-            del sizes["dp"]
-            sizes = {"replicate": layout.replicate, "shard": layout.dp // layout.replicate} | sizes
-        ranks = torch.arange(layout.world).reshape(*sizes.values()).movedim(list(sizes).index("pp"), 0)
-        names = ("pp", *(name for name in sizes if name != "pp"))  # pp first: torch 2.11 joins neighbours only
-        root = DeviceMesh(device.type, ranks, mesh_dim_names=names)
-        meshes = {name: root[name] for name in sizes}
-        if layout.replicate > 1:
-            meshes["zero"] = root["shard", "cp"]._flatten("zero")
-            meshes["data"] = root["replicate", "shard", "cp"]._flatten("data")
-            meshes["dp"] = root["replicate", "shard"]._flatten("dp")
-            del meshes["shard"]
-        else:
-            meshes["zero"] = meshes["data"] = root["dp", "cp"]._flatten("zero")
-        staged = device.type == "cuda" and dist.get_backend() == "gloo"
-        axes = {name: Axis(name, mesh.size(), mesh.get_local_rank(), mesh, staged) for name, mesh in meshes.items()}
-        axes["world"] = Axis("world", layout.world, dist.get_rank(), staged=staged, bare=dist.group.WORLD)
-        lines = ranks.movedim(0, -1).reshape(-1, layout.pp).tolist()
-        axes["ends"] = _ends(layout, axes["pp"], lines)
-        lanes = _groups(lines, _channels(layout)) if layout.pp > 1 and dist.get_backend() == "nccl" else ()
+        roots = {grid: _root(layout, grid, device) for grid in layout.grids}
+        rank, staged = dist.get_rank(), device.type == "cuda" and dist.get_backend() == "gloo"
+        axes = {"world": Axis("world", layout.world, rank, staged=staged, bare=dist.group.WORLD)}
+        joined: dict[tuple[str, ...], DeviceMesh] = {}  # axes of the same dimensions share a group
+        for name in sorted(layout.table, key=lambda name: name in layout.degrees):  # all ranks make groups in one order
+            root = roots[layout.grid_of(name)]
+            names = tuple(factor for factor in layout.factors(name) if factor in (root.mesh_dim_names or ()))
+            if name in ("world", "ends") or not names:
+                continue
+            if names not in joined:
+                joined[names] = root[names]._flatten(name) if len(names) > 1 else root[names]
+            axes[name] = Axis(name, layout.size(name), layout.position(name, rank), joined[names], staged)
+        axes["ends"] = _ends(layout, axes["pp"])
+        lanes: tuple[dist.ProcessGroup, ...] = ()
+        if layout.pp > 1 and dist.get_backend() == "nccl":
+            lanes = _groups(layout.groups("pp"), len(layout.placement.channels))
         if timeout is not None:
             axes = _limited(axes, lanes, timedelta(seconds=timeout))
-        return cls(layout, device, root=root, lanes=lanes, **axes)
+        return cls(layout, device, axes, roots, lanes)
 
     def lane(self, number: int) -> dist.ProcessGroup:
         """The group for the messages of one channel: NCCL matches in order, gloo by tag."""
@@ -108,10 +95,16 @@ class Mesh:
 
     def plane(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
-        assert self.root is not None
         with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-            return self.root[names] if len(names) > 1 else getattr(self, names[0]).mesh
+            return self.roots[self.layout.grid_of(names[0])][names] if len(names) > 1 else getattr(self, names[0]).mesh
+
+
+def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> DeviceMesh:
+    """A grid as a DeviceMesh. Hybrid sharding's dimension exists only where it is used."""
+    names = tuple(factor for factor in grid if factor != "replicate" or layout.replicate > 1)
+    ranks = torch.tensor(layout.by_stage()).reshape([getattr(layout, name) for name in names])
+    return DeviceMesh(device.type, ranks, mesh_dim_names=names)
 
 
 def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeout: timedelta) -> dict[str, Axis]:
@@ -123,20 +116,15 @@ def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeou
     return {name: replace(axis, patience=timeout) for name, axis in axes.items()}
 
 
-def _ends(layout: Layout, pp: Axis, lines: list[list[int]]) -> Axis:
-    last = layout.placement.owner[-1]
-    if last == 0:
+def _ends(layout: Layout, pp: Axis) -> Axis:
+    if layout.size("ends") == 1:
         return Axis("ends")
     if layout.pp == 2:
         return replace(pp, name="ends")
-    (group,) = _groups([[line[0], line[last]] for line in lines], 1)
-    if pp.rank not in (0, last):
+    (group,) = _groups(layout.groups("ends"), 1)
+    if pp.rank not in (0, layout.last_stage):
         return Axis("ends")
-    return Axis("ends", 2, int(pp.rank == last), staged=pp.staged, bare=group)
-
-
-def _channels(layout: Layout) -> int:
-    return len(layout.placement.channels)
+    return Axis("ends", 2, int(pp.rank > 0), staged=pp.staged, bare=group)
 
 
 def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:

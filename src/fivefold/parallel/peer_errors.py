@@ -13,9 +13,8 @@ from fivefold.support.errors import PeerLost
 
 def who(mesh: Mesh) -> str:
     """This rank, and where it stands in the mesh: 'rank 5 (dp 1, pp 0)'."""
-    axes = [axis for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp) if axis.size > 1]
-    places = ", ".join(f"{axis.name} {axis.rank}" for axis in axes)
-    return f"rank {dist.get_rank()} ({places})" if places else "rank 0"
+    place = mesh.layout.place(mesh.world.rank)
+    return f"rank {mesh.world.rank} ({place})" if place else "rank 0"
 
 
 def others(*axes: Axis) -> str:

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from fivefold.layout.buckets import held
 from fivefold.layout.sharding import chunk, kv_head
-from fivefold.model.compiled import outside
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
@@ -47,20 +46,20 @@ class TensorParallel(LocalOps):
 
     sharded = True
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None, **options: Any):
         """With `later`, linears can put off the gradients of their weights."""
+        super().__init__(**options)
         self.spec, self.axis, self.sp, self.later = spec, mesh.tp, mesh.layout.sp, later
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
         self.held = held(spec, mesh.layout, mesh.tp.rank)
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
+        if later is not None:
+            self.between_graphs("columns", "rows")  # with the names of what they put off, which are a layer's own
 
     def adopt(self, model: nn.Module) -> None:
         """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
-        if self.compiled and self.later is not None:
-            # The names of what they put off, a layer's own, stay outside with them.
-            self.columns, self.rows = outside(self.columns), outside(self.rows)  # type: ignore[method-assign]
         assert self.axis.mesh is not None
         for owner, module in model.named_modules():
             known: dict[str, tuple[bool, bool]] = {}
@@ -157,13 +156,13 @@ class TensorParallel(LocalOps):
 class DeferredLocalOps(LocalOps):
     """On one tp rank: the linears of `LocalOps`, to the bit, whose weights' gradients can be put off."""
 
-    def __init__(self, later: WeightGradQueue):
+    def __init__(self, later: WeightGradQueue, **options: Any):
+        super().__init__(**options)
         self.later, self.axis = later, Axis("tp")
         self.names: dict[nn.Module, str] = {}
+        self.between_graphs("columns")
 
     def adopt(self, model: nn.Module) -> None:
-        if self.compiled:
-            self.columns = outside(self.columns)  # type: ignore[method-assign]
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
     def _deferral(self, *linears: nn.Linear) -> Deferral:

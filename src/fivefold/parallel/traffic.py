@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.layout.collective_cost import AXES, Kind, Traffic, total, wire
+from fivefold.layout.collective_cost import Kind, Traffic, total, wire
 from fivefold.parallel.mesh import Mesh
 
 SPACES = ("c10d", "_c10d_functional", "_dtensor")  # of the operators that communicate
@@ -57,7 +57,7 @@ class TrafficCounter(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.axes: dict[tuple[int, ...], str] = {}
-        for name in reversed(AXES):  # the first of AXES has the last word
+        for name in reversed(list(mesh.layout.table)):  # of axes with the same ranks, the first name of the table stays
             axis = getattr(mesh, name)
             if axis.size > 1:
                 self.axes[_ranks(axis.group)] = name

@@ -16,7 +16,7 @@ def host_memory() -> int:
 
 def memory_problems(job: Job, ranks: int, have: int, where: str) -> list[str]:
     """Why `ranks` ranks do not fit into the `have` bytes that they share."""
-    each = state(job.model, job.layout, job.train.dtype).total
+    each = state(job.model, job.layout, job.train.dtype, job.optimizer).total
     if each * ranks <= have:
         return []
     on_it = f" on each of the {ranks} ranks that share it" if ranks > 1 else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import mean, median
 
-from fivefold.layout.collective_cost import AXES
+from fivefold.layout.axes import shown_order
 from fivefold.trace.intervals import Intervals, common, length, minus, union
 from fivefold.trace.predict import predict
 from fivefold.trace.records import RankTrace, Trace, Window, land
@@ -71,7 +71,7 @@ class Summary:
     @property
     def axes(self) -> list[str]:
         seen = {axis for time in self.by_rank for axis in (*time.exposed, *time.hidden)}
-        return sorted(seen, key=lambda axis: (AXES.index(axis) if axis in AXES else len(AXES), axis))
+        return sorted(seen, key=lambda axis: (shown_order(axis), axis))
 
     def steps_of(self, rank: RankTrace) -> list[RankTime]:
         line = self.trace.lines[self.line_of[rank.rank]]

@@ -127,11 +127,11 @@ class Tracer:
     def result(self) -> RankTrace:
         """What this rank has seen."""
         mesh, end = self.mesh, max((window.end for window in self.windows), default=0.0)
-        axes = [getattr(mesh, name) for name in ("dp", "pp", "cp", "tp")]
+        layout, rank = mesh.layout, mesh.world.rank
         return RankTrace(
-            rank=mesh.world.rank,
-            name=" ".join(f"{axis.name}{axis.rank}" for axis in axes if axis.size > 1),
-            line=(mesh.dp.rank * mesh.cp.size + mesh.cp.rank) * mesh.tp.size + mesh.tp.rank,
+            rank=rank,
+            name=layout.place(rank).replace(" ", "").replace(",", " "),
+            line=layout.pipeline(rank),
             place=mesh.pp.rank,
             steps=tuple(self.windows),
             actions=tuple(self.actions),

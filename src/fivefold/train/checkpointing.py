@@ -9,11 +9,12 @@ import msgspec
 from fivefold.checkpoint.load import Say, load, newest
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
-from fivefold.checkpoint.state import held, written
+from fivefold.checkpoint.state import held, optimizer_of, written
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.data.index import NAME as INDEX
 from fivefold.job.config import Job
 from fivefold.job.preflight import Sources
+from fivefold.optimizers import OPTIMIZERS
 from fivefold.parallel.control import Control
 from fivefold.support.errors import UserError
 from fivefold.train.loop import Trainer
@@ -43,7 +44,8 @@ class Checkpoints:
         for note in changes(manifest, job, self.data):
             self.say(note)
         engine = self.trainer.engine
-        load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if manifest.optimizer else None))
+        same = optimizer_of(manifest) == job.optimizer.name  # another optimizer's states are of no use
+        load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if same else None))
         engine.optimizer.restore(manifest.updates)
         self.trainer.done, self.trainer.samples = manifest.step, manifest.samples
         self.saved = manifest.step
@@ -128,7 +130,7 @@ def changes(manifest: Manifest, job: Job, data: str) -> list[str]:
     notes = []
     for section, keys in _TOLD.items():
         for key in keys:
-            before, now = manifest.job.get(section, {}).get(key), ours[section][key]
+            before, now = manifest.job.get(section, {}).get(key), ours[section].get(key)
             if before is not None and before != now:
                 notes.append(f"{section}.{key} was {before} up to step {manifest.step}, and is {now} from here on")
     if manifest.data and data != manifest.data:
@@ -138,6 +140,6 @@ def changes(manifest: Manifest, job: Job, data: str) -> list[str]:
 
 _TOLD = {
     "data": ("seq", "seed", "document_mask"),
-    "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup", "decay", "final"),
+    "optimizer": ("name", *dict.fromkeys(field for kind in OPTIMIZERS.values() for field in kind.__struct_fields__)),
     "train": ("steps", "batch", "seed", "dtype", "label_smoothing", "z_loss"),
 }

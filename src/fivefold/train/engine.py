@@ -2,7 +2,7 @@
 
 global batch -> this dp rank's samples -> microbatches -> this cp rank's tokens -> the schedule's actions on this pp
       rank's stages -> loss sums, each divided once by the global count of target tokens -> gradients, summed once
-      over dp x cp -> gradient norm -> AdamW step
+      over dp x cp -> gradient norm -> the optimizer's step
 """
 
 import torch
@@ -12,10 +12,10 @@ from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.model.head import Targets
 from fivefold.model.positions import TokenPositions
-from fivefold.optimizers.optimizer import Optimizer
 from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.context import Context
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.peer_errors import waiting
 from fivefold.parallel.pipeline import Microbatch, Watch
 from fivefold.train.network import Network
@@ -34,7 +34,7 @@ class Engine(Network):
     def accumulate(self, batch: Batch) -> Tensor:
         """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it."""
         count = max(1, batch.loss_tokens)
-        mine = batch.split(self.mesh.dp.size)[self.mesh.dp.rank].split(self.job.layout.microbatches)
+        mine = batch.split(self.mesh.batch.size)[self.mesh.batch.rank].split(self.job.layout.microbatches)
         extras = {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
 
         def loss_of(total: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Engine(Network):
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """The loss sum of a global batch without gradients, equal on all ranks: plain cross-entropy, no dropout."""
-        mine = batch.padded(self.mesh.dp.size).split(self.mesh.dp.size)[self.mesh.dp.rank]
+        mine = batch.padded(self.mesh.batch.size).split(self.mesh.batch.size)[self.mesh.batch.rank]
         for model in self.stages.values():
             model.eval()
         loss = self.pipeline.forward_only(self._microbatch(mine))

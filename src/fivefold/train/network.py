@@ -1,39 +1,31 @@
 """A job's model on this rank: its stages, their weights, and the pipeline that runs them."""
 
-from collections.abc import Callable
-
 import torch
 
 from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, compiles
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.ops import LocalOps
+from fivefold.model.ops import AttentionOps
 from fivefold.parallel.channels import Channels
 from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ops import verbs_of
+from fivefold.parallel.ops import ops_of
 from fivefold.parallel.pipeline import Pipeline, Watch
 from fivefold.parallel.zero import spread
 
 
 class Network:
-    """`watch` surrounds every action of the pipeline; `around` puts ops of its own around the layout's."""
+    """`watch` surrounds every action of the pipeline; `attention` replaces the layout's."""
 
-    def __init__(
-        self,
-        job: Job,
-        mesh: Mesh,
-        watch: Watch | None = None,
-        around: Callable[[LocalOps], LocalOps] = lambda ops: ops,
-    ):
+    def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None, attention: AttentionOps | None = None):
         self.job, self.mesh = job, mesh
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = WeightGradQueue(), self.schedule.splits
-        self.ops = around(verbs_of(job.model, mesh, later if split else None))
-        self.ops.compiled, self.ops.fp8, self.ops.breaks = self.compiled, job.train.fp8, layout.breaks_graphs
+        put_off, fp8 = later if split else None, job.train.fp8
+        self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, fp8=fp8)
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
         later.report = self.weights.add

@@ -30,7 +30,7 @@ def make_batch(job: Job, step: int) -> Batch:
         samples=np.arange(step * size, (step + 1) * size),
         tokens=tokens[:, :-1],
         targets=tokens[:, 1:],
-        loss_mask=_mask(rng, size, seq, job.layout.dp, step),
+        loss_mask=_mask(rng, size, seq, job.layout.size("batch"), step),
         documents=np.stack([_documents(rng, seq) for _ in range(size)]),
     )
 

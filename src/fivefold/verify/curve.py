@@ -51,7 +51,7 @@ class Curves:
 def follow(job: Job, timeout: float) -> Curves:
     """Three runs, one after the other: alone, its control, and the job's own layout."""
     layout = job.layout
-    alone = Layout(microbatches=layout.dp * layout.microbatches, recompute=layout.recompute)
+    alone = Layout(microbatches=layout.size("batch") * layout.microbatches, recompute=layout.recompute)
     single = msgspec.structs.replace(job, layout=alone)
 
     def run(which: Job, shuffled: bool) -> tuple[list[float], set[tuple[str, str]]]:

@@ -7,7 +7,7 @@ from typing import Any
 from fivefold.dryrun.run import Dry
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
-from fivefold.layout.collective_cost import Traffic, sizes
+from fivefold.layout.collective_cost import Traffic
 from fivefold.plan.cost.flops import rank_flops
 from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.plan.cost.memory import state_of
@@ -79,7 +79,7 @@ PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 def case_of(job: Job, cluster: Cluster) -> Case:
     """The job, as the planner asks."""
     precision = PRECISION[job.train.dtype]
-    stack = FIVEFOLD.computing_in(precision)
+    stack = FIVEFOLD.optimizing_with(job.optimizer).computing_in(precision)
     return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
 
 
@@ -88,7 +88,7 @@ def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
     seat, layout, seq, batch = Seat.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     case = case_of(job, cluster)
     room = footprint_of(case, seat.pp)
-    state = state_of(job.model, layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero, seq=seq)
+    state = state_of(job.model, layout, job.train.dtype, job.optimizer, pp=seat.pp, tp=seat.tp, zero=seat.zero, seq=seq)
     flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp)
     late = room.lazy and room.gradients > 0  # the peak is where all gradients are, and little else
     working = room.after if late else room.working
@@ -102,4 +102,4 @@ def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
         Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
     )
     planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat)
-    return Against(dry, room, figures, tuple(planned), sizes(layout))
+    return Against(dry, room, figures, tuple(planned), {axis: layout.size(axis) for axis in layout.table})

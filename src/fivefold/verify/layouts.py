@@ -19,18 +19,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
 from fivefold.job.config import Job
+from fivefold.layout.axes import AXES
 from fivefold.layout.layout import ContextKind, Layout, Recompute
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.model import ModelSpec
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
 _MICROBATCHES = (1, 2)
-_FACTORS = ("dp", "cp", "tp", "pp", "schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches")
+_DEGREES = [axis for axis in AXES if axis in Layout().degrees]
+_FACTORS = (*_DEGREES, "schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches")
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,21 @@ class Case:
 def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
     met: Counter[object] = Counter()
     left: list[Layout] = []
-    for dp, cp, tp, pp in product(_divisors(world), repeat=4):
-        if dp * cp * tp * pp != world:
+    for sizes in product(_divisors(world), repeat=len(_DEGREES)):
+        degrees: dict[str, Any] = dict(zip(_DEGREES, sizes, strict=True))
+        axes = Layout(**degrees)
+        if axes.world != world:
             continue
-        sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in _divisors(dp) if copies > 1]
-        schedules = [name for name in CATALOGUE if name != "naive"] if pp > 1 else ["1f1b"]
-        for schedule, (zero, replicate) in product(schedules, sharded if dp * cp > 1 else [(0, 1)]):
-            base = Layout(dp=dp, cp=cp, tp=tp, pp=pp, schedule=schedule, zero=zero, replicate=replicate)
+        sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in _divisors(axes.dp) if copies > 1]
+        schedules = [name for name in CATALOGUE if name != "naive"] if axes.pp > 1 else ["1f1b"]
+        for schedule, (zero, replicate) in product(schedules, sharded if axes.size("data") > 1 else [(0, 1)]):
+            base = Layout(**degrees, schedule=schedule, zero=zero, replicate=replicate)
             legal = [
                 layout
                 for layout in _rest(base, deep_enough(spec, base) if deepen else spec)
                 if not layout.problems(deep_enough(spec, layout) if deepen else spec, world=world, seq=seq, batch=batch)
             ]
-            if pp == 1:
+            if base.pp == 1:
                 yield from legal
             elif legal:
                 best = max(legal, key=lambda layout: _worth(layout, met))

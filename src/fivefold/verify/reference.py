@@ -1,4 +1,4 @@
-"""What one device computes: the plain decoder, stock autograd, torch's AdamW, the whole global batch at once.
+"""What one device computes: the plain decoder, stock autograd, torch's own optimizer, the whole global batch at once.
 
 This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged.
 """
@@ -98,7 +98,7 @@ def run_reference(job: Job, device: torch.device, exact: bool = False, nudge: in
             weights[name].copy_(weight)
 
     publish()
-    adam = _adam(job, masters)
+    optimizer = _stock(job, masters)
     steps = []
     for number in range(job.train.steps):
         batch = make_batch(job, number)
@@ -110,23 +110,23 @@ def run_reference(job: Job, device: torch.device, exact: bool = False, nudge: in
             master.grad = None if gradient is None else gradient.to(full, copy=True)
         before = {name: m.grad.cpu().clone() for name, m in masters.items() if m.grad is not None}
         norm = nn.utils.clip_grad_norm_(masters.values(), job.optimizer.clip or torch.inf)
-        for group in adam.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate(job.optimizer, number, job.train.steps)
         if batch.loss_tokens:
-            adam.step()
+            optimizer.step()
         publish()
         steps.append(Step(loss.item(), norm.item(), before))
     return Reference(steps, {name: master.detach().cpu() for name, master in masters.items()})
 
 
-def _adam(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
-    settings = job.optimizer
+def _stock(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """PyTorch's optimizer; only linears decay."""
     decayed = {parameter.name for parameter in job.model.parameters() if parameter.kind == "linear"}
     groups = [
         {"params": [p for name, p in masters.items() if (name in decayed) == linear], "weight_decay": decay}
-        for linear, decay in ((True, settings.weight_decay), (False, 0.0))
+        for linear, decay in ((True, job.optimizer.weight_decay), (False, 0.0))
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, foreach=False)
+    return job.optimizer.stock(groups, foreach=False)
 
 
 def _loss(job: Job, model: Decoder, batch: Batch, device: torch.device) -> Tensor:

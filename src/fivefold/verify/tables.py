@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.layout.collective_cost import AXES
+from fivefold.layout.axes import AXES, shown_order
 from fivefold.support.formatting import bytes_text, graphs_text
 from fivefold.verify import compare
 from fivefold.verify.compare import Error, bound_of
@@ -87,8 +87,7 @@ def _per(total: int, steps: int) -> str:
 
 
 def in_order(counts: Sequence[Count]) -> list[Count]:
-    order = {axis: place for place, axis in enumerate(AXES)}
-    return sorted(counts, key=lambda count: (order.get(count.counted.axis, len(AXES)), count.counted.kind))
+    return sorted(counts, key=lambda count: (shown_order(count.counted.axis), count.counted.kind))
 
 
 # ---- many layouts --------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def summary(judged: Sequence[tuple[Case, Verdict]]) -> Table:
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for case, verdict in judged:
         layout = verdict.job.layout
-        degrees = " ".join(f"{axis}={n}" for axis in ("dp", "cp", "tp", "pp") if (n := getattr(layout, axis)) > 1)
+        degrees = " ".join(f"{axis}={n}" for axis in AXES if (n := layout.degrees.get(axis, 1)) > 1)
         groups.setdefault((case.variant or case.job.model.name, degrees or "dp=1"), []).append(verdict)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("model", "ranks", "hold", "worst\ngradient", "worst\nparameter", "traffic", "memory"):

@@ -56,7 +56,7 @@ class Judge:
 
     def _reference(self, job: Job) -> Path:
         """One for all layouts of a model with the same dp, on which the data's masks depend."""
-        plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.dp))
+        plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
         key = msgspec.json.encode(plain)
         if key not in self.references:
             path = Path(self.home.name, f"{len(self.references)}.reference")
@@ -85,9 +85,8 @@ def holdings(job: Job) -> list[dict[str, float]]:
     live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
     forms = {}
     for seat in set(seats):
-        state = state_of(
-            job.model, job.layout, job.train.dtype, pp=seat.pp, tp=seat.tp, zero=seat.zero, seq=job.data.seq
-        )
+        place = {"pp": seat.pp, "tp": seat.tp, "zero": seat.zero, "seq": job.data.seq}
+        state = state_of(job.model, job.layout, job.train.dtype, job.optimizer, **place)
         sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
         forms[seat] = sizes | {"microbatches in flight": live[seat.pp]}
     return [forms[seat] for seat in seats]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.layout.buckets import buckets, held
 from fivefold.layout.layout import Layout
 from fivefold.model.head import Targets
-from fivefold.optimizers.optimizer import Optimizer
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.zero import Replicated
 from fivefold.spec.parameters import BOTTOM, TOP
 from fivefold.spec.presets import preset

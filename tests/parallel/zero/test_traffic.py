@@ -4,7 +4,7 @@ import torch
 
 from fivefold.layout.buckets import Grouping, buckets, held
 from fivefold.layout.layout import Layout
-from fivefold.optimizers.optimizer import Optimizer
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset

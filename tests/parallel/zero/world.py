@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.job.config import OptimizerConfig
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
@@ -15,9 +14,10 @@ from fivefold.model.init import initialise
 from fivefold.model.loss import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
-from fivefold.optimizers.optimizer import Optimizer
+from fivefold.optimizers import AdamW
 from fivefold.parallel.gather_full import whole
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.parallel.zero import FullySharded, Replicated, Weights
 from fivefold.spec.model import ModelSpec
@@ -25,7 +25,7 @@ from fivefold.spec.presets import preset
 
 SEED, S, STEPS = 7, 6, 3
 BOUND = 1e-10  # float64, max|a-b| / max|b|
-CONFIG = OptimizerConfig(lr=1e-2, clip=0.5, weight_decay=0.1)
+CONFIG = AdamW(lr=1e-2, clip=0.5, weight_decay=0.1)
 SMALL = preset("tiny", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=24, vocab=37)
 EVEN = preset("tiny", layers=2, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.data.batch import Batch
 from fivefold.layout.sharding import context_share
-from fivefold.model.ops import LocalOps
+from fivefold.model.ops import LocalAttention
 from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import check_runs
 from fivefold.parallel.context import allgather, ring, ulysses
@@ -36,13 +36,13 @@ class Context:
     def sight(self, place: TokenPositions) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers. Nothing is sent."""
         if self.kind == "local":
-            return LocalOps().sight(place)
+            return LocalAttention().sight(place)
         if place.documents is not None and place.row_documents is None:
             raise ValueError(
                 f"with cp={self.axis.size} a place with documents needs row_documents, those of whole rows"
             )
         if self.kind == "ulysses":
-            return LocalOps().sight(_whole(place))
+            return LocalAttention().sight(_whole(place))
         return self._works(place)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
@@ -55,7 +55,7 @@ class Context:
             case "ulysses":
                 return ulysses.attend(q, k, v, sight, self.axis)
             case _:
-                return LocalOps().attend(q, k, v, sight)
+                return LocalAttention().attend(q, k, v, sight)
 
     def _works(self, place: TokenPositions) -> list[Work | None]:
         """Ring: one for each step. All-gather: the own tile, then those that look at all keys."""

@@ -47,7 +47,7 @@ def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
 
 def globally(one: Held, local: Tensor, mesh: Mesh, sharded: bool) -> Tensor:
     """`local` as part of the whole parameter; `sharded`: it is the share of the rows that ZeRO gives to this rank."""
-    if mesh.root is None:
+    if mesh.world.size == 1:
         return local
     over_tp: Placement = Replicate() if one.tp.dim is None or mesh.tp.size == 1 else Shard(one.tp.dim)
     over_zero: Placement = Replicate()

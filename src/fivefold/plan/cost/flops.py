@@ -9,7 +9,7 @@ from fivefold.spec.operations import block
 
 def rank_flops(spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0) -> float:
     """Of the rank at those places; ranks along dp and cp do the same."""
-    tokens = batch // layout.dp * (seq // layout.cp)
+    tokens = batch // layout.size("batch") * (seq // layout.cp)
     stages = stages_of(spec, layout, seq)
     mine = [stages[number] for number in layout.placement.of_rank[pp]]
     layers = sum(len(stage.layers) for stage in mine)

@@ -90,7 +90,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     stages = [case.stages[number] for number in mine]
     count = sum(stage_parameters(spec, stage) for stage in stages) / layout.tp
     held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
-    shards = layout.dp // layout.replicate * layout.cp
+    shards = layout.size("zero")
     state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
     block = kept(spec, layout, stack, case.samples, case.seq, case.work.wide)
     schedule = schedule_of(spec, layout, case.seq, repeating(layout))
@@ -137,7 +137,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
         again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
     passing = work.passing_bytes + work.exchange_bytes
     here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
-    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.dp * layout.cp > 1 else 0.0
+    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
     # The gathered ends, and the head's gradient, wait for the end of the backward pass.
     kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
     yield "a block's backward", again + passing + kept_ends + _gathered(case, work.block_parameters, block.total)
@@ -145,7 +145,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
         block_left = work.block_parameters * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
         around = 4.0 * spec.hidden * work.tokens / (layout.tp if layout.sp else 1) + ends + block_left
         yield "the loss", around + loss_held(spec, layout, stack, work.tokens)
-        if layout.zero == 2 and layout.dp * layout.cp > 1:
+        if layout.zero == 2 and layout.size("data") > 1:
             # Its sum is under way while the last block's backward makes the next.
             flying = again + passing + work.block_parameters * wide
             yield "the head's gradient", table * wide + max(table * stack.weight_bytes + around, flying)
@@ -153,7 +153,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
         rest = put_off(spec, layout, work.tokens, work.wide) if layout.splits_backward else 0.0
         own = len(stages[0].layers) * max(0.0, block.total - rest)
-        flying = wide * table if layout.zero == 2 and layout.dp * layout.cp > 1 else 0.0
+        flying = wide * table if layout.zero == 2 and layout.size("data") > 1 else 0.0
         yield "the embedding's gradient", stack.weight_bytes * table + flying - own
 
 
@@ -161,7 +161,7 @@ def _gathered(case: Case, parameters: float, block: float) -> float:
     """Of blocks: ZeRO 3's weights of two and sums of one; ZeRO 2's gradients of one, or of two once the first
     one's activations are gone."""
     stack = case.stack
-    if case.layout.dp * case.layout.cp == 1:
+    if case.layout.size("data") == 1:
         return 0.0
     if case.layout.zero == 3:
         return parameters * (2 * stack.weight_bytes + stack.gradient_bytes)

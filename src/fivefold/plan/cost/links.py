@@ -5,8 +5,8 @@
 
 Alpha-beta: a ring of n passes its bytes on n-1 times (twice that for an all-reduce), each time a latency; a tree needs
 log2 of the nodes, carries a little less, and is for all-reduces. Across nodes all of a group's ranks on a node send at
-once, each through
-its own port, so a group with g ranks a node has g times a port's bandwidth, until the links inside are slower.
+once, each through its own port, so a group with g ranks a node has g times a port's bandwidth, until the links inside
+are slower.
 """
 
 import math
@@ -15,6 +15,7 @@ from functools import cached_property
 
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.efficiency import Achieved
+from fivefold.layout.axes import PLACED
 from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.kernels import Device
@@ -39,7 +40,7 @@ class Wires:
     device: Device
     gpus: int  # of a node
     layout: Layout
-    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")
+    order: tuple[str, ...] = PLACED
 
     @property
     def _accelerator(self) -> Accelerator:
@@ -51,18 +52,18 @@ class Wires:
 
     @cached_property
     def reaches(self) -> dict[str, Reach]:
-        """Of every axis. `zero` is dp and cp together."""
-        found, stride = {}, 1
-        for axis in self.order:
-            size = getattr(self.layout, axis)
+        """The degrees' by the order in which the software places them, and from those the compound axes'."""
+        layout, found, stride = self.layout, dict[str, Reach](), 1
+        for axis in dict.fromkeys((*self.order, *PLACED)):  # what an order does not name is furthest apart
+            size = getattr(layout, axis)
             found[axis] = Reach(size, _together(size, stride, self.gpus))
             stride *= size
-        cp, dp = found["cp"], found["dp"]
-        shards = self.layout.dp // self.layout.replicate
-        found["zero"] = Reach(cp.ranks * shards, cp.together * min(shards, dp.together))
-        found["data"] = Reach(cp.ranks * dp.ranks, cp.together * dp.together)
-        outer = _together(self.layout.replicate, 1, max(1, dp.together // shards))
-        found["replicate"] = Reach(self.layout.replicate, outer)
+        within = found["dp"].together
+        found["shard"] = Reach(layout.shard, min(layout.shard, within))
+        found["replicate"] = Reach(layout.replicate, _together(layout.replicate, layout.shard, within))
+        for axis, parts in layout.table.items():
+            if axis not in (*found, "world", "ends") and found.keys() >= set(parts):
+                found[axis] = Reach(layout.size(axis), math.prod(found[part].together for part in parts))
         return found
 
     def across(self, axis: str) -> bool:

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
+from fivefold.optimizers import AdamW, OptimizerConfig
 from fivefold.spec.model import ModelSpec
 
+ADAMW = AdamW()
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+MIXED = BYTES["float32"] * (1 + len(AdamW.states))  # bytes per parameter, of mixed precision: master and two moments
 
 
 def wide_bytes(dtype: str) -> int:
@@ -47,7 +50,7 @@ class Accounting:
 
     weight: int = 2
     gradient: int = 4
-    optimizer: int = 12  # master weight and two moments
+    optimizer: int = MIXED  # master weight and states
     sharded_masters: bool = True  # ZeRO 3 keeps the master as its only copy, and gathers compute weights from it
 
     def state(self, whole: float, share: float, zero: int, ranks: int) -> State:
@@ -64,7 +67,7 @@ class Accounting:
 # The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,
 # 16.6 and 1.88 GB with stages 0 to 3.
 PAPER = Accounting(weight=2, gradient=2, optimizer=12, sharded_masters=False)
-OURS = Accounting(weight=2, gradient=4, optimizer=12)  # this code's: gradients are added up in float32
+OURS = Accounting(weight=2, gradient=4)  # this code's: gradients are added up in float32
 
 
 def paper(parameters: float, zero: int, ranks: int) -> State:
@@ -72,24 +75,32 @@ def paper(parameters: float, zero: int, ranks: int) -> State:
     return PAPER.state(parameters, parameters / ranks, zero, ranks)
 
 
-def state(spec: ModelSpec, layout: Layout, dtype: str) -> State:
+def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:
     """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
-    found = [state_of(spec, layout, dtype, pp=rank) for rank in range(layout.pp)]
+    found = [state_of(spec, layout, dtype, optimizer, pp=rank) for rank in range(layout.pp)]
     return State(
         max(one.parameters for one in found), max(one.gradients for one in found), max(one.optimizer for one in found)
     )
 
 
 def state_of(
-    spec: ModelSpec, layout: Layout, dtype: str, *, pp: int = 0, tp: int = 0, zero: int = 0, seq: int | None = None
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: str,
+    optimizer: OptimizerConfig = ADAMW,
+    *,
+    pp: int = 0,
+    tp: int = 0,
+    zero: int = 0,
+    seq: int | None = None,
 ) -> State:
     """What the rank at those places of the pp, tp and zero axes holds, to the byte.
 
     Layers are divided among stages for sequences of `seq` tokens; of the model's context where it is not said.
     Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest.
     """
-    compute, full = BYTES[dtype], wide_bytes(dtype)
-    ranks = layout.dp // layout.replicate * layout.cp
+    compute, full, states = BYTES[dtype], wide_bytes(dtype), len(optimizer.states)
+    ranks = layout.size("zero")
     stages = stages_of(spec, layout, seq or spec.context)
     mine = [stages[number] for number in layout.placement.of_rank[pp]]
     # An embedding that both ends share on one rank is there once.
@@ -98,8 +109,8 @@ def state_of(
     owned = sum(math.prod(map(len, one.share(ranks, zero))) for one in parts)
     padded = sum(one.share_size(ranks) for one in parts)
     if layout.zero == 3 and ranks * layout.replicate > 1:
-        return State(full * padded, full * padded, 2 * full * owned)
+        return State(full * padded, full * padded, states * full * owned)
     gradients = {0: whole, 1: padded * ranks, 2: padded}[layout.zero] if ranks > 1 else whole
     masters = owned if layout.zero and ranks > 1 else whole
     master = full if compute < full else 0
-    return State(compute * whole, full * gradients, (2 * full + master) * masters)
+    return State(compute * whole, full * gradients, (states * full + master) * masters)

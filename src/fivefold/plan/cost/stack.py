@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 from msgspec import Struct, structs
 
 from fivefold.hardware.efficiency import Software, software
+from fivefold.layout.axes import PLACED
+from fivefold.optimizers import AdamW, OptimizerConfig
 from fivefold.schedule.catalogue import RECORDS
 
 Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
@@ -39,7 +41,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
     software: Software = software()
-    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")  # of the axes, the fastest first
+    order: tuple[str, ...] = PLACED  # of the degrees, the fastest first
     host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
     computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
     host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
@@ -48,7 +50,8 @@ class Stack(Struct, frozen=True, kw_only=True):
     accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
     lazy_gradients: bool = False  # they take memory from the first backward pass on
     step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
-    state_bytes: int = 12  # of the optimizer, per parameter: master weight and two moments
+    states: int = len(AdamW.states)  # of the optimizer, per parameter
+    state_bytes: int = 4 * (1 + len(AdamW.states))  # of master weight and states
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
     peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
     one_pass: bool = False  # loss and gradient of a slice of the tokens at a time: no more logits than its are held
@@ -74,9 +77,12 @@ class Stack(Struct, frozen=True, kw_only=True):
             return self
         logits = 2.0 * wide if self.one_pass else self.peak_logit_bytes  # nothing is widened
         moved = self.logit_bytes * (wide / 2 if self.one_pass else 1.0)  # others widen their logits in any case
-        return self.but(
-            weight_bytes=wide, gradient_bytes=wide, state_bytes=2 * wide, peak_logit_bytes=logits, logit_bytes=moved
-        )
+        held = {"weight_bytes": wide, "gradient_bytes": wide, "state_bytes": self.states * wide}
+        return self.but(**held, peak_logit_bytes=logits, logit_bytes=moved)
+
+    def optimizing_with(self, optimizer: OptimizerConfig) -> "Stack":
+        states = len(optimizer.states)
+        return self.but(states=states, state_bytes=4 * (1 + states))
 
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""

@@ -41,7 +41,7 @@ class Case:
     @property
     def samples(self) -> int:
         """Sequences of a microbatch."""
-        return max(1, self.batch // (self.layout.dp * self.layout.microbatches))
+        return max(1, self.batch // (self.layout.size("batch") * self.layout.microbatches))
 
     @property
     def on(self) -> Device:
@@ -218,7 +218,7 @@ def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
     mine = count / case.wires.reaches["zero"].ranks if layout.zero else count
     learns = case.spec.vocab > 1
     optimizer = updating(case, count, mine, layout.zero < 2) + 10 * case.on.reached.launch if learns else 0.0
-    if layout.dp * layout.cp == 1:
+    if layout.size("data") == 1:
         return optimizer, 0.0
     return optimizer, _sharded_end(case, passes, count) if layout.zero == 3 else _replicated_end(case, passes, count)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from fivefold.layout.buckets import MINIMUM, Held, buckets, held
-from fivefold.layout.collective_cost import Kind, Traffic, same_axis, sizes, total, wire
+from fivefold.layout.collective_cost import Kind, Traffic, total, wire
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import kv_head, slices
 from fivefold.layout.stages import Stage, schedule_of, stages_of
@@ -38,8 +38,7 @@ class Seat(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
         """Of a global rank."""
-        at = layout.coordinates(rank)
-        return cls(at["tp"], at["pp"], at["dp"] % (layout.dp // layout.replicate) * layout.cp + at["cp"])
+        return cls(*(layout.position(axis, rank) for axis in cls._fields))
 
 
 FIRST = Seat()
@@ -85,7 +84,7 @@ class _Step:
     @property
     def shared(self) -> bool:
         """Whether two ranks hold the copies of tied parameters."""
-        return sizes(self.layout)["ends"] > 1
+        return self.layout.size("ends") > 1
 
     def held(self) -> Iterator[list[Held]]:
         """The parameters of each stage. An embedding that both ends on one rank share is the first's."""
@@ -111,20 +110,19 @@ def expected(
     smoothing: bool = False,
 ) -> list[Traffic]:
     """One step of one rank."""
-    tokens = batch // layout.dp // layout.microbatches * (seq // layout.cp)
+    tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     every, mine = stages_of(spec, layout, seq), layout.placement.of_rank[seat.pp]
     stages = tuple(every[number] for number in mine)
     # `auto` splits the backward passes where its stages call for it; of the others one knows.
     split = schedule_of(spec, layout, seq).splits if layout.record.weighs else layout.splits_backward
     step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
-    degrees = sizes(layout)
     sent: list[_Sent] = [*_numbers(), *_gradients_and_weights(step)]
     for axis, kind, calls, payload in (*_tensor(step), *_context(step), *_pipeline(step)):
         sent.append((axis, kind, calls * layout.microbatches, payload))
     return total(
-        Traffic(same_axis(layout, axis), kind, calls, calls * payload, wire(kind, calls * payload, degrees[axis]))
+        Traffic(layout.same_axis(axis), kind, calls, calls * payload, wire(kind, calls * payload, size))
         for axis, kind, calls, payload in sent
-        if degrees[axis] > 1 and calls
+        if (size := layout.size(axis)) > 1 and calls
     )
 
 
@@ -194,7 +192,7 @@ def _context(step: _Step) -> Iterator[_Sent]:
 
 
 def _gradients_and_weights(step: _Step) -> Iterator[_Sent]:
-    if step.layout.zero == 3 and step.layout.dp * step.layout.cp > 1:
+    if step.layout.zero == 3 and step.layout.size("data") > 1:
         yield from _fully_sharded(step)
     else:
         yield from _replicated(step)
@@ -204,7 +202,7 @@ def _replicated(step: _Step) -> Iterator[_Sent]:
     """Buckets, each stage's its own. Shares are padded to the longest, so a reduce-scatter or all-gather is handed N
     times that. Summands of other tp ranks and of the other end's embedding are added up once a step, in the share that
     is left."""
-    layout, parts = step.layout, sizes(step.layout)["zero"]
+    layout, parts = step.layout, step.layout.size("zero")
     stage = layout.zero if parts > 1 else 0
     for mine in step.held():
         for bucket in buckets(mine, step.minimum, step.split, step.shared):
@@ -227,7 +225,7 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
     embedding. A gradient that is a summand over tp is added up before it is reduce-scattered, parameter by parameter,
     in every microbatch. Gradients of linears that are computed apart go by buckets, as in stage 2.
     """
-    parts, m = sizes(step.layout)["zero"], step.layout.microbatches
+    parts, m = step.layout.size("zero"), step.layout.microbatches
     for mine in step.held():
         gathered: dict[int | None, int] = {}  # by layer, elements of a share
         reduced: dict[int | None, int] = {}

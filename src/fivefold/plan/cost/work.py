@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.plan.context import methods as context
 from fivefold.plan.cost.kernels import Device
@@ -147,7 +149,7 @@ class Work:
         if layout.cp == 1:
             return None
         whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
-        axes = Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)  # nothing else matters: found again
+        axes = msgspec.convert(layout.degrees, Layout)  # nothing else matters: found again
         wires = replace(self.wires, layout=axes)
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
         case = context.LayerAttention(self.seq, *self.operations.attention, self.device, wires, whole, partial, *sizes)
@@ -219,7 +221,7 @@ class Work:
     def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
         layout = self.layout
-        if layout.zero != 3 or layout.dp * layout.cp == 1:
+        if layout.zero != 3 or layout.size("data") == 1:
             return 0.0, 0.0
         count = self.block_parameters
         gather = self.wires.time("all-gather", "zero", count * self.stack.weight_bytes)

@@ -72,7 +72,7 @@ def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
                 changed = structs.replace(layout, **_scaled(layout, changes))
                 yield f"{axis}={other}", changed
     for zero in range(4):
-        if abs(zero - layout.zero) == 1 and layout.dp * layout.cp > 1:
+        if abs(zero - layout.zero) == 1 and layout.size("data") > 1:
             yield f"zero={zero}", structs.replace(layout, zero=zero)
     for recompute in ("none", "selective", "full"):
         if recompute != layout.recompute:

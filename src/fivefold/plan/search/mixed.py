@@ -24,7 +24,7 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
     """The group of each pipeline rank, where every replica spans all groups; empty where there is one group."""
     if len(cluster.groups) == 1:
         return ()
-    row = layout.dp * layout.tp * layout.cp  # ranks of one stage
+    row = layout.world // layout.pp  # ranks of one stage
     if any(group.world % row for group in cluster.groups):
         raise UserError(
             f"{layout} does not span the mixed nodes of {cluster}: a pipeline stage has dp x tp x cp = {row} "

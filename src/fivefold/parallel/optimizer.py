@@ -1,25 +1,25 @@
-"""AdamW over the full-precision shards of the weights, wherever they lie.
+"""An optimizer over the full-precision shards of the weights: gradient norm, clipping, and the rule on each shard.
 
-Every rank steps on its own shards; the only thing that the ranks must agree on is the norm by which they clip. The
-kernels are torch's; not so torch.optim around them, which imports the compiler and would double the start of a rank.
+Every rank steps on its own shards. The ranks only have to agree on the norm by which they clip.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.job.config import OptimizerConfig
+from fivefold.optimizers import OptimizerConfig
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import Weights
 from fivefold.spec.model import ModelSpec
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
     def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh):
         self.weights, self.config, self.mesh = weights, config, mesh
-        self.kept = {name: _moments(master) for name, master in weights.masters.items()}
+        self.kept = {
+            name: {key: torch.zeros_like(master, requires_grad=False) for key in config.states}
+            for name, master in weights.masters.items()
+        }
         self.updates = 0
         # Decay pulls matrices towards zero; a norm's scale, a bias and an embedding row have no reason to go there.
         linear = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
@@ -27,7 +27,8 @@ class Optimizer:
         decayed, spared = ([name for name in stepped if (name in linear) == kind] for kind in (True, False))
         self.decays = ((config.weight_decay, decayed), (0.0, spared))
         # One kernel for all that a step does to a weight, on a GPU.
-        self.fused = mesh.device.type == "cuda" and all(m.dtype == torch.float32 for m in weights.masters.values())
+        wide = all(master.dtype == torch.float32 for master in weights.masters.values())
+        self.fused = config.fuses and wide and mesh.device.type == "cuda"
 
     def gradient_norm(self, wish: Tensor | None = None) -> Tensor:
         """The norm over all parameters of the model, before clipping: in float64, and the same on every rank.
@@ -68,63 +69,36 @@ class Optimizer:
         self.weights.publish(rounded=frozenset(mirrors))
 
     def _step_plain(self, rate: float, scale: Tensor) -> None:
-        config, masters = self.config, self.weights.masters
         for decay, names in self.decays:
-            learning = [name for name in names if masters[name].grad is not None]
+            learning = [(name, p, p.grad) for name in names if (p := self.weights.masters[name]).grad is not None]
             if not learning:
                 continue
-            gradients = [gradient for name in learning if (gradient := masters[name].grad) is not None]
-            if config.clip:
+            gradients = [gradient for *_, gradient in learning if gradient is not None]
+            if self.config.clip:
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-            number = torch.full((), float(self.updates), device=self.mesh.device)
-            first, second = ([self.kept[name][key] for name in learning] for key in MOMENTS)
-            torch._fused_adamw_(
-                [masters[name] for name in learning],
-                gradients,
-                first,
-                second,
-                [],
-                [number] * len(learning),
-                lr=rate,
-                beta1=config.betas[0],
-                beta2=config.betas[1],
-                weight_decay=decay,
-                eps=config.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            states = [[self.kept[name][key] for name, *_ in learning] for key in self.config.states]
+            self.config.update([p for _, p, _ in learning], gradients, states, rate, decay, self.updates)
 
     def _step_fused(self, rate: float, scale: Tensor, mirrors: dict[str, Tensor]) -> None:
-        from fivefold.optimizers.fused_adamw import adamw
-
         for decay, names in self.decays:
             for name in names:
-                if self.weights.masters[name].grad is not None:
-                    moments, rounded = self.kept[name], mirrors.get(name)
-                    pair = moments["exp_avg"], moments["exp_avg_sq"]
-                    adamw(self.weights.masters[name], pair, scale, rounded, self.config, rate, decay, self.updates)
-
-    def moments(self, name: str) -> dict[str, Tensor]:
-        """AdamW's two of this rank's shard of a parameter."""
-        return self.kept[name]
+                if (master := self.weights.masters[name]).grad is not None:
+                    states, rounded = [*self.kept[name].values()], mirrors.get(name)
+                    self.config.fused_update(master, states, scale, rounded, rate, decay, self.updates)
 
     def restore(self, updates: int) -> None:
-        """After masters and moments have been filled in place: as if `updates` steps had led there."""
+        """After masters and states have been filled in place: as if `updates` steps had led there."""
         self.updates = updates
         self.weights.publish()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter name the master and AdamW's two moments, as parts of the whole; they share memory with this."""
+        """By parameter name the master and the rule's states, as parts of the whole; they share memory with this."""
         kept: dict[str, dict[str, Tensor]] = {}
         for name, master in self.weights.masters.items():
-            local = {"master": master.detach()} | self.moments(name)
+            local = {"master": master.detach()} | self.kept[name]
             kept[name] = {key: self.weights.globally(name, value) for key, value in local.items()}
         return kept
 
     def resident(self) -> int:
-        """Bytes of the two moments on this rank."""
-        return sum(moment.nbytes for moments in self.kept.values() for moment in moments.values())
-
-
-def _moments(master: Tensor) -> dict[str, Tensor]:
-    return {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
+        """Bytes of the states on this rank."""
+        return sum(state.nbytes for states in self.kept.values() for state in states.values())

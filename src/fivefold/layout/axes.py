@@ -1,0 +1,190 @@
+"""The axis table: which groups of ranks there are, what they are called, and which ranks form each of them.
+
+A layout divides its ranks into a grid. Each degree (dp, pp, cp, tp) is one dimension of that grid, and `ORDER` numbers
+the ranks: tp varies fastest, so ranks that communicate most are neighbours within a node. An axis is a product of
+dimensions: `data` is dp x cp. Hybrid sharding divides dp once more, into `replicate` x `shard`.
+
+Other grids factor the same ranks differently: expert parallelism would be `("pp", "edp", "ep")`, where edp x ep has the
+ranks of dp x cp x tp. A grid lists factors, slowest first; each factor is an attribute of the layout, and their product
+is the world. The readers of the table (the mesh, the traffic counter, the planner) take every axis that is in it.
+
+To add an axis: a field and its place in `ORDER`, a line in `AXES`, and its name in the compound axes that it joins.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import msgspec
+
+ORDER = ("dp", "pp", "cp", "tp")  # of the ranks' numbers, slowest first
+PLACED = ORDER[::-1]  # the fastest first: which ranks share a node
+# The same ranks stage by stage. Grids have pp first because torch 2.11 joins only neighbouring dimensions.
+STAGES = ("pp", *(axis for axis in ORDER if axis != "pp"))
+
+# Every axis, in the order in which traffic is shown, and what it is made of, slowest first.
+AXES: dict[str, tuple[str, ...]] = {
+    "dp": ("dp",),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "replicate": ("replicate",),  # hybrid sharding: the copies of a shard
+    "zero": ("shard", "cp"),  # what ZeRO shards over
+    "data": ("dp", "cp"),  # ranks with the same weights and other tokens
+    "world": ORDER,
+    "ends": ("pp",),  # of each pipeline the two ranks with the first and the last stage, which share a tied embedding
+    "batch": ("dp",),  # ranks with other sequences
+}
+_PARTS = {"dp": ("replicate", "shard")}
+
+
+def _divided(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for axis in axes for part in _PARTS.get(axis, (axis,)))
+
+
+DENSE = _divided(STAGES)
+
+
+def shown_order(axis: str) -> int:
+    """Where traffic of an axis is listed: groups that are no axis come last."""
+    return list(AXES).index(axis) if axis in AXES else len(AXES)
+
+
+class Axes(msgspec.Struct, frozen=True, kw_only=True):
+    """The degrees of a layout, and what follows from them: every axis's size, and where each rank stands."""
+
+    table: ClassVar[Mapping[str, tuple[str, ...]]] = AXES
+    grids: ClassVar[tuple[tuple[str, ...], ...]] = (DENSE,)
+
+    dp: int = 1  # replicas, each with its own part of the batch
+    tp: int = 1  # ranks that share every matrix
+    pp: int = 1  # ranks that share the layers
+    cp: int = 1  # ranks that share every sequence
+
+    # ---- numbers that a layout adds --------------------------------------------------------------------------------
+
+    @property
+    def replicate(self) -> int:
+        return 1
+
+    @property
+    def shard(self) -> int:
+        return self.dp // self.replicate
+
+    @property
+    def last_stage(self) -> int:
+        """The pipeline rank that has the last stage."""
+        return self.pp - 1
+
+    # ---- sizes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in Axes.__struct_fields__}
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.degrees.values())
+
+    def size(self, axis: str) -> int:
+        """The number of ranks of an axis. The ends of a pipeline are one rank in V placements."""
+        if axis == "ends":
+            return 1 + (self.last_stage > 0)
+        return math.prod(getattr(self, factor) for factor in self.table[axis])
+
+    def same_axis(self, axis: str) -> str:
+        """The first axis of the table that has the same ranks. With cp=1 and nothing else zero is dp, and so is world.
+
+        Traffic goes by this name, so that a count does not depend on whether torch made one group or two.
+        """
+        return next(name for name in self.table if self._same(name, axis))
+
+    def _same(self, one: str, other: str) -> bool:
+        if one == other or (size := self.size(one)) != self.size(other):
+            return one == other
+        if size == 1:
+            return True
+        if self.grid_of(one) != self.grid_of(other):
+            return set(self.group(one, 0)) == set(self.group(other, 0))  # the other groups are shifted copies
+        return self._wide(one) == self._wide(other)
+
+    def _wide(self, axis: str) -> list[str]:
+        """The factors that make an axis wider than one rank; only a pipeline of two ranks consists of its ends."""
+        if axis == "ends" and self.pp > 2:
+            return ["ends"]
+        return [factor for factor in self.factors(axis) if getattr(self, factor) > 1]
+
+    # ---- ranks -----------------------------------------------------------------------------------------------------
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along each degree."""
+        return {axis: rank // stride % getattr(self, axis) for axis, stride in self._strides(ORDER).items()}
+
+    def place(self, rank: int) -> str:
+        """In words, of the degrees that have several ranks: 'dp 1, pp 0'."""
+        return ", ".join(f"{axis} {at}" for axis, at in self.coordinates(rank).items() if getattr(self, axis) > 1)
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at these coordinates; those that are not given are 0."""
+        return sum(coordinates.get(axis, 0) * stride for axis, stride in self._strides(ORDER).items())
+
+    def pipeline(self, rank: int) -> int:
+        """The number of the pipeline that a rank belongs to."""
+        return self._by_stage(rank) % (self.world // self.pp)
+
+    def position(self, axis: str, rank: int) -> int:
+        """A rank's place along an axis, from 0."""
+        if axis == "ends":
+            return int(self.last_stage == self.coordinates(rank)["pp"] > 0)
+        strides, index, found = self._strides(self.grid_of(axis)), self._by_stage(rank), 0
+        for factor in self.factors(axis):
+            size = getattr(self, factor)
+            found = found * size + index // strides[factor] % size
+        return found
+
+    def group(self, axis: str, rank: int) -> list[int]:
+        """The ranks along an axis that a rank communicates with, itself among them; empty where it has no part."""
+        return next((ranks for ranks in self.groups(axis) if rank in ranks), [])
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks of every group of an axis, in the axis's order; all ranks list them in the same order."""
+        if axis == "ends":
+            return [[line[at] for at in sorted({0, self.last_stage})] for line in self.groups("pp")]
+        grid, ranks, own = self.grid_of(axis), self.by_stage(), self.factors(axis)
+        strides = self._strides(grid)
+        inner, outer = (
+            _offsets([(getattr(self, factor), strides[factor]) for factor in factors])
+            for factors in (own, [factor for factor in grid if factor not in own])
+        )
+        return [[ranks[start + step] for step in inner] for start in outer]
+
+    def factors(self, axis: str) -> tuple[str, ...]:
+        """The dimensions of a grid whose product an axis is."""
+        return _divided(self.table[axis])
+
+    def grid_of(self, axis: str) -> tuple[str, ...]:
+        """The grid that has the axis's factors."""
+        return next(grid for grid in self.grids if set(self.factors(axis)) <= set(grid))
+
+    def by_stage(self) -> list[int]:
+        """The ranks' numbers stage by stage: the order in which grids factor them."""
+        strides = self._strides(ORDER)
+        return _offsets([(getattr(self, axis), strides[axis]) for axis in STAGES])
+
+    def _by_stage(self, rank: int) -> int:
+        """A rank's place in that order."""
+        at = self.coordinates(rank)
+        return sum(at[axis] * stride for axis, stride in self._strides(STAGES).items())
+
+    def _strides(self, factors: tuple[str, ...]) -> dict[str, int]:
+        """How far apart neighbours along each factor are."""
+        sizes = [getattr(self, factor) for factor in factors]
+        return {factor: math.prod(sizes[place + 1 :]) for place, factor in enumerate(factors)}
+
+
+def _offsets(dimensions: list[tuple[int, int]]) -> list[int]:
+    """Every sum of one step along each (size, stride), the last dimension fastest."""
+    found = [0]
+    for size, stride in dimensions:
+        found = [start + step * stride for start in found for step in range(size)]
+    return found

@@ -1,0 +1,76 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101). The kernels are PyTorch's, and on a GPU one of our own.
+
+torch.optim is not used around them: it imports the compiler and would double the start of a rank.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fivefold.optimizers.protocol import OptimizerConfig, Rule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class AdamW(OptimizerConfig, frozen=True, kw_only=True):
+    states = ("exp_avg", "exp_avg_sq")
+    fuses = True
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def own_rules(self) -> list[Rule]:
+        return [
+            (all(0 <= beta < 1 for beta in self.betas), f"optimizer.betas={list(self.betas)} must lie in [0, 1)"),
+            (0 < self.eps < math.inf, f"optimizer.eps={self.eps} must be positive"),
+        ]
+
+    def update(
+        self,
+        masters: "Sequence[Tensor]",
+        gradients: "Sequence[Tensor]",
+        states: "Sequence[Sequence[Tensor]]",
+        rate: float,
+        decay: float,
+        number: int,
+    ) -> None:
+        import torch
+
+        step = torch.full((), float(number), device=masters[0].device)
+        first, second = states
+        torch._fused_adamw_(
+            [*masters],
+            [*gradients],
+            [*first],
+            [*second],
+            [],
+            [step] * len(masters),
+            lr=rate,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def fused_update(
+        self,
+        master: "Tensor",
+        states: "Sequence[Tensor]",
+        scale: "Tensor",
+        rounded: "Tensor | None",
+        rate: float,
+        decay: float,
+        number: int,
+    ) -> None:
+        from fivefold.optimizers.fused_adamw import adamw
+
+        adamw(master, states, scale, rounded, self.betas, self.eps, rate, decay, number)
+
+    def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
+        import torch
+
+        return torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, **({"lr": self.lr} | options))
