@@ -1,4 +1,4 @@
-"""One rank of a model that is spread over several."""
+"""One rank of a model that generates text on several ranks."""
 
 from pathlib import Path
 

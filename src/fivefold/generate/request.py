@@ -1,4 +1,4 @@
-"""Prompts in, answers out: in this process, or on the ranks of a layout."""
+"""Generates text for prompts, in this process or on the ranks of a layout."""
 
 import json
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def _ends(directory: Path) -> set[int]:
 
 
 def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None, Path]:
-    """The job to speak with, its weights, its words, and the directory of the run or of Hugging Face's."""
+    """The job to generate with, its weights, its tokenizer, and the directory of the run or of the Hugging Face model."""
     layout = Layout.parse(question.layout)
     if strange := sorted(set(layout.given()) - _ALLOWED):
         raise UserError(f"--layout {question.layout}: {', '.join(strange)} does not help to speak; tp and pp do")

@@ -13,7 +13,7 @@ _LARGEST = 32 << 20  # bytes: glibc lets no larger block be reused
 
 
 def keep_freed_memory() -> None:
-    """In this process, if torch is not yet imported, and in those that it starts. Who has set something is obeyed."""
+    """In this process, if torch is not yet imported, and in those that it starts. A user's own settings stay."""
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     wanted = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_THRESHOLD_": str(_LARGEST)}
     if wanted.keys() & os.environ.keys() or "_threshold" in os.environ.get("GLIBC_TUNABLES", ""):

@@ -1,4 +1,4 @@
-"""A trainer and its checkpoints: where it goes on from, and when it saves."""
+"""A trainer and its checkpoints: which one it resumes, and when it saves."""
 
 import hashlib
 import math
@@ -113,7 +113,7 @@ def fingerprint(sources: Sources) -> str:
 
 
 def conflicts(manifest: Manifest, job: Job) -> list[str]:
-    """Why a job cannot go on from a checkpoint: the model has other numbers."""
+    """Why a job cannot resume from a checkpoint: its model has other sizes."""
     ours, theirs = msgspec.json.decode(msgspec.json.encode(job.model)), manifest.job["model"]
     free = {"name", "dropout", "init_std"}  # which do not make the weights others
     return [
@@ -125,7 +125,7 @@ def conflicts(manifest: Manifest, job: Job) -> list[str]:
 
 
 def changes(manifest: Manifest, job: Job, data: str) -> list[str]:
-    """What is other than in the run so far, and has a bearing on its numbers; layouts have none."""
+    """Settings that differ from the run so far and change its numbers. Layouts do not change them."""
     ours = msgspec.json.decode(msgspec.json.encode(job))  # as the manifest has it: lists, no tuples
     notes = []
     for section, keys in _TOLD.items():

@@ -1,4 +1,4 @@
-"""Those who are told of every step: the metrics file, TensorBoard. The display is one more, in its own file."""
+"""Listeners get a record of every step: the metrics file and TensorBoard. The display has a file of its own."""
 
 from pathlib import Path
 from typing import Protocol

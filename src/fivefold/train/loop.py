@@ -1,6 +1,6 @@
 """The training loop: batches in, steps of the engine, records for the listeners.
 
-Every rank runs it; what is said of a step is the same on all of them.
+Every rank runs it, and all ranks report the same numbers of a step.
 """
 
 import math
@@ -31,20 +31,20 @@ from fivefold.train.step_counters import Counted
 
 
 class Checkpointing(Protocol):
-    """Whoever keeps the trainer's state."""
+    """Saves the trainer's state."""
 
     def prepare(self) -> None:
-        """Steps will follow: what can be done before the first is done now."""
+        """Do before the first step what can be done by then."""
 
     def after(self, step: int, must: bool) -> None:
-        """A step is done; `must`: it is the last one for now."""
+        """A step is done. `must` says that it is the last one of this start."""
 
     @property
     def failed(self) -> bool:
-        """Whether, as far as this rank knows, something went wrong beside the steps: all ranks are to stop for it."""
+        """Whether this rank knows of a failed save. All ranks then stop."""
 
     def settle(self) -> None:
-        """No step will follow, on any rank: finish what is under way, and raise what went wrong with it."""
+        """Finish the save that is under way, and raise its error. No rank does another step."""
 
 
 class Stopped(Exception):
@@ -63,10 +63,10 @@ class Trainer:
         self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
         self.engine = Engine(job, mesh, self.tracer.watch)
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
-        self.done = 0  # steps, this run's and those of the checkpoint that it goes on from
+        self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
         self.samples = 0  # of the data order that they were trained on
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
-        self.keeper: Checkpointing | None = None
+        self.checkpointing: Checkpointing | None = None
         self.stopped = False  # whether any has, and so all do, after this step
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
@@ -77,9 +77,9 @@ class Trainer:
         on_trace: Callable[[Trace], None] | None = None,
         checkpointing: Checkpointing | None = None,
     ) -> Evaluation | None:
-        """All steps that are left; returns the last look at the held-out data, if there is any.
+        """Do all steps that are left. Returns the last evaluation on held-out data, if there is any.
 
-        `on_trace` is given the trace of the steps that the job wants traced, if it does, on rank 0.
+        On rank 0 `on_trace` gets the trace of the steps that the job asks to be traced.
         """
         try:
             return self._run(listeners, on_trace, checkpointing)
@@ -91,7 +91,7 @@ class Trainer:
     def _run(
         self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None, checkpointing: Checkpointing | None
     ) -> Evaluation | None:
-        self.keeper = checkpointing
+        self.checkpointing = checkpointing
         if checkpointing is not None:
             checkpointing.prepare()
         every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
@@ -143,7 +143,7 @@ class Trainer:
         if faults.strike("step", step=step):
             next(p.grad for p in self.engine.weights.masters.values() if p.grad is not None).fill_(math.nan)
         with self.tracer.update("norm"):
-            asked = self.stopping() or (self.keeper is not None and self.keeper.failed)
+            asked = self.stopping() or (self.checkpointing is not None and self.checkpointing.failed)
             wish = torch.full((), float(asked), dtype=torch.float64, device=self.mesh.device)
             norm = self.engine.gradient_norm(wish)
             mean, norm_value, wishes = torch.stack((loss, norm, wish)).tolist()  # the step's one wait for the device

@@ -1,4 +1,4 @@
-"""A run from its job to its result: the directory, the listeners, the loop, and the words around it."""
+"""Runs a job: finds its directory, joins the ranks, resumes, trains, and prints what a person reads."""
 
 import fcntl
 import json
@@ -56,7 +56,7 @@ class Options:
 def run_job(
     job: Job, sources: Sources, world: worlds.World, console: Console, options: Options | None = None
 ) -> Path | None:
-    """Train; the path of the run's directory on rank 0, which alone speaks."""
+    """Train. Rank 0 alone prints, and returns the run's directory."""
     try:
         return _run_job(job, sources, world, console, options or Options())
     except RuntimeError as error:
