@@ -94,7 +94,7 @@ def _ends(directory: Path) -> set[int]:
 
 
 def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None, Path]:
-    """The job to generate with, its weights, its tokenizer, and the directory of the run or of the Hugging Face model."""
+    """The job to generate with, its weights, its tokenizer, and the directory of the run or Hugging Face model."""
     layout = Layout.parse(question.layout)
     if strange := sorted(set(layout.given()) - _ALLOWED):
         raise UserError(f"--layout {question.layout}: {', '.join(strange)} does not help to speak; tp and pp do")
