@@ -1,6 +1,6 @@
 """auto: a greedy zero-bubble schedule for the durations at hand (after Qi et al. 2023, section 3).
 
-The handcrafted schedules assume that all stages take the same time. This one takes the durations of each stage, the
+The handcrafted schedules assume that all stages take the same time. `auto` takes the durations of each stage, the
 link and a memory limit, plays the pipeline forward under many policies, and keeps the order that is fastest on the
 clock of `simulate`. The handcrafted orders with one stage per rank compete on the same clock, so `auto` is never slower
 than those that fit into its memory; and since `naive` always fits and never deadlocks, there is always a winner.

@@ -1,8 +1,9 @@
 """DualPipeV: DeepSeek's DualPipe cut in half; forwards and backwards of different microbatches run overlapped.
 
-V placement. In the steady state every forward is joined with a whole backward of the other chunk (F&B), so that the
-communication inside one (an all-to-all of experts, say) hides under the compute of the other. Deferred weight gradients
-wait in a FIFO queue.
+V placement. In the steady state every forward is joined with a whole backward of the other chunk (F&B), so that
+communication inside one (an all-to-all of experts, say) can hide under the compute of the other. The trainer runs the
+two one after the other, and the planner times them so; `--times fb=` says how long an overlapped pair takes. Deferred
+weight gradients wait in a FIFO queue.
 """
 
 from collections import Counter, deque
@@ -38,24 +39,33 @@ class _Rank:
         self.written: Order = []
 
     def order(self) -> Order:
+        """DeepSeek's eight phases."""
         p, r = self.p, self.rank
+        # 1: F0 until the first activation has reached the last rank.
         for _ in range(2 * (p - r - 1)):
             self.forward(0)
+        # 2: F0 F1, as the first microbatches come up again.
         for _ in range(r + 1):
             self.forward(0)
             self.forward(1)
+        # 3: I1 W1 F1: the first gradients, split, so that the rank above has its own soon.
         for _ in range(p - r - 1):
             self.input_grad(1)
             self.weight_grad()
             self.forward(1)
+        # 4, the steady state: F0&B1 F1&B0.
         self.steady(self.m - 2 * p + r + 1)
+        # 5: B1 F1&B0, as no new microbatch comes in.
         for _ in range(p - r - 1):
             self.backward(1)
             self.pair(1, 0)
+        # 6: B1 B0, in their second half I alone.
         self.cool_down(r + 1)
+        # 7: W I0: deferred weight gradients fill the gaps.
         for _ in range(p - r - 1):
             self.weight_grad()
             self.input_grad(0)
+        # 8: the weight gradients that are left.
         for _ in range(r + 1):
             self.weight_grad()
         return self.written
@@ -71,7 +81,7 @@ class _Rank:
             self.pair(1, 0)
 
     def cool_down(self, rounds: int) -> None:
-        """B1 and B0 in turn; after the first half only their I, with the W put off to fill the tail."""
+        """B1 and B0 in turn; after the first half only their I, with the W deferred to fill the tail."""
         for step in range(2 * rounds):
             chunk = 1 - step % 2
             if step < rounds:

@@ -73,6 +73,7 @@ def _order(p: int, m: int, v: int, group: int, rank: int) -> Order:
     warm_up = min(m * v, 2 * (p - 1 - rank) + (v - 1) * group)
     steady = m * v - warm_up
 
+    # Warm-up: forwards alone. Steady state: one forward, one backward. Cool-down: the remaining backwards.
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
         order += forward, backward

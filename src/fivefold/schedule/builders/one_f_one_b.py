@@ -19,6 +19,7 @@ def _order(p: int, m: int, rank: int) -> Order:
     warm_up = min(m, p - 1 - rank)
     steady = m - warm_up
 
+    # Warm-up: forwards alone. Steady state: one forward, one backward. Cool-down: the remaining backwards.
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
         order += forward, backward

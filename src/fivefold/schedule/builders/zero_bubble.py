@@ -1,6 +1,6 @@
 """ZB-H1 and ZB-H2: split the backward, and fill the bubbles of 1F1B with weight gradients (Qi et al. 2023).
 
-I keeps the pipeline going, W can wait. Rank r puts its W off by r (H1) or 2r (H2) microbatches, so that each rank has
+I keeps the pipeline going, W can wait. Rank r defers its W by r (H1) or 2r (H2) microbatches, so that each rank has
 just enough of them left to fill its own tail. H1 lives in 1F1B's memory; H2 warms up twice as deep and, where F, I and
 W take the same time, leaves no gap between its first and last action.
 """
@@ -33,12 +33,14 @@ def _order(p: int, m: int, rank: int, depth: int) -> Order:
     delay = depth * rank
 
     order = [Action(FORWARD, rank, k) for k in range(warm_up)]
+    # Steady state: F I W, with W `delay` microbatches behind; without F once all of them have run.
     for k in range(m):
         if warm_up + k < m:
             order.append(Action(FORWARD, rank, warm_up + k))
         order.append(Action(INPUT_GRAD, rank, k))
         if k >= delay:
             order.append(Action(WEIGHT_GRAD, rank, k - delay))
+    # Cool-down: the delayed weight gradients fill the tail.
     return order + [Action(WEIGHT_GRAD, rank, k) for k in range(max(0, m - delay), m)]
 
 

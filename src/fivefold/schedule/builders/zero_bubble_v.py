@@ -29,14 +29,18 @@ class _Rank:
         self.written: Order = []
 
     def order(self) -> Order:
+        """The paper's phases: warm-up, steady state, cool-down."""
         p, r, n, done = self.p, self.rank, self.n, self.done
+        # Warm-up: down the V, then down and up in turn, then the first gradients.
         self.do("F0", times=2 * (p - r) - 1)
         self.do("F1", "F0", times=r)
         self.do("F1", "I1", "W1", times=p - r)
+        # Steady state: every gradient makes room for a forward.
         while done["F1"] < done["F0"] or done["F0"] < n:
             if done["F0"] < n:
                 self.do("F0")
             self.do("I0", "W0", "F1", "I1", "W1")
+        # Cool-down: input gradients first, because other ranks wait for them; then the weight gradients that are left.
         self.do("I0", "I1", times=r)
         self.do("I0", "W0", times=p - r)
         self.do("W1", times=n - done["W1"])
