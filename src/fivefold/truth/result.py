@@ -136,31 +136,21 @@ class SourceList(Result):
     """What is assumed of each source where its rows do not say."""
 
     def to_dict(self) -> list[dict[str, Any]]:
+        keys = ("source", "software", "zero", "sp", "recompute", "why")
         return [
-            {
-                "source": one.match or "any other",
-                "software": one.stack.name,
-                "zero": one.zero,
-                "sp": one.sp,
-                "recompute": one.recompute,
-                "why": one.why,
-            }
+            dict(
+                zip(
+                    keys,
+                    (one.match or "any other", one.stack.name, one.zero, one.sp, one.recompute, one.why),
+                    strict=True,
+                )
+            )
             for one in (*SOURCES, ANY)
         ]
 
     def blocks(self) -> Iterator[Block]:
-        rows = [
-            [
-                row["source"],
-                row["software"],
-                str(row["zero"]),
-                "yes" if row["sp"] else "no",
-                row["recompute"],
-                row["why"],
-            ]
-            for row in self.to_dict()
-        ]
-        heads = ["~source", "~software", ">ZeRO", "sp", "recompute", "~why"]
+        heads = ["~source", "~software", ">zero", "sp", "recompute", "~why"]
+        rows = [[str(cell) for cell in row.values()] for row in self.to_dict()]
         yield Table(heads, rows, title="What is assumed of each source where its rows do not say")
 
 

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from fivefold.layout.layout import ContextKind
 from fivefold.plan.context.methods import LayerAttention, Method, allgather, compare, possible, ring
 from fivefold.plan.cost.kernels import QUERIES
+from fivefold.support.errors import UserError
 
 LONGEST = 1 << 24  # tokens; longer sequences are not asked about
 
@@ -88,10 +89,8 @@ def by_degree(case: LayerAttention, most: int) -> list[Degree]:
     """The same sequence over 2, 4, 8, ... ranks, as far as there are any and it divides; and over as many as asked."""
     doubled = {1 << power for power in range(1, most.bit_length())}
     fits = sorted(c for c in doubled | {case.ranks} if c <= most and case.seq % (2 * c) == 0)
-    return [
-        Degree(
-            ranks,
-            {kind: one.seconds if isinstance(one, Method) else None for kind, one in compare(case.over(ranks)).items()},
-        )
-        for ranks in fits
-    ]
+    return [Degree(ranks, {kind: _seconds(one) for kind, one in compare(case.over(ranks)).items()}) for ranks in fits]
+
+
+def _seconds(one: Method | UserError) -> float | None:
+    return one.seconds if isinstance(one, Method) else None

@@ -48,22 +48,6 @@ class ContextResult(Result):
             for split in splits(self.case.seq, self.case.ranks)
         ]
 
-    @cached_property
-    def by_length(self) -> list[Since[ContextKind]]:
-        return crossing.by_length(self.case)
-
-    @cached_property
-    def ring_or_gather(self) -> list[Since[ContextKind]]:
-        return crossing.ring_or_gather(self.case)
-
-    @cached_property
-    def ring_is_free(self) -> list[Since[bool]]:
-        return crossing.ring_is_free(self.case)
-
-    @cached_property
-    def by_degree(self) -> list[Degree]:
-        return crossing.by_degree(self.case, self.most)
-
     def to_dict(self) -> dict[str, Any]:
         case = self.case
         return {
@@ -81,10 +65,15 @@ class ContextResult(Result):
                 for kind, one in self.methods.items()
             ],
             "best": possible(case)[0].kind,
-            "best_by_seq": [{"from": one.start, "best": one.answer} for one in self.by_length],
-            "ring_or_allgather_by_seq": [{"from": one.start, "faster": one.answer} for one in self.ring_or_gather],
-            "ring_free_by_seq": [{"from": one.start, "free": one.answer} for one in self.ring_is_free],
-            "by_cp": [{"cp": one.ranks, "best": one.best, "seconds": one.seconds} for one in self.by_degree],
+            "best_by_seq": [{"from": one.start, "best": one.answer} for one in crossing.by_length(case)],
+            "ring_or_allgather_by_seq": [
+                {"from": one.start, "faster": one.answer} for one in crossing.ring_or_gather(case)
+            ],
+            "ring_free_by_seq": [{"from": one.start, "free": one.answer} for one in crossing.ring_is_free(case)],
+            "by_cp": [
+                {"cp": one.ranks, "best": one.best, "seconds": one.seconds}
+                for one in crossing.by_degree(case, self.most)
+            ],
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -156,12 +145,12 @@ class ContextResult(Result):
                 f"ulysses repeats the {counted(case.kv_heads, 'kv head')} of a rank {case.lcm // case.kv_heads} times, "
                 "and sends and keeps the copies"
             )
-        yield f"by length, cp={case.ranks}: {_ranges(self.by_length)}"
-        yield f"  of ring and allgather: {_ranges(self.ring_or_gather)}"
-        free = [one.start for one in self.ring_is_free if one.answer]
+        yield f"by length, cp={case.ranks}: {_ranges(crossing.by_length(case))}"
+        yield f"  of ring and allgather: {_ranges(crossing.ring_or_gather(case))}"
+        free = [one.start for one in crossing.ring_is_free(case) if one.answer]
         hides = f"from {free[-1]:,} tokens" if free else f"at no length up to {crossing.LONGEST:,}"
         yield f"  attention hides a ring's sends, all but the last: {hides}"
-        yield f"by cp, {case.seq:,} tokens: {_degrees(self.by_degree)}"
+        yield f"by cp, {case.seq:,} tokens: {_degrees(crossing.by_degree(case, self.most))}"
         yield "with documents the balance of ring and allgather depends on where they end; ulysses is always balanced"
 
     def _best(self) -> str:

@@ -1,13 +1,13 @@
-"""How the tokens of a sequence are dealt out over cp ranks, and what each rank then computes. Exact, by counting.
+"""How the tokens of a sequence are divided over cp ranks, and what each rank then computes. Exact, by counting.
 
     zigzag(seq=131072, ranks=16).scores("earlier")      # causal scores between a rank and one before it
 
-Every split here deals pieces of equal length out in rounds, one piece to each rank and round. Contiguous is one round,
+Every split here gives out pieces of equal length in rounds, one piece to each rank per round. Contiguous is one round,
 the zigzag two (the second backwards), a stripe as many as it takes. So what a rank computes with another's keys depends
-on nothing but which of the two comes first, and all counts are closed forms.
+only on which of the two comes first, and all counts are closed forms.
 
-Attention kernels work in tiles: one that the mask leaves a single score of costs a whole one. And they know two masks,
-everything and the lower triangle: what is neither is computed by several calls, and their results are merged.
+Attention kernels work in tiles: a tile with a single unmasked score costs a whole one. They know two masks, everything
+and the lower triangle: anything else takes several calls, whose results are merged.
 """
 
 import math
@@ -51,7 +51,7 @@ class Split:
     ranks: int
     piece: int  # tokens
     rounds: int
-    turns: bool = False  # every other round is dealt backwards
+    turns: bool = False  # every other round runs backwards
 
     @property
     def tokens(self) -> int:
@@ -63,7 +63,7 @@ class Split:
         return self.tokens * self.ranks
 
     def places(self, rank: int) -> list[range]:
-        """The positions that a rank holds, ascending."""
+        """The positions of a rank's tokens, ascending."""
         starts = (self.piece * self._piece(rank, turn) for turn in range(self.rounds))
         return [range(start, start + self.piece) for start in starts]
 

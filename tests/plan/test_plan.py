@@ -1,0 +1,106 @@
+"""Planning as functions: names or objects in, one result out, whole at any width."""
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import read_job
+from fivefold.layout.layout import Layout
+from fivefold.plan.context.compare import context
+from fivefold.plan.plan import fixed_choices, plan, simulate
+from fivefold.plan.result import PlanResult
+from fivefold.plan.serving.serve import serve
+from fivefold.report import Result
+from fivefold.report.terminal import to_text
+from fivefold.spec.listing import models
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
+from fivefold.truth.result import SourceList
+from fivefold.truth.truth import truth
+
+
+@pytest.fixture(scope="module")
+def small() -> PlanResult:
+    return plan("llama3-8b", "8xH100", batch=128, price=2.0)
+
+
+def test_names_and_objects_are_the_same_question(small: PlanResult) -> None:
+    again = plan(preset("llama3-8b"), Cluster.parse("8xH100"), batch=128, price=2.0)
+    assert again.to_dict() == small.to_dict()
+    text, layout = "pp=8,schedule=zb-v,microbatches=16", Layout.parse("pp=8,schedule=zb-v,microbatches=16")
+    assert simulate("llama3-8b", text, batch=16).to_dict() == simulate(preset("llama3-8b"), layout, batch=16).to_dict()
+
+
+def test_a_job_gives_its_batch_and_its_length() -> None:
+    job = read_job(None, ["model=tiny", "train.batch=32", "data.seq=256", "optimizer.lr=1e-4"])
+    found = plan(job, "4xCPU")
+    assert (found.case.batch, found.case.seq) == (32, 256)
+    assert found.job == structs.replace(job, layout=found.layout)
+    with pytest.raises(UserError, match="change the object instead"):
+        plan(job, "4xCPU", changes=["train.batch=8"])
+
+
+def test_a_cluster_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('[cluster]\nnodes = 2\ngpus = 4\naccelerator = "H100"\n')
+    assert Cluster.read(path) == Cluster.read("2x4xH100") == Cluster.parse("2x4xH100")
+
+
+def test_choices_are_fixed_by_text_or_by_name() -> None:
+    expected = {"tp": 8, "sp": True, "samples": 2}
+    assert fixed_choices("tp=8, sp, microbatch=2") == fixed_choices({"tp": 8, "sp": True, "microbatch": 2}) == expected
+    assert fixed_choices("") == {}
+
+
+def test_a_layout_for_another_world_names_clusters_and_not_processes() -> None:
+    with pytest.raises(UserError, match=r"needs 4 ranks .* nearest: dp=8, or a cluster of 4"):
+        plan("llama3-8b", "8xH100", batch=128, layout="dp=4")
+
+
+def test_a_plan_for_cpus_does_not_speak_of_gpus() -> None:
+    assert "GPU" not in str(plan("tiny", "2xCPU", batch=16, seq=128))
+
+
+def test_a_plan_draws_memory_and_time(small: PlanResult) -> None:
+    drawn = small.svg()
+    assert drawn.startswith("<svg")
+    parts = [name for name, size in small.chosen.footprint.parts.items() if size > 0]
+    assert all(name.replace("'", "&#x27;") in drawn for name in parts)
+    assert drawn in small._repr_html_()
+
+
+@pytest.fixture(scope="module")
+def results(small: PlanResult) -> dict[str, Result]:
+    return {
+        "plan": small,
+        "plan of a layout": plan("llama3-70b", "8x8xH100", batch=512, layout="dp=8,tp=8,zero=3,sp,microbatches=64"),
+        "simulate": simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
+        "serve": serve("llama3-405b", "2x8xH100", prompt=2048, output=512, ttft=0.6, tpot=0.1),
+        "context": context(131072, 16),
+        "models": models(),
+        "truth": truth(rows="torchtitan"),
+        "sources": SourceList(),
+    }
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_results_are_whole_at_any_width(results: dict[str, Result], width: int) -> None:
+    for name, result in results.items():
+        text = to_text(result.blocks(), width)
+        assert max(map(len, text.splitlines())) <= width, name
+        assert "…" not in text, name
+
+
+def test_the_choice_is_marked_with_its_whole_layout(small: PlanResult) -> None:
+    lines = to_text(small.blocks(), 80).splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("→"))
+    words = [lines[at].split()[1], *(line.strip() for line in lines[at + 1 : at + 4])]
+    assert "".join(words).startswith(str(small.chosen.layout))
+
+
+def test_every_result_is_json(results: dict[str, Result]) -> None:
+    for result in results.values():
+        assert json.loads(json.dumps(result.to_dict()))
