@@ -30,16 +30,20 @@ RESULT = PipelineResult(
 
 def test_the_ideal_is_the_ranks_share_of_one_process_and_the_bubble() -> None:
     one_f_one_b, h1, v = RESULT.rows()
-    assert one_f_one_b.ideal == pytest.approx(4 / 2 / 0.8)
-    assert one_f_one_b.share == pytest.approx(1.0)
-    assert h1.share == pytest.approx((4 / 2 / 0.9) / 2.25)
-    assert v.ideal == 2.0
+    assert one_f_one_b["ideal"] == pytest.approx(4 / 2 / 0.8)
+    assert one_f_one_b["share"] == pytest.approx(1.0)
+    assert h1["share"] == pytest.approx((4 / 2 / 0.9) / 2.25)
+    assert v["ideal"] == 2.0
 
 
 def test_ratios_are_medians_of_each_rounds_own() -> None:
     one_f_one_b, h1, v = RESULT.rows()
-    assert (one_f_one_b.ratio, h1.ratio, v.ratio) == (1.0, 0.5, 0.5)  # a round twice as slow for both is no matter
-    assert (h1.to_1f1b, v.to_1f1b) == (pytest.approx(0.9), pytest.approx(0.8))
+    assert (one_f_one_b["ratio"], h1["ratio"], v["ratio"]) == (
+        1.0,
+        0.5,
+        0.5,
+    )  # a round twice as slow for both is no matter
+    assert (h1["to_1f1b"], v["to_1f1b"]) == (pytest.approx(0.9), pytest.approx(0.8))
 
 
 def test_gradients_that_differ_are_no_result() -> None:

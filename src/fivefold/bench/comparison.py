@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.bench.harness import HUGGING_FACE, OURS, Machine, Times, Told, choices, refuse, too_small
-from fivefold.bench.result import BenchResult, conditions, filled, optional
+from fivefold.bench.result import BenchResult, conditions, table
 from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import Job, read_job
@@ -30,6 +30,10 @@ from fivefold.support.formatting import counted
 # What PyTorch itself has for an axis.
 PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
 BARE = "bare loop"
+COLUMNS = {
+    "~system": "system", ">s/step": "seconds:.3f", ">slowest": "slowest:.3f", ">of single": "of_its_single:.3f",
+    ">limit": "limit:.3f", ">of bare": "of_bare:.3f", ">loss": "loss:.4f",
+}  # fmt: skip
 _PATIENCE = 600.0  # seconds for a step of a system
 AGREE = (1e-5, 1e-3)  # relative, of the loss of the first step, and of the second, which an update lies before
 # The model of the comparisons on CPUs: 31.6M parameters.
@@ -135,16 +139,7 @@ class ComparisonResult(BenchResult):
 
     def blocks(self) -> Iterator[Block]:
         yield self.heading()
-        heads = ("~system", ">s/step", ">slowest", ">of single", ">limit", ">of bare", ">loss")
-        lines = [
-            (
-                row["system"],
-                *(optional(row[key]) for key in ("seconds", "slowest", "of_its_single", "limit", "of_bare")),
-                f"{row['losses'][0]:.4f}",
-            )
-            for row in self.rows()
-        ]
-        yield filled(heads, lines)
+        yield table([row | {"loss": row["losses"][0]} for row in self.rows()], COLUMNS)
         bound = "; limit: the same if communication took no time (simulated)" if self.case.world > 1 else ""
         yield Text(
             f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){bound}; of bare: as "

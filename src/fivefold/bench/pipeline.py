@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any
 
 from fivefold.bench.harness import Times, ratio, refuse, too_small
-from fivefold.bench.result import BenchResult, conditions
+from fivefold.bench.result import BenchResult, conditions, table
 from fivefold.job.config import DataConfig, Job, TrainConfig
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
-from fivefold.report import Block, Table, Text
+from fivefold.report import Block, Text
 from fivefold.spec.model import ModelSpec
 
 # Ours, and the name that torch.distributed.pipelining has for it.
@@ -81,18 +81,10 @@ class Shape:
             )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One schedule's line. Ratios are medians of each round's own."""
-
-    schedule: str
-    seconds: float
-    bubble: float
-    ideal: float
-    share: float  # of the ideal: 1 is as fast as can be
-    torch: float
-    ratio: float  # ours / torch's
-    to_1f1b: float  # ours / our 1f1b
+COLUMNS = {
+    "schedule": "schedule", ">seconds": "seconds:.3f", ">bubble": "bubble:.1%", ">ideal": "ideal:.3f",
+    ">of ideal": "share:.1%", ">torch": "torch:.3f", ">ours/torch": "ratio:.3f", ">to 1f1b": "to_1f1b:.3f",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,26 +104,27 @@ class PipelineResult(BenchResult):
     def agrees(self) -> bool:
         return max(self.errors.values()) <= TOLERANCE
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each schedule. Ratios are medians of each round's own; `share` is of the ideal: 1 is its speed."""
         found = []
         for name, times in self.ours.items():
             ideals = [alone / self.shape.pp / (1 - self.bubbles[name]) for alone in self.alone]
             found.append(
-                Row(
-                    schedule=name,
-                    seconds=median(times),
-                    bubble=self.bubbles[name],
-                    ideal=median(ideals),
-                    share=ratio(ideals, times),
-                    torch=median(self.torch[name]),
-                    ratio=ratio(times, self.torch[name]),
-                    to_1f1b=ratio(times, self.ours["1f1b"]),
-                )
+                {
+                    "schedule": name,
+                    "seconds": median(times),
+                    "bubble": self.bubbles[name],
+                    "ideal": median(ideals),
+                    "share": ratio(ideals, times),
+                    "torch": median(self.torch[name]),
+                    "ratio": ratio(times, self.torch[name]),
+                    "to_1f1b": ratio(times, self.ours["1f1b"]),
+                }
             )
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"schedules": [asdict(row) for row in self.rows()], "agree": self.agrees}
+        return asdict(self) | {"schedules": self.rows(), "agree": self.agrees}
 
     def blocks(self) -> Iterator[Block]:
         shape = self.shape
@@ -141,16 +134,7 @@ class PipelineResult(BenchResult):
             f"tokens, float32\ntorch {self.version}; {self.cores} cores, one thread a rank; one process: "
             f"{median(self.alone):.2f} s a step; {shape.rounds} rounds in turns, medians"
         )
-        heads = ("schedule", *(f">{head}" for head in ("seconds", "bubble", "ideal", "of ideal", "torch")))
-        rows = [
-            [
-                row.schedule,
-                *(f"{row.seconds:.3f}", f"{row.bubble:.1%}", f"{row.ideal:.3f}", f"{row.share:.1%}"),
-                *(f"{value:.3f}" for value in (row.torch, row.ratio, row.to_1f1b)),
-            ]
-            for row in self.rows()
-        ]
-        yield Table([*heads, ">ours/torch", ">to 1f1b"], rows)
+        yield table(self.rows(), COLUMNS)
         worst = max(self.errors, key=lambda name: self.errors[name])
         how = "agree" if self.agrees else "differ"
         yield Text(

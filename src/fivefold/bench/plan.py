@@ -1,18 +1,15 @@
 """`fivefold bench plan`: how long the planner's whole search takes, on one core, in this process."""
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from fivefold.bench.result import BenchResult
+from fivefold.bench.result import RowsResult
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.search import search
-from fivefold.report import Block, Table
 from fivefold.spec.presets import preset
 
 
@@ -32,46 +29,27 @@ QUESTIONS = (
 )
 
 
-class Timing(NamedTuple):
-    question: Question
-    seconds: float
-    weighed: int
+COLUMNS = {
+    "model": "model", "cluster": "cluster", ">sequence": "seq:,", ">batch": "batch:,",
+    ">layouts evaluated": "weighed:,", ">seconds": "seconds:.2f", ">at most": "most:g",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PlanBenchResult(BenchResult):
-    rounds: int
-    timings: list[Timing]
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        return [one.question._asdict() | {"seconds": one.seconds, "weighed": one.weighed} for one in self.timings]
-
-    def blocks(self) -> Iterator[Block]:
-        rows = [
-            (
-                *(asked.model, asked.cluster, f"{asked.seq:,}", f"{asked.batch:,}"),
-                *(f"{weighed:,}", f"{seconds:.2f}", f"{asked.most:g}"),
-            )
-            for asked, seconds, weighed in self.timings
-        ]
-        heads = ["model", "cluster", ">sequence", ">batch", ">layouts evaluated", ">seconds", ">at most"]
-        yield Table(heads, rows, caption=f"medians of {self.rounds} cold searches")
+def measure(rounds: int = 3) -> RowsResult:
+    rows = [question._asdict() | time_search(question, rounds) for question in QUESTIONS]
+    return RowsResult(rows, COLUMNS, f"median of {rounds} cold searches")
 
 
-def measure(rounds: int = 3) -> PlanBenchResult:
-    return PlanBenchResult(rounds, [time_search(question, rounds) for question in QUESTIONS])
-
-
-def time_search(question: Question, rounds: int, clock: Callable[[], float] = perf_counter) -> Timing:
+def time_search(question: Question, rounds: int) -> dict[str, Any]:
     """The median of cold searches: what earlier ones left behind is thrown away."""
     case = Case(preset(question.model), Layout(), Cluster.parse(question.cluster), question.seq, question.batch)
-    times, weighed = [], 0
+    times, evaluated = [], 0
     for _ in range(rounds):
         empty_caches()
-        begin = clock()
-        weighed = search(case).evaluated
-        times.append(clock() - begin)
-    return Timing(question, median(times), weighed)
+        begin = perf_counter()
+        evaluated = search(case).evaluated
+        times.append(perf_counter() - begin)
+    return {"seconds": median(times), "weighed": evaluated}
 
 
 def empty_caches() -> None:

@@ -1,6 +1,8 @@
 """What all benchmarks' results share: a verdict, tables, and sentences about noise and cores."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from fivefold.bench.harness import Times
 from fivefold.report import Block, Result, Table, Text
@@ -17,14 +19,32 @@ class BenchResult(Result):
         return self.agrees
 
 
-def filled(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """A table without the columns that are empty in every row."""
-    kept = [at for at in range(len(heads)) if any(row[at] for row in rows)]
-    return Table([heads[at] for at in kept], [[row[at] for at in kept] for row in rows], caption=caption)
+@dataclass(frozen=True)
+class RowsResult(BenchResult):
+    """A benchmark that is one table."""
+
+    rows: list[dict[str, Any]]
+    columns: Mapping[str, str]
+    caption: str = ""
+    beside: Sequence[dict[str, Any]] = ()  # for each row what only the table shows
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    def blocks(self) -> Iterator[Block]:
+        beside = self.beside or [{}] * len(self.rows)
+        rows = [row | more for row, more in zip(self.rows, beside, strict=True)]
+        yield table(rows, self.columns, self.caption)
 
 
-def optional(value: float | None, form: str = ".3f") -> str:
-    return "" if value is None else format(value, form)
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str = "") -> Table:
+    """A table of `columns`, each `head: "key"` or `head: "key:format"`. Those without any value are left out."""
+    cells = {}
+    for head, what in columns.items():
+        key, _, form = what.partition(":")
+        cells[head] = ["" if row.get(key) is None else format(row[key], form) for row in rows]
+    kept = {head: texts for head, texts in cells.items() if any(texts)}
+    return Table(list(kept), list(zip(*kept.values(), strict=True)), caption=caption)
 
 
 def conditions(times: Times, rounds: int, world: int, cores: int) -> Iterator[Block]:

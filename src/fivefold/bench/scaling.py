@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, measured, predicted, verdict
 from fivefold.bench.harness import OURS, Told, choices
-from fivefold.bench.result import BenchResult, filled
+from fivefold.bench.result import BenchResult, table
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
@@ -16,6 +16,11 @@ from fivefold.report import Block, Text
 from fivefold.support.errors import Note, UserError
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
+COLUMNS = {
+    "~layout": "shown",  # without microbatches, which the number of stages decides
+    ">ranks": "ranks", ">alone": "one_process_seconds:.3f", ">step": "seconds:.3f", ">speed-up": "speed_up:.2f",
+    ">efficiency": "efficiency:.0%", ">simulated": "simulated",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,28 +70,15 @@ class ScalingResult(BenchResult):
 
     def blocks(self) -> Iterator[Block]:
         yield self.runs[0].heading()
-        rows = self.rows()
-        lines = [
-            (
-                row["layout"].partition(",microbatches=")[0],  # which the number of stages decides
-                str(row["ranks"]),
-                *(f"{row[key]:.3f}" for key in ("one_process_seconds", "seconds")),
-                f"{row['speed_up']:.2f}",
-                f"{row['efficiency']:.0%}",
-                _simulated(row["predicted_seconds"], row["seconds"]),
-            )
-            for row in rows
-        ]
-        heads = ("~layout", ">ranks", ">alone", ">step", ">speed-up", ">efficiency", ">simulated")
-        yield filled(heads, lines)
+        rows = [row | {"shown": row["layout"].partition(",microbatches=")[0]} for row in self.rows()]
+        for row in rows:
+            if (seconds := row["predicted_seconds"]) is not None:
+                row["simulated"] = f"{seconds:.3f} {seconds / row['seconds'] - 1:+4.0%}"
+        yield table(rows, COLUMNS)
         one = rows[0]["predicted_one_process_seconds"]
         also = "" if one is None else f"; simulated: the simulator's step and its error; for one process: {one:.3f} s"
         yield Text(f"alone: seconds of one process in the same run; stages take a sequence at a time{also}")
         yield from verdict(*self.runs)
-
-
-def _simulated(seconds: float | None, measured: float) -> str:
-    return "" if seconds is None else f"{seconds:.3f} {seconds / measured - 1:+4.0%}"
 
 
 def _reached(core: Accelerator, ranks: int) -> dict[str, float]:

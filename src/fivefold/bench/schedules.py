@@ -3,13 +3,11 @@
 The cost per action must not grow with their size.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fivefold.bench.result import BenchResult
-from fivefold.report import Block, Table
+from fivefold.bench.result import RowsResult
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.check import check
 from fivefold.schedule.simulate import simulate
@@ -49,29 +47,19 @@ class Timing(NamedTuple):
         return self.build + self.check + self.simulate
 
 
-@dataclass(frozen=True)
-class SchedulesBenchResult(BenchResult):
-    timings: list[Timing]
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        keys = ("compute_actions", "actions", "build", "check", "simulate", "total")
-        return [timing.case._asdict() | {key: getattr(timing, key) for key in keys} for timing in self.timings]
-
-    def blocks(self) -> Iterator[Block]:
-        rows = []
-        for timing in self.timings:
-            name, p, m, v = timing.case
-            counts = (p, m, v or 1, timing.compute_actions, timing.actions)
-            seconds = (timing.build, timing.check, timing.simulate, timing.total)
-            per_action = f"{1e6 * timing.total / timing.actions:.1f}"
-            rows.append((name, *map(str, counts), *(f"{value:.3f}" for value in seconds), per_action))
-        heads = ("p", "m", "v", "compute", "actions", "build", "check", "run", "total", "us")
-        caption = "seconds to build, check and simulate, best of 3; microseconds per action"
-        yield Table(["schedule", *(f">{head}" for head in heads)], rows, caption=caption)
+COLUMNS = {
+    "schedule": "name", ">p": "p", ">m": "m", ">v": "v", ">compute": "compute_actions", ">actions": "actions",
+    ">build": "build:.3f", ">check": "check:.3f", ">run": "simulate:.3f", ">total": "total:.3f", ">us": "us:.1f",
+}  # fmt: skip
 
 
-def measure_all() -> SchedulesBenchResult:
-    return SchedulesBenchResult([best(case) for case in CASES])
+def measure_all() -> RowsResult:
+    timings = [best(case) for case in CASES]
+    keys = ("compute_actions", "actions", "build", "check", "simulate", "total")
+    rows = [timing.case._asdict() | {key: getattr(timing, key) for key in keys} for timing in timings]
+    beside = [{"v": timing.case.chunks or 1, "us": 1e6 * timing.total / timing.actions} for timing in timings]
+    caption = "seconds to build, check and simulate, best of 3; microseconds per action"
+    return RowsResult(rows, COLUMNS, caption, beside)
 
 
 def best(case: Case, times: int = 3) -> Timing:

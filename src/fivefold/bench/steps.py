@@ -7,7 +7,7 @@ combinations are cases.
 """
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fivefold.bench.harness import Told, refuse, too_small
-from fivefold.bench.result import BenchResult, filled
+from fivefold.bench.result import RowsResult
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
@@ -23,7 +23,6 @@ from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.time import Case as Planned
 from fivefold.plan.cost.time import estimate
-from fivefold.report import Block
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -88,31 +87,27 @@ class Timed:
         return {**asdict(self.case), **of_run, "tokens_per_second": round(rate, 1) if rate else None}
 
 
-@dataclass(frozen=True)
-class StepsResult(BenchResult):
-    timed: Sequence[Timed]
-    accelerator: Accelerator | None  # for which the planner's steps are shown
+COLUMNS = {
+    "~model": "shown", "batch": "batch", "recompute": "recompute", "compile": "compile", ">step": "step",
+    ">tokens/s": "tokens_per_second:.0f", ">memory": "bytes", ">planned": "planned", ">off": "off:+.1%",
+}  # fmt: skip
 
-    def to_dict(self) -> list[dict[str, Any]]:
-        return [one.row for one in self.timed]
 
-    def blocks(self) -> Iterator[Block]:
-        heads = ("~model", "batch", "recompute", "compile", ">step", ">tokens/s", ">memory", ">planned", ">off")
-        yield filled(heads, [self._cells(one) for one in self.timed])
-
-    def _cells(self, one: Timed) -> list[str]:
+def result(timed: Sequence[Timed], accelerator: Accelerator | None) -> RowsResult:
+    """Beside each step the planner's, where it knows the device."""
+    beside = []
+    for one in timed:
         case = one.case
         whole = preset(case.model).layers == case.layers
-        batch = f"{case.microbatches} x {case.samples} x {case.seq}"
-        words = [case.model if whole else f"{case.model}, {case.layers} layers", batch, case.recompute, case.compile]
-        if one.seconds is None:
-            return [*words, "too large", "", "", "", ""]
-        words += [f"{1e3 * one.seconds:.1f} ms", f"{case.tokens / one.seconds:.0f}"]
-        words.append(bytes_text(one.memory) if one.memory else "")
-        if self.accelerator is None:
-            return [*words, "", ""]
-        seconds = predicted(case, self.accelerator)
-        return [*words, f"{1e3 * seconds:.1f} ms", f"{100 * (seconds / one.seconds - 1):+.1f}%"]
+        cells: dict[str, Any] = {"shown": case.model if whole else f"{case.model}, {case.layers} layers"}
+        cells |= {"batch": f"{case.microbatches} x {case.samples} x {case.seq}", "step": "too large"}
+        if one.seconds is not None:
+            cells |= {"step": f"{1e3 * one.seconds:.1f} ms", "bytes": bytes_text(one.memory) if one.memory else None}
+            if accelerator is not None:
+                seconds = predicted(case, accelerator)
+                cells |= {"planned": f"{1e3 * seconds:.1f} ms", "off": seconds / one.seconds - 1}
+        beside.append(cells)
+    return RowsResult([one.row for one in timed], COLUMNS, beside=beside)
 
 
 def cases(word: str) -> list[Case]:
@@ -149,7 +144,7 @@ def measure(
     dtype: str,
     told: Told,
     keep: Callable[[list[Timed]], None] = lambda _: None,
-) -> StepsResult:
+) -> RowsResult:
     """Each case in a process of its own: none finds memory that another has left. `keep` is given those so far."""
     problems = too_small(steps=steps)
     for name, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
@@ -166,7 +161,7 @@ def measure(
     if planned is None:
         with suppress(UserError):
             planned = find_accelerator(timed[0].device)
-    return StepsResult(timed, planned)
+    return result(timed, planned)
 
 
 def predicted(case: Case, accelerator: Accelerator) -> float:

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from fivefold.bench.comparison import of_one_process, only_ours
 from fivefold.bench.harness import HUGGING_FACE, OURS, Told, choices, ratio, refuse, too_small, turns
-from fivefold.bench.result import BenchResult, filled, optional
+from fivefold.bench.result import BenchResult, table
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TraceConfig, read_job
 from fivefold.job.preflight import run_directory_problems
@@ -35,6 +35,14 @@ AGAINST = {
     "eager": "fivefold, eager",
     "hf": HUGGING_FACE,
 }
+TIMES = {
+    "~system": "system", ">ms/step": "step:.1f", ">from": "from:.1f", ">to": "to:.1f", ">tokens/s": "rate:,.0f",
+    ">MFU": "mfu:.1%", ">faster": "faster", ">memory": "memory",
+}  # fmt: skip
+STARTS = {
+    "~system": "system", "~parameters": "parameters", "~compiled": "compiled",
+    ">first step, s": "first:.1f", ">first loss": "loss:.4f",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,13 +159,9 @@ class TrainBenchResult(BenchResult):
             f"{job.data.seq} tokens, {job.train.dtype}{' with 8-bit matmuls' if job.train.fp8 else ''}\n"
             f"{self.any.device}{peak}, torch {self.any.torch}; medians, turns of each: {len(self.turns[OURS])}"
         )
-        heads = ("~system", ">ms/step", ">from", ">to", ">tokens/s", ">MFU", ">faster", ">memory")
-        yield filled(heads, [self._times(name) for name in self.turns])
-        yield Table(
-            ["~system", "~parameters", "~compiled", ">first step", ">first loss"],
-            [_start(name, turns) for name, turns in self.turns.items()],
-            caption="first loss: from the same weights and with the same tokens",
-        )
+        rows = [self._row(name) for name in self.turns]
+        yield table(rows, TIMES)
+        yield table(rows, STARTS, caption="first loss: from the same weights and with the same tokens")
         for turn in self.turns[OURS]:
             if turn.saved is not None:
                 yield self._checkpoint(turn.saved)
@@ -166,16 +170,24 @@ class TrainBenchResult(BenchResult):
         if self.extras.profile and not self.turns[OURS][0].kernels:
             yield Text("the profile has no kernels: the device's counters cannot be read here")
 
-    def _times(self, name: str) -> list[str]:
-        step, every = self.step(name), [second for turn in self.turns[name] for second in turn.seconds]
-        return [
-            name,
-            *(f"{1e3 * seconds:.1f}" for seconds in (step, min(every), max(every))),
-            f"{self.tokens / step:,.0f}",
-            optional(self.mfu(step), ".1%"),
-            f"{self.faster(name):.2f}x" if len(self.turns) > 1 else "",
-            bytes_text(max(turn.memory for turn in self.turns[name])),
-        ]
+    def _row(self, name: str) -> dict[str, Any]:
+        step, first, last = self.step(name), self.turns[name][0], self.turns[name][-1]
+        every = [1e3 * second for turn in self.turns[name] for second in turn.seconds]
+        breaks = counted(sum(last.breaks.values()), "break")
+        return {
+            "system": name,
+            "step": 1e3 * step,
+            "from": min(every),
+            "to": max(every),
+            "rate": self.tokens / step,
+            "mfu": self.mfu(step),
+            "faster": f"{self.faster(name):.2f}x" if len(self.turns) > 1 else None,
+            "memory": bytes_text(max(turn.memory for turn in self.turns[name])),
+            "parameters": last.parameters,
+            "compiled": f"{counted(last.graphs, 'graph')}, {breaks}" if last.graphs else "eager",
+            "first": first.first,
+            "loss": first.loss,
+        }
 
     def _checkpoint(self, saved: Saved) -> Text:
         every, steps = self.job.checkpoint.every if self.job.checkpoint.save else 0, len(saved.beside)
@@ -193,12 +205,6 @@ class TrainBenchResult(BenchResult):
     def _mean(self, seconds: float) -> str:
         share = self.mfu(seconds)
         return f"{1e3 * seconds:.1f} ms a step" + ("" if share is None else f", {share:.1%} MFU")
-
-
-def _start(name: str, turns: list[Turn]) -> list[str]:
-    last, breaks = turns[-1], sum(turns[-1].breaks.values())
-    how = f"{counted(last.graphs, 'graph')}, {counted(breaks, 'break')}" if last.graphs else "eager"
-    return [name, last.parameters, how, f"{turns[0].first:.1f} s", f"{turns[0].loss:.4f}"]
 
 
 def _profile(kernels: list[dict[str, Any]]) -> Table:

@@ -1,13 +1,13 @@
 """What kernels reach inside a block in training, which is not what they reach in a row of their own.
 
-A device at its power limit runs slower the harder it is worked: between kernels that wait for memory, products have a
+A device at its power limit runs slower the harder it is worked: between kernels that wait for memory, matmuls have a
 higher clock than in a sweep of nothing else. And operands come as other kernels left them. So a block of the model runs
-forward and backward for seconds, as it is, with ops that look at the clock; and streams after it, as a step has its
-optimizer and its loss, until products have the part of the time that they have in training.
+forward and backward for seconds, with ops that look at the clock. Streams follow it, as the optimizer and the loss do
+in a step, until matmuls have the part of the time that they have in training.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold.calibrate.clock import Clock
 from fivefold.model.decoder import Block
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.model.positions import TokenPositions
@@ -28,7 +29,7 @@ PRODUCTS = 0.68  # of a step's time, in training at 64% of the peak; the rest is
 
 
 @dataclass(frozen=True)
-class InBlock:
+class BlockTiming:
     """Seconds of one pass forward and backward through a block, and what it is."""
 
     spec: ModelSpec
@@ -46,119 +47,113 @@ class InBlock:
         return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (n, k, m))]
 
 
-class Watched(LocalOps):
-    """The plain ops, with a look at the clock around products and attention."""
+class TimedOps(LocalOps):
+    """The plain ops; matmuls and attention are timed."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, clock: Clock):
         super().__init__()
-        self.device = device
-        self.log: dict[str, list[tuple[Any, Any]]] = {}
+        self.clock = clock
         self.clear()
 
     def clear(self) -> None:
-        self.log = {"products": [], "attend": [], "attend_back": []}
+        self.log: dict[str, list[tuple[Any, Any]]] = {"products": [], "attend": [], "attend_back": []}
 
     def seconds(self, what: str) -> float:
-        if self.device.type == "cuda":
-            return sum(float(start.elapsed_time(end)) for start, end in self.log[what]) / 1e3
-        return sum(end - start for start, end in self.log[what])
+        return sum(self.clock.between(start, end) for start, end in self.log[what])
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
-        start = self.now()
+        start = self.clock.now()
         yield
-        self.log[what].append((start, self.now()))
-
-    def now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.log[what].append((start, self.clock.now()))
 
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        return tuple(_Product.apply(x, linear.weight, self) for linear in linears)
+        return tuple(_Matmul.apply(x, linear.weight, self) for linear in linears)
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        return _Product.apply(x, linear.weight, self)
+        return _Matmul.apply(x, linear.weight, self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
         return _Attend.apply(q, k, v, self, sight)
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, watched: Watched) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ops: TimedOps) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.watched = watched
-        with watched.timing("products"):
+        ctx.ops = ops
+        with ops.timing("products"):
             return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        with ctx.watched.timing("products"):
-            return slope @ weight, slope.flatten(0, 1).t() @ x.flatten(0, 1), None
+        with ctx.ops.timing("products"):
+            return output_grad @ weight, output_grad.flatten(0, 1).t() @ x.flatten(0, 1), None
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, watched: Watched, sight: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ops: TimedOps, sight: Any) -> Tensor:
         with torch.enable_grad():
             q, k, v = ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            with watched.timing("attend"):
+            with ops.timing("attend"):
                 ctx.seen = LocalAttention().attend(q, k, v, sight)
-        ctx.watched = watched
+        ctx.ops = ops
         return ctx.seen.detach()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.watched.timing("attend_back"):
-            grads = torch.autograd.grad(ctx.seen, ctx.inputs, slope)
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.ops.timing("attend_back"):
+            grads = torch.autograd.grad(ctx.seen, ctx.inputs, output_grad)
         return (*grads, None, None)
 
 
-def in_block(device: torch.device, dtype: torch.dtype, seconds: float, quick: bool) -> InBlock:
-    """A block of Llama 3 8B on a GPU, of a narrow model on a CPU, `seconds` long to warm up and then timed."""
-    spec, samples, seq = preset("llama3-8b", layers=1), 2, 4096
-    if device.type != "cuda":
-        spec, samples, seq = preset("small", layers=1), 1, 128 if quick else 512
-    watched = Watched(device)
-    block = Block(spec, watched, 0, 0).to(device, dtype)
+def block_of(
+    spec: ModelSpec, ops: LocalOps, samples: int, seq: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Block, Tensor, Callable[[], Tensor]]:
+    """A block, its input, and its forward pass."""
+    block = Block(spec, ops, 0, 0).to(device, dtype)
     place = TokenPositions.of(torch.zeros(samples, seq, dtype=torch.long, device=device))
     angles = torch.rand(samples, 1, seq, spec.head_dim // 2, device=device)
-    x = torch.randn(samples, seq, spec.hidden, device=device).to(dtype).requires_grad_()
-    slope, rotation = torch.randn_like(x), (angles.cos(), angles.sin())
+    rotation = angles.cos(), angles.sin()
+    x = torch.randn(samples, seq, spec.hidden, device=device, dtype=dtype).requires_grad_()
+    return block, x, lambda: block(x, place, rotation, ops.sight(place))
 
-    streams = torch.empty(1 << 27 if device.type == "cuda" else 1 << 12, device=device, dtype=dtype)
 
-    def once(rest: int) -> None:
-        block(x, place, rotation, watched.sight(place)).backward(slope)
-        x.grad = None
-        block.zero_grad(set_to_none=True)
-        for _ in range(rest):
-            streams.mul_(1.0)
+def in_block(clock: Clock, dtype: torch.dtype, seconds: float, quick: bool) -> BlockTiming:
+    """A block of Llama 3 8B on a GPU, of a narrow model on a CPU, `seconds` long to warm up and then timed."""
+    spec, samples, seq = preset("llama3-8b", layers=1), 2, 4096
+    if not clock.on_gpu:
+        spec, samples, seq = preset("small", layers=1), 1, 128 if quick else 512
+    ops, device = TimedOps(clock), clock.device
+    block, x, forward = block_of(spec, ops, samples, seq, device, dtype)
+    output_grad = torch.randn_like(x)
+    streams = torch.empty(1 << 27 if clock.on_gpu else 1 << 12, device=device, dtype=dtype)
 
     def rounds(count: int, rest: int) -> tuple[float, float, float, float]:
-        watched.clear()
-        begin = watched.now()
+        ops.clear()
+        begin = clock.now()
         for _ in range(count):
-            once(rest)
-        watched.log["whole"] = [(begin, watched.now())]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            forward().backward(output_grad)
+            x.grad = None
+            block.zero_grad(set_to_none=True)
+            for _ in range(rest):
+                streams.mul_(1.0)
+        ops.log["whole"] = [(begin, clock.now())]
+        clock.synchronize()
         products, ahead, back, whole = (
-            watched.seconds(what) / count for what in ("products", "attend", "attend_back", "whole")
+            ops.seconds(what) / count for what in ("products", "attend", "attend_back", "whole")
         )
         return products, ahead, back, whole
 
     rounds(1, 0)
     rest = 0
-    if device.type == "cuda":
+    if clock.on_gpu:
         products, _, _, alone = rounds(3, 0)
         each = (rounds(3, 50)[-1] - alone) / 50
         rest = max(0, round((products / PRODUCTS - alone) / each))
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         rounds(1, rest)
-    return InBlock(spec, samples, seq, *rounds(ROUNDS[device.type], rest))
+    return BlockTiming(spec, samples, seq, *rounds(ROUNDS[device.type], rest))

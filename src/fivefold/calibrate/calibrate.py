@@ -1,4 +1,4 @@
-"""`fivefold calibrate`: the constants of `achieved.Achieved`, measured on the device at hand.
+"""`fivefold calibrate`: the constants of `hardware.efficiency.Achieved`, measured on the device at hand.
 
     calibration = calibrate(torch.device("cuda"), quick=False, told=print)
     calibration.accelerator                   # with them in it, for the planner
@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from msgspec import structs
 
-from fivefold.calibrate.block import InBlock
+from fivefold.calibrate.block import BlockTiming
 from fivefold.calibrate.fit import (
     ATTENTION,
     Row,
@@ -33,7 +34,7 @@ from fivefold.calibrate.fit import (
     tera,
     within,
 )
-from fivefold.calibrate.kernels import Attended, Kernels, Product
+from fivefold.calibrate.kernels import AttentionTiming, Kernels, Matmul
 from fivefold.calibrate.links import Timing
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.hardware.efficiency import achieved
@@ -42,6 +43,7 @@ from fivefold.launch.cores import cores
 from fivefold.plan.memory_check import host_memory
 from fivefold.support.errors import UserError
 
+T = TypeVar("T")
 ROUNDS = 3  # of a core: a machine that has other work for a moment spoils one
 STEPS = (
     *("products for seconds", "a sweep of products", "fp8", "attention", "a block in training"),
@@ -56,10 +58,10 @@ class Samples:
     name: str  # of the device
     units: int
     alone: float  # FLOP/s of large products, back to back for seconds
-    products: list[Product]
-    fp8: list[Product]
-    attention: dict[str, list[Attended]]
-    blocks: dict[str, InBlock]
+    products: list[Matmul]
+    fp8: list[Matmul]
+    attention: dict[str, list[AttentionTiming]]
+    blocks: dict[str, BlockTiming]
     streams: dict[str, float]  # bytes/s
     launch: float
     host: tuple[float, float]  # a block's forward and backward pass
@@ -85,8 +87,17 @@ def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) ->
 
 def core_samples(busy: int) -> list[Samples]:
     """Of cores of this machine while `busy` of them do the same: they share its memory, so each has less of it."""
-    by_rank: list[list[Samples]] = ranks.run(busy, "fivefold.calibrate.rank:run", ROUNDS, timeout=600)
+    by_rank: list[list[Samples]] = ranks.run(busy, "fivefold.calibrate.calibrate:busy_core", ROUNDS, timeout=600)
     return [one for mine in by_rank for one in mine]
+
+
+def busy_core(rank: ranks.Rank, rounds: int) -> list[Samples]:
+    """One of several ranks that are measured while all of them are at work."""
+    torch.set_num_threads(1)
+    if rank.world > 1:
+        rank.join("gloo")
+        dist.barrier()
+    return [measure(torch.device("cpu"), quick=True, told=lambda _: None) for _ in range(rounds)]
 
 
 def usual_core(found: list[Samples], busy: int) -> Accelerator:
@@ -135,28 +146,22 @@ def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> S
     torch.manual_seed(0)
     kernels, steps = Kernels(device, quick), iter(STEPS)
 
-    def next_step() -> None:
+    def step(call: Callable[[], T]) -> T:
         told(next(steps))
+        return call()
 
-    next_step()
-    alone = kernels.sustained()
-    next_step()
-    products = list(kernels.products())
-    next_step()
-    eighths = list(kernels.eighths())
-    next_step()
     names = list(ATTENTION) if device.type == "cuda" else ["flash2"]  # a CPU has one kernel
-    attention = {name: kernels.attention(name) for name in names}
-    next_step()
-    tried = {name: kernels.in_block(name) for name, timings in attention.items() if timings}
-    blocks = {name: block for name, block in tried.items() if block is not None}
-    next_step()
-    streams = kernels.streams()
-    next_step()
-    launch, host = kernels.launch(), kernels.host()
-    name, units = device_name(device), _units(device)
+    alone = step(kernels.sustained)
+    products = step(lambda: list(kernels.products()))
+    eighths = step(lambda: list(kernels.eighths()))
+    attention = step(lambda: {name: kernels.attention(name) for name in names})
+    blocks = step(lambda: {name: kernels.in_block(name) for name, timings in attention.items() if timings})
+    ran = {name: block for name, block in blocks.items() if block is not None}
+    streams = step(kernels.streams)
+    launch, host = step(kernels.launch), kernels.host()
     update = kernels.update() if device.type == "cpu" else 0.0
-    return Samples(name, units, alone, products, eighths, attention, blocks, streams, launch, host, update)
+    name, units = device_name(device), _units(device)
+    return Samples(name, units, alone, products, eighths, attention, ran, streams, launch, host, update)
 
 
 def device_name(device: torch.device) -> str:

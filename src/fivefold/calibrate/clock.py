@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,37 +14,42 @@ Calls = Sequence[Callable[[], object]]
 
 
 class Clock:
-    """`settle` is the least time that a measurement goes on for."""
+    """`settle` is the least duration of a measurement."""
 
     def __init__(self, device: torch.device, settle: float):
-        self.device, self.settle = device, settle
+        self.device, self.settle, self.on_gpu = device, settle, device.type == "cuda"
+
+    def now(self) -> Any:
+        """This moment; on a GPU, the one at which its queue comes here."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        if not self.on_gpu:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def seconds(self, *calls: Callable[[], object], least: int = 3) -> float:
         """Of one call, over enough of them; several calls take turns."""
         for call in calls:
             call()
-        once = max(self._total(calls, 1) / len(calls), 1e-7)
+        once = max(self.total(calls, 1) / len(calls), 1e-7)
         rounds = max(1, round(max(self.settle / once, least) / len(calls)))
-        return self._total(calls, rounds) / (rounds * len(calls))
+        return self.total(calls, rounds) / (rounds * len(calls))
 
-    def _total(self, calls: Calls, rounds: int) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-            return time.perf_counter() - start
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_event.record()
+    def total(self, calls: Calls, rounds: int) -> float:
+        start = self.now()
         for _ in range(rounds):
             for call in calls:
                 call()
-        end_event.record()
-        end_event.synchronize()
-        return float(start_event.elapsed_time(end_event)) / 1e3
+        return self.between(start, self.now())
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
 

@@ -1,15 +1,15 @@
-"""The constants with which the planner's formulas (`plan.kernels.Device`) give measured seconds, and how well."""
+"""The constants with which the planner's formulas (`plan.cost.kernels.Device`) give measured seconds, and how well."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import cast
 
 from msgspec import structs
 
-from fivefold.calibrate.block import InBlock
-from fivefold.calibrate.kernels import Attended, Product
+from fivefold.calibrate.block import BlockTiming
+from fivefold.calibrate.kernels import AttentionTiming, Matmul
 from fivefold.calibrate.links import Timing
 from fivefold.hardware.accelerators import Accelerator, Link
 from fivefold.hardware.cluster import SHARE
@@ -34,28 +34,37 @@ class Row:
     note: str = ""
 
 
-def fit_products(base: Accelerator, found: Achieved, products: Sequence[Product], rows: list[Row]) -> Achieved:
+def row_of(what: str, measured: str, share: float, ratios: Iterable[float], note: str) -> Row:
+    """With the errors of the planned times; `ratios` are planned / measured."""
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    return Row(what, measured, share, median(errors), errors[-1], note)
+
+
+def settled(shares: Achieved, name: str, ratios: Callable[[Achieved], Iterable[float]]) -> Achieved:
+    """The share with which the median of planned / measured is 1. Where something else bounds a time the share does
+    nothing: a few rounds settle it."""
+    for _ in range(4):
+        off = median(ratios(shares))
+        shares = structs.replace(shares, **{name: short(max(1e-6, getattr(shares, name) * off))})
+    return shares
+
+
+def fit_products(base: Accelerator, found: Achieved, products: Sequence[Matmul], rows: list[Row]) -> Achieved:
     """`gemm` and `ramp` together, by the least mean error of the sweep's times."""
 
-    def errors(shares: Achieved) -> list[float]:
+    def ratios(shares: Achieved) -> list[float]:
         device = Device(base, shares)
-        return [device.gemm(p.m, p.n, p.k) / p.seconds - 1 for p in products]
+        return [device.gemm(p.m, p.n, p.k) / p.seconds for p in products]
 
-    tried = []
-    for ramp in RAMPS:
-        shares = structs.replace(found, ramp=float(ramp), gemm=0.5)
-        for _ in range(4):  # where memory bounds a product the share does nothing: a few rounds settle it
-            off = median(1 + error for error in errors(shares))
-            shares = structs.replace(shares, gemm=short(max(1e-6, shares.gemm * off)))
-        tried.append((fmean(map(abs, errors(shares))), shares))
-    _, best = min(tried, key=lambda pair: pair[0])
-    left, note = sorted(map(abs, errors(best))), f"ramp {best.ramp:g}, {len(products)} shapes, {best.units} units"
-    rate = best.gemm * base.rate("bf16")
-    rows.append(Row("gemm, in a sweep", tera(rate), best.gemm, median(left), left[-1], note))
+    starts = [structs.replace(found, ramp=float(ramp), gemm=0.5) for ramp in RAMPS]
+    tried = [settled(start, "gemm", ratios) for start in starts]
+    best = min(tried, key=lambda shares: fmean(abs(ratio - 1) for ratio in ratios(shares)))
+    note = f"ramp {best.ramp:g}, {len(products)} shapes, {best.units} units"
+    rows.append(row_of("gemm, in a sweep", tera(best.gemm * base.rate("bf16")), best.gemm, ratios(best), note))
     return best
 
 
-def fit_block(base: Accelerator, found: Achieved, blocks: dict[str, InBlock], rows: list[Row]) -> Achieved:
+def fit_block(base: Accelerator, found: Achieved, blocks: dict[str, BlockTiming], rows: list[Row]) -> Achieved:
     """What products and attention reach between the other kernels of a block: that is what training sees of them."""
     rate = base.rate("bf16")
     for name, one in blocks.items():
@@ -80,37 +89,36 @@ def fit_block(base: Accelerator, found: Achieved, blocks: dict[str, InBlock], ro
     return found
 
 
-def fit_eighths(base: Accelerator, found: Achieved, products: Sequence[Product], rows: list[Row]) -> Achieved:
+def fit_eighths(base: Accelerator, found: Achieved, products: Sequence[Matmul], rows: list[Row]) -> Achieved:
     if not products or base.peak.fp8 is None:
         rows.append(Row("fp8", "-", note="this hardware has none: the catalogue's value stays"))
         return found
-    for _ in range(4):
-        device = Device(base, found)
-        off = median(device.gemm(p.m, p.n, p.k, "fp8") / p.seconds for p in products)
-        found = structs.replace(found, fp8=short(found.fp8 * off))
-    device, peak = Device(base, found), base.rate("fp8")
-    errors = sorted(abs(device.gemm(p.m, p.n, p.k, "fp8") / p.seconds - 1) for p in products)
+
+    def ratios(shares: Achieved) -> list[float]:
+        device = Device(base, shares)
+        return [device.gemm(p.m, p.n, p.k, "fp8") / p.seconds for p in products]
+
+    found = settled(found, "fp8", ratios)
     note = f"{len(products)} shapes, one scale a tensor"
-    rows.append(Row("fp8", tera(found.fp8 * peak), found.fp8, median(errors), errors[-1], note))
+    rows.append(row_of("fp8", tera(found.fp8 * base.rate("fp8")), found.fp8, ratios(found), note))
     return found
 
 
 def fit_attention(
-    base: Accelerator, found: Achieved, name: str, timings: Sequence[Attended], rows: list[Row]
+    base: Accelerator, found: Achieved, name: str, timings: Sequence[AttentionTiming], rows: list[Row]
 ) -> Achieved:
     """The share with which forward and backward together come out; their own rates are told beside it."""
     if not timings:
         rows.append(Row(name, "-", note=f"{ATTENTION[name]} does not run here: the catalogue's value stays"))
         return found
 
-    def predicted(shares: Achieved, one: Attended) -> tuple[float, float]:
-        kernel, keys = cast(Attention, name), one.seq / 2
-        return Device(base, shares).attention(kernel, one.samples, one.heads, one.head_dim, one.seq, keys)
+    def ratios(shares: Achieved) -> Iterator[float]:
+        kernel, device = cast(Attention, name), Device(base, shares)
+        for one in timings:
+            planned = device.attention(kernel, one.samples, one.heads, one.head_dim, one.seq, one.seq / 2)
+            yield sum(planned) / (one.forward + one.backward)
 
-    for _ in range(4):
-        off = median(sum(predicted(found, one)) / (one.forward + one.backward) for one in timings)
-        found = structs.replace(found, **{name: short(getattr(found, name) * off)})
-    errors = sorted(abs(sum(predicted(found, one)) / (one.forward + one.backward) - 1) for one in timings)
+    found = settled(found, name, ratios)
     ahead, back = (
         median(factor * one.flops / getattr(one, way) for one in timings if one.head_dim > 64 or base.is_cpu)
         for way, factor in (("forward", 1.0), ("backward", 2.5))
@@ -120,16 +128,15 @@ def fit_attention(
     if narrow and not base.is_cpu:
         note += f"; heads of 64 reach {median(narrow) / ahead:.2f} of it (planned {NARROW_HEAD})"
     share = getattr(found, name)
-    rows.append(Row(f"{name}, in a sweep", tera(share * base.rate("bf16")), share, median(errors), errors[-1], note))
+    rows.append(row_of(f"{name}, in a sweep", tera(share * base.rate("bf16")), share, ratios(found), note))
     return found
 
 
 def stream_row(streams: dict[str, float], share: float) -> Row:
     usual = median(streams.values())
-    errors = sorted(abs(usual / rate - 1) for rate in streams.values())
     slow, fast = min(streams, key=lambda k: streams[k]), max(streams, key=lambda k: streams[k])
     note = f"{slow} {streams[slow] / 1e9:.4g} to {fast} {streams[fast] / 1e9:.4g}"
-    return Row("stream", f"{usual / 1e9:.4g} GB/s", share, median(errors), errors[-1], note)
+    return row_of("stream", f"{usual / 1e9:.4g} GB/s", share, (usual / rate for rate in streams.values()), note)
 
 
 def fit_links(
@@ -152,16 +159,14 @@ def fit_links(
         if size == large
     ]
     bandwidth = median(passes)
-    errors = sorted(
-        abs(rounds(kind) * (world - 1) * (latency + size / world / bandwidth) / t - 1) for kind, size, t in timings
-    )
+    ratios = [rounds(kind) * (world - 1) * (latency + size / world / bandwidth) / t for kind, size, t in timings]
     if base.is_cpu:
         link, share = Link(short(bandwidth), short(latency), "measured"), 1.0
     else:
         share = short(bandwidth / base.inside.bandwidth)
         link = structs.replace(base.inside, latency=short(latency))
     note = f"{latency * 1e6:.1f} us a hop, {world} ranks"
-    rows.append(Row("inside", f"{bandwidth / 1e9:.4g} GB/s", share, median(errors), errors[-1], note))
+    rows.append(row_of("inside", f"{bandwidth / 1e9:.4g} GB/s", share, ratios, note))
     return link, structs.replace(found, inside=share)
 
 

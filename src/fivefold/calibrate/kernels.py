@@ -1,4 +1,4 @@
-"""What kernels reach on the device at hand: products, attention, streams, launches. Numbers only; no ceilings here."""
+"""What kernels reach on the device at hand: matmuls, attention, streams, launches. Numbers only; no ceilings here."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.calibrate.block import InBlock, in_block
+from fivefold.calibrate.block import BlockTiming, block_of, in_block
 from fivefold.calibrate.clock import Clock, sets
-from fivefold.model.decoder import Block
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
 from fivefold.spec.presets import preset
 
 LAYOUTS = ("forward", "input gradient", "weight gradient")
@@ -29,7 +27,7 @@ class Sizes:
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
-    large: tuple[int, int]  # tokens and width of the sustained products
+    large: tuple[int, int]  # tokens and width of the sustained matmuls
     sustained: float  # seconds of them: until power and heat have their say
     attention: tuple[tuple[int, int, int, int], ...]  # sequences, heads, tokens, head dim
     stream: int  # elements
@@ -57,7 +55,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """[m, k] x [k, n] as a layer asks for it, and its seconds."""
 
     m: int
@@ -72,7 +70,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionTiming:
     """Causal attention, and its seconds forward and backward."""
 
     samples: int
@@ -97,38 +95,34 @@ class Kernels:
         self.clock = Clock(device, 0.06 if device.type == "cuda" else 0.01)
 
     def _random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Never zeros: a product of them draws less power, and runs faster than a real one."""
+        """Never zeros: a matmul of them draws less power, and runs faster than a real one."""
         return torch.randn(shape, device=self.device, dtype=torch.float32 if dtype else self.dtype).to(
             dtype or self.dtype
         )
 
-    # ---- products ----------------------------------------------------------------------------------------------------
+    # ---- matmuls -----------------------------------------------------------------------------------------------------
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Tokens, columns and inner of the products of a block: attention's output, gate with up, down."""
+        """Tokens, columns and inner of the matmuls of a block: attention's output, gate with up, down."""
         found = []
         for tokens, width in product(self.sizes.tokens, self.sizes.widths):
             wide = 7 * width // 2
             found += [(tokens, width, width), (tokens, wide, width), (tokens, width, wide)]
         return found
 
-    def products(self) -> Iterator[Product]:
+    def products(self) -> Iterator[Matmul]:
         """The sweep, one shape after the other without a pause, in the three layouts of training."""
         for tokens, columns, inner in self.shapes():
-            rows, weight = self._random(tokens, inner), self._random(columns, inner)
-            slope = self._random(tokens, columns)
-            count = sets(rows.nbytes + weight.nbytes + slope.nbytes)
-            copies = [(rows, weight, slope), *((rows.clone(), weight.clone(), slope.clone()) for _ in range(count - 1))]
-            for layout, (m, n, k) in zip(
-                LAYOUTS,
-                ((tokens, columns, inner), (tokens, inner, columns), (columns, inner, tokens)),
-                strict=True,
-            ):
-                calls = [partial(_product, layout, *copy) for copy in copies]
-                yield Product(m, n, k, layout, self.clock.seconds(*calls))
+            operands = [self._random(*shape) for shape in ((tokens, inner), (columns, inner), (tokens, columns))]
+            count = sets(sum(one.nbytes for one in operands))
+            copies = [operands, *([one.clone() for one in operands] for _ in range(count - 1))]
+            shapes = ((tokens, columns, inner), (tokens, inner, columns), (columns, inner, tokens))
+            for layout, (m, n, k) in zip(LAYOUTS, shapes, strict=True):
+                calls = [partial(_matmul, layout, *copy) for copy in copies]
+                yield Matmul(m, n, k, layout, self.clock.seconds(*calls))
 
     def sustained(self) -> float:
-        """FLOP/s of the block's products, back to back for seconds: until power and heat have had their say."""
+        """FLOP/s of the block's matmuls, back to back for seconds: until power and heat have had their say."""
         tokens, width = self.sizes.large
         wide = 7 * width // 2
         shapes = ((width, width), (wide, width), (width, wide))
@@ -138,16 +132,16 @@ class Kernels:
         held.seconds(*calls)  # warms up
         return flops / (held.seconds(*calls) * len(calls))
 
-    def in_block(self, kernel: str) -> InBlock | None:
+    def in_block(self, kernel: str) -> BlockTiming | None:
         """A block in training with one attention kernel; None where the device has no such kernel."""
         try:
             with _only(kernel, self.device):
-                return in_block(self.device, self.dtype, self.sizes.sustained, self.quick)
+                return in_block(self.clock, self.dtype, self.sizes.sustained, self.quick)
         except RuntimeError:
             return None
 
-    def eighths(self) -> Iterator[Product]:
-        """Products in fp8 with one scale a tensor, where the hardware has it."""
+    def eighths(self) -> Iterator[Matmul]:
+        """Matmuls in fp8 with one scale a tensor, where the hardware has it."""
         if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (8, 9):
             return
         kind, one = torch.float8_e4m3fn, torch.ones((), device=self.device)
@@ -156,11 +150,11 @@ class Kernels:
                 continue
             x, weight = self._random(tokens, inner, dtype=kind), self._random(columns, inner, dtype=kind)
             multiply = partial(torch._scaled_mm, x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-            yield Product(tokens, columns, inner, "forward", self.clock.seconds(multiply))
+            yield Matmul(tokens, columns, inner, "forward", self.clock.seconds(multiply))
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
-    def attention(self, kernel: str) -> list[Attended]:
+    def attention(self, kernel: str) -> list[AttentionTiming]:
         """Causal, four query heads to a kv head. Empty where the device has no such kernel."""
         found = []
         for shape in self.sizes.attention:
@@ -170,7 +164,7 @@ class Kernels:
                 return []
         return found
 
-    def _attended(self, kernel: str, samples: int, heads: int, seq: int, head_dim: int) -> Attended:
+    def _attended(self, kernel: str, samples: int, heads: int, seq: int, head_dim: int) -> AttentionTiming:
         kv = heads // 4
         # As the model hands them over: v as a linear leaves it, the others as a rotation does.
         q, k = (self._random(samples, count, seq, head_dim).requires_grad_() for count in (heads, kv))
@@ -181,11 +175,11 @@ class Kernels:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
             seen = look()
-            slope = torch.randn_like(seen)
+            output_grad = torch.randn_like(seen)
             with torch.no_grad():
                 forward = self.clock.seconds(look)
-            backward = self.clock.seconds(lambda: torch.autograd.grad(seen, (q, k, v), slope, retain_graph=True))
-        return Attended(samples, heads, seq, head_dim, forward, backward)
+            backward = self.clock.seconds(lambda: torch.autograd.grad(seen, (q, k, v), output_grad, retain_graph=True))
+        return AttentionTiming(samples, heads, seq, head_dim, forward, backward)
 
     # ---- what memory bounds ------------------------------------------------------------------------------------------
 
@@ -208,16 +202,10 @@ class Kernels:
         x, count = torch.zeros(1, device=self.device), self.sizes.launches
         if self.device.type != "cuda":
             return self.clock.seconds(lambda: x.add_(1.0))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         x.add_(1.0)
-        torch.cuda.synchronize()
+        self.clock.synchronize()
         torch.cuda._sleep(100_000_000)  # some 50 ms in which the host fills the queue
-        start.record()
-        for _ in range(count):
-            x.add_(1.0)
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / count
+        return self.clock.total([lambda: x.add_(1.0)], count) / count
 
     def host(self) -> tuple[float, float]:
         """Seconds in which this host launches a block's forward and backward pass, with next to nothing to compute."""
@@ -227,16 +215,12 @@ class Kernels:
         )
         count = 1 if narrow else 16
         spec = preset("llama3.2-1b", kv_heads=1, vocab=256, layers=1, **sizes)
-        ops = LocalOps()
-        block = Block(spec, ops, 0, 0).to(self.device, self.dtype)
-        tokens = torch.zeros(1, count, dtype=torch.long, device=self.device)
-        place, angles = TokenPositions.of(tokens), torch.rand(1, 1, count, spec.head_dim // 2, device=self.device)
-        rotation, x = (angles.cos(), angles.sin()), self._random(1, count, spec.hidden).requires_grad_()
+        _, _, forward = block_of(spec, LocalOps(), 1, count, self.device, self.dtype)
         ahead, back, rounds = [], [], 30
         for _ in range(rounds):
             self.clock.synchronize()
             start = time.perf_counter()
-            y = block(x, place, rotation, ops.sight(place))
+            y = forward()
             middle = time.perf_counter()
             y.backward(y.detach())
             back.append(time.perf_counter() - middle)
@@ -246,25 +230,25 @@ class Kernels:
     def update(self) -> float:
         """Seconds a parameter of the gradient norm, clipping and AdamW, as the trainer calls them on a CPU."""
         count = self.sizes.stream // 4
-        weight, slope, first, second = (torch.rand(count) for _ in range(4))
+        weight, output_grad, first, second = (torch.rand(count) for _ in range(4))
         number = torch.ones(())
 
         def step() -> None:
-            torch._foreach_norm([slope], 2, dtype=torch.float64)
-            torch._foreach_mul_([slope], torch.ones(()))
+            torch._foreach_norm([output_grad], 2, dtype=torch.float64)
+            torch._foreach_mul_([output_grad], torch.ones(()))
             torch._fused_adamw_(
-                [weight], [slope], [first], [second], [], [number],
+                [weight], [output_grad], [first], [second], [], [number],
                 lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
 
         return self.clock.seconds(step) / count
 
 
-def _product(layout: str, x: Tensor, weight: Tensor, slope: Tensor) -> Tensor:
-    """As autograd asks for it: rows x weight', slope x weight, slope' x rows."""
+def _matmul(layout: str, x: Tensor, weight: Tensor, output_grad: Tensor) -> Tensor:
+    """As autograd asks for it: x weight', grad weight, grad' x."""
     if layout == "forward":
         return F.linear(x, weight)
-    return slope @ weight if layout == "input gradient" else slope.t() @ x
+    return output_grad @ weight if layout == "input gradient" else output_grad.t() @ x
 
 
 def _only(kernel: str, device: torch.device) -> Any:
