@@ -1,0 +1,141 @@
+"""Every table of the program, at 80 and 120 columns and piped: nothing is cut, nothing is missing.
+
+Each result is made of small data; a new class of results without an entry in MAKERS fails here.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from rich.cells import cell_len
+
+import fivefold as ff
+from fivefold.bench import attention, checkpoint, comparison, pipeline, plan, scaling, schedules, steps, train
+from fivefold.bench.harness import Machine, Times
+from fivefold.bench.result import BenchResult
+from fivefold.hardware.accelerators import ACCELERATORS
+from fivefold.plan.context.compare import context
+from fivefold.report import Result, Table
+from fivefold.report.terminal import to_text
+from fivefold.spec.listing import models
+from tests.layers import modules, pure_modules
+
+WIDTHS = (80, 120, None)  # None: piped
+
+
+def compared() -> comparison.ComparisonResult:
+    systems = ("bare loop", "fivefold", "fivefold dp=2,tp=2,pp=2,cp=2,zero=1,sp", "DTensor tp=2")
+    case = comparison.Comparison("peers", comparison.base_job([]), systems)
+    times = Times({name: [1.25, 1.5, 2.0] for name in systems})
+    losses = {name: [5.0, 4.0] for name in systems}
+    return comparison.ComparisonResult(case, times, losses, Machine(cores=2, torch="2.13", name="a core"))
+
+
+def saved() -> checkpoint.CheckpointResult:
+    times = Times({name: [1.0] for name in checkpoint.NAMES})
+    return checkpoint.CheckpointResult(comparison.base_job([]), 10**9, [0.1, 0.2], [0.01], [0.02], times, times)
+
+
+def trained() -> train.TrainBenchResult:
+    job = train.job_of(["llama3-8b"])
+    saved = train.Saved(10**10, 0.5, 12.5, [0.6, 0.7])
+    kernels = [{"name": "a_kernel_with_a_long_name" * 3, "kind": "gemm", "seconds": 0.1, "calls": 12}]
+    turn = train.Turn(
+        "NVIDIA H200", "2.13", [0.6, 0.61], 10**11, 30.0, 11.9, 3, {"a reason": 2}, "bfloat16", saved, kernels
+    )
+    return train.TrainBenchResult(job, {"fivefold": [turn], "torchtitan": [turn]}, train.Extras(True, True))
+
+
+def piped() -> pipeline.PipelineResult:
+    names = {"1f1b": [1.0, 1.1], "interleaved": [0.9, 1.0]}
+    shape = pipeline.Shape(4, 8, 64, 8, 16, 8, 2)
+    ratios = dict.fromkeys(names, 0.25)
+    return pipeline.PipelineResult(shape, [3.0, 3.1], names, names, ratios, dict.fromkeys(names, 1e-9), 2, "2.13")
+
+
+MAKERS: dict[str, Callable[[], Result]] = {
+    "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100"),
+    "PlanResult on unlike nodes": lambda: ff.plan("llama3-8b", "4x8xH100+4x8xA100-80", batch=512, seq=4096, price=2.5),
+    "PlanResult of a layout": lambda: ff.plan("llama3-70b", "8x8xH100", layout="dp=2,tp=8,pp=4,sp,microbatches=64"),
+    "SimulateResult": lambda: ff.simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
+    "ServePlan": lambda: ff.serve("llama3-70b", "8xH100"),
+    "ContextResult": lambda: context(131_072, 8),
+    "ModelList": lambda: models(seq=8192),
+    "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),
+    "PlanBenchResult": lambda: plan.PlanBenchResult(1, [plan.time_search(plan.QUESTIONS[0], 1)]),
+    "SchedulesBenchResult": lambda: schedules.SchedulesBenchResult([schedules.best(schedules.CASES[0])]),
+    "StepsResult": lambda: steps.StepsResult(
+        [steps.Timed(steps.Case("llama3-8b", 4), "H100", "2.13", "bfloat16", 5, 0.5, 0.4, 0.6, 10**10)],
+        ACCELERATORS["H100"],
+    ),
+    "CheckpointResult": saved,
+    "AttentionResult": lambda: attention.AttentionResult(
+        attention.Shape(2, 64, 4, 2, 16, 1, "float32", 1), {"output": 1e-7, "input gradient": 2e-7}, True, 0.1, 0.2, 2
+    ),
+    "ComparisonResult": compared,
+    "ScalingResult": lambda: scaling.ScalingResult(["dp=2,tp=2,pp=2,cp=2,zero=1,sp"], [compared()], {}),
+    "PipelineResult": piped,
+    "TrainBenchResult": trained,
+}
+
+
+def kinds(kind: type[Result] = Result) -> set[str]:
+    """Every class of results in the source."""
+    below = {name for child in kind.__subclasses__() for name in kinds(child)}
+    return below | {kind.__name__} - {"Result", BenchResult.__name__}
+
+
+@cache
+def made(name: str) -> Result:
+    return MAKERS[name]()
+
+
+def test_every_result_of_the_program_is_rendered_here() -> None:
+    for module in modules():
+        if module.endswith((".result", ".listing")) or module in pure_modules():
+            importlib.import_module(module)
+    assert {name.split()[0] for name in MAKERS} == kinds()
+    for name in MAKERS:
+        assert type(made(name)).__name__ == name.split()[0]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_result_fits_and_nothing_is_cut(name: str, width: int | None) -> None:
+    text = to_text(made(name).blocks(), width)
+    assert "…" not in text
+    if width is not None:
+        assert [line for line in text.splitlines() if cell_len(line) > width] == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_head_and_every_cell_of_a_table_is_whole(name: str, width: int | None) -> None:
+    for table in made(name).blocks():
+        if not isinstance(table, Table):
+            continue
+        text = to_text([table], width)
+        rows = [[cell.text for cell in cells] for cells in table.cells]
+        title = next((column for column in table.columns if column.head and not column.right), None)
+        for column, *cells in zip(table.columns, *rows, strict=True):
+            if column == title and column.head not in text:
+                continue  # records open with this cell, and do not say what it is
+            for word in column.head.split() if any(cells) else ():
+                assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text), f"the head {column.head!r} is cut"
+            for piece in (piece for cell in cells for piece in re.split(r"(?<=,)|\s", cell)):
+                assert piece in text, f"{piece!r} of {column.head!r} is missing"
+        if width is None:
+            lines = text.splitlines()
+            for row in rows:
+                assert any(all(cell in line for cell in row) for line in lines), f"{row} is not one line"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_result_is_json_and_html_too(name: str) -> None:
+    assert json.dumps(made(name).to_dict())
+    html = made(name)._repr_html_()
+    assert html.count("<table>") == sum(isinstance(block, Table) for block in made(name).blocks())
+    assert html.count("<svg") == (made(name).svg() is not None)
