@@ -24,9 +24,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.report import Result
     from fivefold.schedule.result import draw, schedule
     from fivefold.schedule.schedule import Schedule
+    from fivefold.spec.listing import models
     from fivefold.spec.model import ModelSpec
     from fivefold.spec.presets import preset
     from fivefold.support.errors import UserError
+    from fivefold.truth.truth import truth
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,12 +40,14 @@ __all__ = [
     "Schedule",
     "UserError",
     "draw",
+    "models",
     "plan",
     "preset",
     "read_job",
     "schedule",
     "serve",
     "simulate",
+    "truth",
 ]
 
 _HOMES = {
@@ -55,12 +59,14 @@ _HOMES = {
     "Schedule": "fivefold.schedule.schedule",
     "UserError": "fivefold.support.errors",
     "draw": "fivefold.schedule.result",
+    "models": "fivefold.spec.listing",
     "plan": "fivefold.plan.plan",
     "preset": "fivefold.spec.presets",
     "read_job": "fivefold.job.config",
     "schedule": "fivefold.schedule.result",
     "serve": "fivefold.plan.serving.serve",
     "simulate": "fivefold.plan.plan",
+    "truth": "fivefold.truth.truth",
 }
 
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -21,6 +22,9 @@ from fivefold.plan.context.compare import context
 from fivefold.report import Result, Table
 from fivefold.report.terminal import to_text
 from fivefold.spec.listing import models
+from fivefold.truth.constants import Constants
+from fivefold.truth.result import SourceList, TruthResult
+from fivefold.truth.truth import truth
 from tests.layers import modules, pure_modules
 
 WIDTHS = (80, 120, None)  # None: piped
@@ -56,6 +60,12 @@ def piped() -> pipeline.PipelineResult:
     return pipeline.PipelineResult(shape, [3.0, 3.1], names, names, ratios, dict.fromkeys(names, 1e-9), 2, "2.13")
 
 
+def judged() -> TruthResult:
+    result = truth(rows="torchtitan")
+    left_out = {score.source: 0.05 for score in result.scores}
+    return replace(result, left_out=left_out, constants=Constants.shipped())
+
+
 MAKERS: dict[str, Callable[[], Result]] = {
     "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100"),
     "PlanResult on unlike nodes": lambda: ff.plan("llama3-8b", "4x8xH100+4x8xA100-80", batch=512, seq=4096, price=2.5),
@@ -64,6 +74,9 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ServePlan": lambda: ff.serve("llama3-70b", "8xH100"),
     "ContextResult": lambda: context(131_072, 8),
     "ModelList": lambda: models(seq=8192),
+    "TruthResult": judged,
+    "TruthResult with sweeps": lambda: truth(rows="korthikanti_2022"),
+    "SourceList": SourceList,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),
     "PlanBenchResult": lambda: plan.PlanBenchResult(1, [plan.time_search(plan.QUESTIONS[0], 1)]),
     "SchedulesBenchResult": lambda: schedules.SchedulesBenchResult([schedules.best(schedules.CASES[0])]),
@@ -119,10 +132,12 @@ def test_every_head_and_every_cell_of_a_table_is_whole(name: str, width: int | N
             continue
         text = to_text([table], width)
         rows = [[cell.text for cell in cells] for cells in table.cells]
-        title = next((column for column in table.columns if column.head and not column.right), None)
-        for column, *cells in zip(table.columns, *rows, strict=True):
-            if column == title and column.head not in text:
-                continue  # records open with this cell, and do not say what it is
+        # A record opens with its name and what stands before it, and does not say what these are.
+        named = [bool(column.head) and not column.right for column in table.columns]
+        opening = 1 + named.index(True) if True in named else 0
+        for at, (column, *cells) in enumerate(zip(table.columns, *rows, strict=True)):
+            if at < opening and column.head not in text:
+                continue
             for word in column.head.split() if any(cells) else ():
                 assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text), f"the head {column.head!r} is cut"
             for piece in (piece for cell in cells for piece in re.split(r"(?<=,)|\s", cell)):
