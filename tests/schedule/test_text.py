@@ -167,7 +167,7 @@ def test_promises_and_buffers_may_be_as_large_as_one_likes() -> None:
 
 def test_more_microbatches_than_actions_are_refused_before_anything_is_made_for_them(tmp_path: Path) -> None:
     (problem,) = broken(tmp_path, to_text(SMALL).replace("microbatches 2", "microbatches 999999999999"))
-    assert problem == "broken.txt, line 3: there cannot be 999999999999 microbatches, with 16 actions in all"
+    assert problem == "broken.txt, line 3: there cannot be 999999999999 microbatches, with 16 actions in total"
 
 
 @pytest.mark.parametrize("name", ["", "a#b", "a\tb", " a", "a  b", "a\nb", "a\u2028b"])

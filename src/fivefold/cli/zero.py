@@ -17,7 +17,7 @@ def zero(
     """Bytes of a rank between steps, by ZeRO stage.
 
     The paper (arXiv 1910.02054) keeps gradients in two bytes; this code adds them
-    up in float32. Who plans with the paper's figures runs out of memory here.
+    up in float32, so that the paper's figures are too low for it.
 
     [dim]Examples:[/]
 

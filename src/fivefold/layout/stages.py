@@ -34,6 +34,7 @@ class Stage:
         return [parameter.name for parameter in spec.parameters() if self.holds(parameter)]
 
 
+@lru_cache(maxsize=1024)  # the planner asks for each of its layouts
 def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     """The stages of a layout: as its `split` says, or balanced."""
     sizes = layout.split or balanced(spec, layout.stages, seq)

@@ -93,7 +93,7 @@ class Reader:
         listed = sum(map(len, read))
         if not self.problems and microbatches > listed:
             where = self.places["microbatches"]
-            self.problem(where, f"there cannot be {microbatches} microbatches, with {listed} actions in all")
+            self.problem(where, f"there cannot be {microbatches} microbatches, with {listed} actions in total")
         if self.problems:
             raise UserError(shortened(self.problems, self.source))
 

@@ -76,7 +76,7 @@ class Case:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return _stages(self.spec, self.layout, self.seq)
+        return stages_of(self.spec, self.layout, self.seq)
 
     def flops(self, counting: Counting = "full") -> float:
         """Model FLOPs of a step."""
@@ -86,11 +86,6 @@ class Case:
         """Of the makers' rates of the devices that the layout uses."""
         peak = sum(group.world * group.accelerator.rate(self.precision) for group in self.cluster.groups)
         return self.flops(counting) / seconds / (peak * self.layout.world / self.cluster.world)
-
-
-@lru_cache(maxsize=1024)
-def _stages(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
-    return stages_of(spec, layout, seq)
 
 
 @dataclass(frozen=True)

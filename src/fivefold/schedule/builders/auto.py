@@ -33,7 +33,7 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
     if limit < 1:
         raise UserError(f"auto cannot work with room for {limit} activations; give at least 1 (1f1b holds up to {p})")
     if len(costs.f) != p:
-        raise UserError(f"auto has one stage per rank, {p} in all, and the costs are those of {len(costs.f)} stages")
+        raise UserError(f"auto has one stage per rank, {p} in total, and the costs are those of {len(costs.f)} stages")
     task = Task(p, m, costs, limit)
     return _with_least_buffers(task, _fastest(task))
 
