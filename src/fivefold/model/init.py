@@ -16,11 +16,6 @@ from fivefold.spec.parameters import Parameter
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 
-def std_of(spec: ModelSpec, parameter: Parameter) -> float:
-    """GPT-2's rule: the matrices that write into the residual stream start smaller, by the number of writers."""
-    return spec.init_std / math.sqrt(2 * spec.layers) if parameter.residual else spec.init_std
-
-
 @torch.no_grad()
 def draw(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, box: Box | None = None) -> None:
     """Fill `out` with a box of a parameter; by default with all of it."""
@@ -33,7 +28,9 @@ def draw(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, box: Box
         out.zero_()
         return
     *stack, rows, columns = box or tuple(map(range, parameter.shape))
-    key, std = random.key(seed, "init", parameter.name), std_of(spec, parameter)
+    # GPT-2's rule: the matrices that write into the residual stream start smaller, by the number of writers.
+    std = spec.init_std / math.sqrt(2 * spec.layers) if parameter.residual else spec.init_std
+    key = random.key(seed, "init", parameter.name)
     step = max(1, _CHUNK.get(out.device.type, 1 << 18) // len(columns))
     matrices = out.flatten(0, -3) if stack else out[None]  # drawn as if they lay one below the other
     for matrix, place in zip(matrices, product(*stack), strict=True):

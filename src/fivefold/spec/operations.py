@@ -36,13 +36,11 @@ class Matmul(NamedTuple):
 
     @property
     def writes_residual(self) -> bool:
-        """Its outputs are added to the residual stream; with tp they are summands, and sp leaves a rank its tokens'."""
-        return self.tp == "columns"
+        """Whether its outputs are added to the residual stream; all other matmuls read that stream, normed.
 
-    @property
-    def reads_stream(self) -> bool:
-        """Its inputs are features of the residual stream: all of them on every tp rank, of its tokens with sp."""
-        return not self.writes_residual
+        The stream is whole on every tp rank; with sp, a rank has its tokens of it.
+        """
+        return self.tp == "columns"
 
 
 class Attention(NamedTuple):

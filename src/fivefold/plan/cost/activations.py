@@ -1,4 +1,4 @@
-"""Bytes that one microbatch leaves behind for its backward pass, by kind, on one rank.
+"""Bytes that one microbatch keeps for its backward pass, by kind, on one rank.
 
 kept(spec, layout, stack, samples, seq)      # of a block
 Letters as in work.py. Textbook case: a GPT block with dropout, fused softmax and no recompute keeps
@@ -57,7 +57,7 @@ def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, 
 def put_off(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2) -> float:
     """Bytes of a block between its I and its W: what the linears read, and the gradients of what they wrote."""
     own, part = _block(spec, layout), layout.tp if layout.sp else 1
-    read = sum(group[0].inputs / (part if group[0].reads_stream else 1) for group in own.groups)
+    read = sum(group[0].inputs / (1 if group[0].writes_residual else part) for group in own.groups)
     return tokens * wide * (read + sum(one.outputs for one in own.matmuls))
 
 

@@ -23,7 +23,7 @@ from fivefold.spec.operations import head
 
 CONTEXT = 1.5e9  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
 FRAGMENTATION = 0.04  # of what is allocated: holes between blocks that no request fits
-HEADROOM = 0.88  # of the memory that a plan may fill: what no model counts takes the rest
+HEADROOM = 0.88  # of the memory that a plan may fill: the rest is for what no model counts
 GATHERED = 6.0  # bytes per logit of the parts, the whole made of them, and its gradient, where logits are gathered
 
 
@@ -48,7 +48,7 @@ class Footprint:
 
     @property
     def gradients(self) -> float:
-        """That are there at the peak; where they come after it, what they then need more than the peak had."""
+        """Gradients at the peak; where they come after it, the bytes by which they exceed what the peak had."""
         if not self.lazy:
             return self.state.gradients
         return max(0.0, self.state.gradients + self.after - self.working)
@@ -169,23 +169,17 @@ def _gathered(case: Case, parameters: float, block: float) -> float:
     return max(one, 2 * one - block) if case.layout.zero == 2 else 0.0
 
 
-def logits_held(spec: ModelSpec, layout: Layout, stack: Stack) -> float:
-    """Bytes per token at the loss's peak."""
-    if stack.gathers_logits and layout.tp > 1:
-        return (stack.peak_logit_bytes + GATHERED) * spec.vocab
-    return stack.peak_logit_bytes * head(spec, layout.tp).outputs
-
-
 def loss_held(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:
     """Bytes at the loss's peak. In one pass: a slice's logits, or what is left of them when its gradients are taken."""
+    own, narrow, peak = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
     if not stack.one_pass:
-        return logits_held(spec, layout, stack) * tokens
-    own, narrow = head(spec, layout.tp), stack.weight_bytes
+        gathered = stack.gathers_logits and layout.tp > 1
+        return tokens * ((peak + GATHERED) * spec.vocab if gathered else peak * own.outputs)
     parts = slices(tokens, own.outputs)
     logits, table = len(parts[0]) * own.outputs, own.size
     running = max(4, narrow) * table if len(parts) > 1 else 0
     states = narrow * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
-    return states + max(stack.peak_logit_bytes * logits + running, narrow * (logits + table) + running)
+    return states + max(peak * logits + running, narrow * (logits + table) + running)
 
 
 def head_kept(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:

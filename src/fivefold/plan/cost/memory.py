@@ -14,6 +14,7 @@ more where a full-precision master is kept beside a bfloat16 weight.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout
@@ -31,8 +32,7 @@ def wide_bytes(dtype: str) -> int:
     return max(BYTES["float32"], BYTES[dtype])
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Bytes of one rank."""
 
     parameters: float
@@ -78,9 +78,7 @@ def paper(parameters: float, zero: int, ranks: int) -> State:
 def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:
     """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
     found = [state_of(spec, layout, dtype, optimizer, pp=rank) for rank in range(layout.pp)]
-    return State(
-        max(one.parameters for one in found), max(one.gradients for one in found), max(one.optimizer for one in found)
-    )
+    return State(*map(max, zip(*found, strict=True)))
 
 
 def state_of(

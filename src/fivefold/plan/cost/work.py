@@ -19,11 +19,11 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Block, block, head
 
 FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
-ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise product was another kernel (2024)
+ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise matmul was another kernel (2024)
 
 
 class Seconds(NamedTuple):
-    """Where time goes. Collectives count as far as nothing hides them."""
+    """Where time goes. Of collectives, only the exposed part counts."""
 
     gemm: float = 0.0
     attention: float = 0.0
@@ -52,7 +52,7 @@ class Passes(NamedTuple):
     """One microbatch through a part of the model: forward, and backward in its two halves."""
 
     forward: Seconds
-    inputs: Seconds  # gradients of what came in; with it, what is computed again
+    inputs: Seconds  # gradients of the inputs, and recomputation
     weights: Seconds
 
     def plus(self, other: "Passes") -> "Passes":
@@ -96,7 +96,7 @@ class Work:
 
     @cached_property
     def block(self) -> Passes:
-        forward = self._forward_gemms
+        forward = sum(self._gemm(*shape) for shape in self.gemms)
         inputs = sum(self._gemm(m, k, n) for m, n, k in self.gemms)
         weights = sum(self._gemm(n, k, m) for m, n, k in self.gemms)
         attend, attend_back = self._attention
@@ -121,10 +121,6 @@ class Work:
     def _added(self, parameters: float) -> float:
         """Adding up gradients in kernels of their own."""
         return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
-
-    @property
-    def _forward_gemms(self) -> float:
-        return sum(self._gemm(*shape) for shape in self.gemms)
 
     def _gemm(self, m: int, n: int, k: int) -> float:
         slower = ROWWISE if self.stack.rowwise and self.precision == "fp8" else 1.0
@@ -179,7 +175,7 @@ class Work:
         return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
 
     def _again(self, forward: Seconds, tp: float) -> float:
-        """Recompute: the whole block, or what is cheap and large."""
+        """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.recompute == "full":
@@ -210,7 +206,7 @@ class Work:
         return ahead, hidden(2 * half + again, behind, hides("tp_backward"))
 
     def _context(self) -> tuple[float, float]:
-        """What attention does not hide of the exchange of keys and values; a recomputed block exchanges again."""
+        """The exposed exchange of keys and values; a recomputed block exchanges again."""
         if self._over_ranks is None:
             return 0.0, 0.0
         share = self.stack.hides("cp") if self.layout.cp_kind == "ring" else 1.0
@@ -231,8 +227,8 @@ class Work:
 
     @property
     def passing_bytes(self) -> float:
-        """That backward through a block needs on its way: gradients of the feed-forward part's intermediates and of its
-        largest weight; with tp of both that share an input, and of that input, gathered."""
+        """Bytes that a block's backward needs for a while: gradients of the feed-forward part's intermediates and
+        largest weight; with tp, of both weights that share an input, and of that input, gathered."""
         down = self.operations.matmuls[-1]
         bytes_ = self.wide * (2.0 * self.tokens * down.inputs + down.size)
         if self.layout.tp > 1:
@@ -241,7 +237,7 @@ class Work:
 
     @property
     def exchange_bytes(self) -> float:
-        """That cp needs beside the activations while attention runs."""
+        """Bytes that cp needs beside the activations while attention runs."""
         return self._over_ranks.buffers if self._over_ranks else 0.0
 
     @property
