@@ -19,8 +19,10 @@ from fivefold.bench.harness import Machine, Times
 from fivefold.bench.result import BenchResult
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.plan.context.compare import context
+from fivefold.plan.zero import zero
 from fivefold.report import Result, Table
 from fivefold.report.terminal import to_text
+from fivefold.schedule.result import PublishedResult, compare
 from fivefold.spec.listing import models
 from fivefold.truth.constants import Constants
 from fivefold.truth.result import SourceList, TruthResult
@@ -78,6 +80,9 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "TruthResult with sweeps": lambda: truth(rows="korthikanti_2022"),
     "SourceList": SourceList,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),
+    "CompareResult": lambda: compare(8, 32, times="f=1,i=1,w=1,comm=0.1"),
+    "PublishedResult": PublishedResult,
+    "ZeroResult": lambda: zero("llama3-8b"),
     "PlanBenchResult": lambda: plan.PlanBenchResult(1, [plan.time_search(plan.QUESTIONS[0], 1)]),
     "SchedulesBenchResult": lambda: schedules.SchedulesBenchResult([schedules.best(schedules.CASES[0])]),
     "StepsResult": lambda: steps.StepsResult(
