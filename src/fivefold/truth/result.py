@@ -135,22 +135,19 @@ class TruthResult(Result):
 class SourceList(Result):
     """What is assumed of each source where its rows do not say."""
 
+    @property
+    def rows(self) -> list[tuple[str | int | bool, ...]]:
+        every = (*SOURCES, ANY)
+        return [(one.match or "any other", one.stack.name, one.zero, one.sp, one.recompute, one.why) for one in every]
+
     def to_dict(self) -> list[dict[str, Any]]:
-        keys = ("source", "software", "zero", "sp", "recompute", "why")
         return [
-            dict(
-                zip(
-                    keys,
-                    (one.match or "any other", one.stack.name, one.zero, one.sp, one.recompute, one.why),
-                    strict=True,
-                )
-            )
-            for one in (*SOURCES, ANY)
+            dict(zip(("source", "software", "zero", "sp", "recompute", "why"), row, strict=True)) for row in self.rows
         ]
 
     def blocks(self) -> Iterator[Block]:
         heads = ["~source", "~software", ">zero", "sp", "recompute", "~why"]
-        rows = [[str(cell) for cell in row.values()] for row in self.to_dict()]
+        rows = [list(map(str, row)) for row in self.rows]
         yield Table(heads, rows, title="What is assumed of each source where its rows do not say")
 
 

@@ -35,7 +35,7 @@ class Held:
 
 
 def held(replica: Replica, batch: int, tokens: int, prompt: int) -> Held:
-    """On the stage that needs the most. Every sequence has the room it needs at its end."""
+    """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
     stages = (_of_stage(replica, stage, batch, tokens, prompt) for stage in replica.stages)
     return max(stages, key=lambda one: one.total)
 
@@ -79,14 +79,14 @@ def linear_bytes(precision: str) -> int:
     return 1 if precision == "fp8" else 2
 
 
-def room(device: Device) -> float:
+def memory_limit(device: Device) -> float:
     """Bytes of a GPU that a plan may fill."""
     return HEADROOM * device.accelerator.memory
 
 
 def largest(replica: Replica, tokens: int, prompt: int) -> int:
     """Sequences that a replica has memory for; 0 where not even one."""
-    space = room(replica.device)
+    space = memory_limit(replica.device)
 
     def fits(batch: int) -> bool:
         return held(replica, batch, tokens, prompt).total <= space

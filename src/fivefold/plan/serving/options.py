@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.layout.layout import tp_fits
 from fivefold.plan.cost.kernels import Device
-from fivefold.plan.serving.memory import Held, held, largest, room, whole_weights
+from fivefold.plan.serving.memory import Held, held, largest, memory_limit, whole_weights
 from fivefold.plan.serving.step import Parts, Replica
 from fivefold.spec.model import ModelSpec
 
@@ -153,7 +153,7 @@ def _depths(service: Service, tp: int) -> Iterator[int]:
     spec, gpus = service.spec, service.group.gpus
     weights = whole_weights(spec, service.precision)
     for pp in range(1, min(spec.layers, service.group.world // tp) + 1):
-        if (gpus % (tp * pp) == 0 or (tp * pp) % gpus == 0) and weights < tp * pp * room(service.device):
+        if (gpus % (tp * pp) == 0 or (tp * pp) % gpus == 0) and weights < tp * pp * memory_limit(service.device):
             yield pp
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fivefold.layout.layout import tp_fits
-from fivefold.plan.serving.memory import largest, room, whole_cache, whole_weights
+from fivefold.plan.serving.memory import largest, memory_limit, whole_cache, whole_weights
 from fivefold.plan.serving.options import Service, replicas
 from fivefold.plan.serving.sentences import NODE, gigabytes
 from fivefold.plan.serving.step import Replica
@@ -45,7 +45,7 @@ def problems(service: Service) -> list[str]:
 def needed(service: Service) -> Replica | None:
     """The smallest replica that holds the model and one sequence, on as many of these GPUs as it takes."""
     spec, gpus = service.spec, max(service.group.gpus, NODE)
-    weights, space = whole_weights(spec, service.precision), room(service.device)
+    weights, space = whole_weights(spec, service.precision), memory_limit(service.device)
     sizes = [
         (tp * pp, -tp)
         for tp in range(1, gpus + 1)
@@ -75,7 +75,7 @@ def no_room(service: Service) -> str:
     return (
         f"{spec.name} in {service.precision} fits nowhere on {service.cluster}: its weights are {gigabytes(weights)}, "
         f"the cache of one sequence of {service.tokens:,} tokens is {gigabytes(cache)}, and {service.group.world} x "
-        f"{gigabytes(room(service.device))} is the limit of a plan; {remedy}"
+        f"{gigabytes(memory_limit(service.device))} is the limit of a plan; {remedy}"
     )
 
 

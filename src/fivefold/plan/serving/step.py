@@ -53,9 +53,9 @@ NCCL_BASE = 6.8e-6
 class Parts(NamedTuple):
     """Seconds of a step by cause."""
 
-    weights: float = 0.0  # products that wait for their weights
+    weights: float = 0.0  # matmuls that wait for their weights
     cache: float = 0.0  # keys and values read
-    compute: float = 0.0  # products that wait for the tensor cores; attention of the prefill
+    compute: float = 0.0  # matmuls that wait for the tensor cores; attention of the prefill
     pointwise: float = 0.0  # bytes of norms, rotations, activation functions, logits
     launch: float = 0.0  # from one kernel to the next
     tp: float = 0.0  # all-reduces
@@ -95,7 +95,7 @@ class Replica:
     gpus: int  # of a node
     tp: int = 1
     pp: int = 1
-    precision: str = "bf16"  # of the blocks' weights and products; embedding and head stay in bf16
+    precision: str = "bf16"  # of the blocks' weights and matmuls; embedding and head stay in bf16
     cache_bytes: int = 2  # of an element of a key or value
     graphs: bool = True  # CUDA graphs
 
