@@ -54,7 +54,7 @@ def test_dropout_masks_are_the_same_bits_on_cpu_and_cuda() -> None:
     dropout = Dropout(0.1, seed=0, name="layers.0.mlp")
     tokens = torch.zeros(8, 128)
     place = replace(TokenPositions.of(tokens), samples=torch.arange(8) + 2**33)
-    there = TokenPositions(place.positions.cuda(), place.samples.cuda(), place.length)
+    there = TokenPositions(place.position_ids.cuda(), place.samples.cuda(), place.length)
     x = torch.ones(8, 128, 512)
     assert torch.equal(dropout(x, place), dropout(x.cuda(), there).cpu())
 
@@ -103,7 +103,7 @@ def test_repeatable_attention_computes_attention(kv_heads: int, length: int, wid
     shapes = [(2, heads, length, width) for heads in (4, kv_heads, kv_heads, 4)]
     *qkv, grad = (torch.randn(shape, generator=noise, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     place = TokenPositions.of(torch.zeros(2, length, dtype=torch.int64, device="cuda"))
-    sight = LocalOps().sight(place)
+    sight = LocalOps().attention_mask(place)
     assert isinstance(sight, Tiles)
     found = []
     for dtype, attend in (

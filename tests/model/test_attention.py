@@ -144,11 +144,11 @@ def test_a_part_with_far_larger_scores_takes_over_without_overflow() -> None:
 def test_documents_on_a_gpu_look_at_the_same_as_on_a_cpu(dtype: torch.dtype) -> None:
     documents = torch.tensor([[0, 0, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0]])
     place = TokenPositions(torch.arange(6).expand(2, 6), torch.zeros(2, dtype=torch.int64), 6, documents)
-    there = TokenPositions(place.positions.cuda(), place.samples.cuda(), 6, documents.cuda())
+    there = TokenPositions(place.position_ids.cuda(), place.samples.cuda(), 6, documents.cuda())
     q, k, v, grad = inputs(6, 6, dtype, "cuda")
     expected = reference(q, k, v, grad, place.mask())
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = LocalOps().attend(q, k, v, LocalOps().sight(there))
+    out = LocalOps().attend(q, k, v, LocalOps().attention_mask(there))
     gradients = torch.autograd.grad(out, (q, k, v), grad)
     for ours, theirs in zip((out, *gradients), (expected[0], *expected[2:]), strict=True):
         assert worst(ours, theirs) <= BOUND[dtype]

@@ -30,7 +30,7 @@ def test_blocks_and_loss_are_three_graphs_without_a_break(recompute: Recompute) 
     aim = Targets(tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool))
     losses = []
     for model in (plain, quick):
-        loss = model(tokens, aim=aim)
+        loss = model(tokens, targets=aim)
         loss.backward()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-13)

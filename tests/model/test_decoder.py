@@ -143,7 +143,7 @@ def test_dropout_is_a_function_of_sample_and_position_not_of_the_batch() -> None
     assert set(whole[kept].unique().tolist()) == {1 / 0.75}
     assert abs(kept.double().mean().item() - 0.75) < 5 * (0.75 * 0.25 / kept.numel()) ** 0.5
 
-    part = TokenPositions(place.positions[1:3, 4:9], place.samples[1:3], length=16)
+    part = TokenPositions(place.position_ids[1:3, 4:9], place.samples[1:3], length=16)
     assert torch.equal(dropout(x[1:3, 4:9], part), whole[1:3, 4:9])
     assert not torch.equal(Dropout(0.25, seed=2, name="layers.0.mlp")(x, place), whole)
     assert not torch.equal(Dropout(0.25, seed=1, name="layers.1.mlp")(x, place), whole)

@@ -30,7 +30,7 @@ def test_the_tiles_are_those_that_pytorch_finds_by_looking_at_every_score(length
 
 def test_a_cpu_has_no_tiles() -> None:
     """Its kernels have a fixed order of their own."""
-    assert LocalOps().sight(TokenPositions.of(torch.zeros(2, 128, dtype=torch.int64))) is None
+    assert LocalOps().attention_mask(TokenPositions.of(torch.zeros(2, 128, dtype=torch.int64))) is None
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
         torch.manual_seed(0)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter.to_local(), std=0.02)  # type: ignore[operator]
-        loss = model(tokens, aim=aim)
+        loss = model(tokens, targets=aim)
         loss.backward()
         losses.append(loss.item())
     return (*compiled.compilation(), *losses)

@@ -30,7 +30,7 @@ def one_by_one(case: Job) -> dict[str, list[Tensor]]:
         tokens, targets, mask, samples, documents = map(
             torch.from_numpy, (part.tokens, part.targets, part.loss_mask, part.samples, part.documents)
         )
-        place = TokenPositions(TokenPositions.of(tokens).positions, samples, tokens.shape[1], documents)
+        place = TokenPositions(TokenPositions.of(tokens).position_ids, samples, tokens.shape[1], documents)
         model.zero_grad()
         (model(tokens, place, Targets(targets, mask)) / batch.loss_tokens).backward()
         for name, parameter in model.named_parameters():

@@ -80,7 +80,7 @@ def backward_of(rank: int, world: int, times: int) -> tuple[list[str], list[list
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
 
     def loss() -> torch.Tensor:
-        return model(tokens, aim=Targets(tokens, everywhere))
+        return model(tokens, targets=Targets(tokens, everywhere))
 
     with Ops() as ops:
         loss().backward()

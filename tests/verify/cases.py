@@ -59,7 +59,7 @@ def mean_of_means() -> None:
 
     def counting(self: Any, batch: Any, **extras: float) -> Any:
         made = make(self, batch, **extras)
-        self.__dict__.setdefault("own_counts", []).append(max(1, int(made.aim.mask.sum())))
+        self.__dict__.setdefault("own_counts", []).append(max(1, int(made.targets.mask.sum())))
         return made
 
     def mean(self: Any, total: Any, count: int) -> Any:

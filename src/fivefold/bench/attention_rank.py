@@ -31,14 +31,14 @@ class Block:
         attention = model.layers["0"].attention
         assert isinstance(attention, Attention)
         self.attention = attention
-        place = TokenPositions.of(torch.zeros(shape.batch, shape.seq, dtype=torch.int64))
-        self.rotation, self.sight = model.rotation(place, DTYPES[shape.dtype]), ops.sight(place)
+        positions = TokenPositions.of(torch.zeros(shape.batch, shape.seq, dtype=torch.int64))
+        self.rotation, self.mask = model.rotation(positions, DTYPES[shape.dtype]), ops.attention_mask(positions)
 
     def run(self, x: Tensor, output_grad: Tensor) -> tuple[Tensor, Tensor]:
         """Output and input gradient; the weights' gradients are left where the optimizer would find them."""
         x = x.detach().requires_grad_()
         with self.weights.microbatch(last=True):
-            y = self.attention(x, self.rotation, self.sight)
+            y = self.attention(x, self.rotation, self.mask)
             y.backward(output_grad)
         assert x.grad is not None
         return y.detach(), x.grad

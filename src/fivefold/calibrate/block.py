@@ -73,8 +73,8 @@ class TimedOps(LocalOps):
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return _Matmul.apply(x, linear.weight, self)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
-        return _Attend.apply(q, k, v, self, sight)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return _Attend.apply(q, k, v, self, mask)
 
 
 class _Matmul(torch.autograd.Function):
@@ -94,11 +94,11 @@ class _Matmul(torch.autograd.Function):
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ops: TimedOps, sight: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ops: TimedOps, mask: Any) -> Tensor:
         with torch.enable_grad():
             q, k, v = ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             with ops.timing("attend"):
-                ctx.seen = LocalAttention().attend(q, k, v, sight)
+                ctx.seen = LocalAttention().attend(q, k, v, mask)
         ctx.ops = ops
         return ctx.seen.detach()
 
@@ -114,11 +114,11 @@ def block_of(
 ) -> tuple[Block, Tensor, Callable[[], Tensor]]:
     """A block, its input, and its forward pass."""
     block = Block(spec, ops, 0, 0).to(device, dtype)
-    place = TokenPositions.of(torch.zeros(samples, seq, dtype=torch.long, device=device))
+    positions = TokenPositions.of(torch.zeros(samples, seq, dtype=torch.long, device=device))
     angles = torch.rand(samples, 1, seq, spec.head_dim // 2, device=device)
     rotation = angles.cos(), angles.sin()
     x = torch.randn(samples, seq, spec.hidden, device=device, dtype=dtype).requires_grad_()
-    return block, x, lambda: block(x, place, rotation, ops.sight(place))
+    return block, x, lambda: block(x, positions, rotation, ops.attention_mask(positions))
 
 
 def in_block(clock: Clock, dtype: torch.dtype, seconds: float, quick: bool) -> BlockTiming:

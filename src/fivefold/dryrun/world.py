@@ -88,8 +88,8 @@ def _kernels_of_cuda() -> Iterator[None]:
     def stand_in(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         return _FusedNorm.apply(x, weight) if weight is not None else real(x, shape, weight, eps)
 
-    def sum_in_place(total: Tensor | None, slope: Tensor, x: Tensor) -> Tensor:
-        product = slope.T @ x  # counted, and not kept: the sum is
+    def sum_in_place(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+        product = grad.T @ x  # counted, and not kept: the sum is
         return product.to(torch.float32) if total is None else total
 
     head.add_product = sum_in_place

@@ -21,13 +21,13 @@ class Cache:
     def forget(self) -> None:
         self.kept = []
 
-    def sight(self, place: TokenPositions) -> int:
+    def attention_mask(self, positions: TokenPositions) -> int:
         """How many tokens came before."""
         self.turn = 0
-        return int(place.positions[0, 0])
+        return int(positions.position_ids[0, 0])
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
-        first, last = sight, sight + q.shape[2]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        first, last = mask, mask + q.shape[2]
         if self.turn == len(self.kept):
             room = k.new_empty(*k.shape[:2], self.length, k.shape[3])
             self.kept.append((room, torch.empty_like(room)))

@@ -54,9 +54,9 @@ class Generator:
         """The logits [V] after `tokens`, which follow on `before` others; on the ranks with the last stage."""
         device = self.mesh.device
         ids = torch.tensor([tokens], device=device)
-        positions = torch.arange(before, before + len(tokens), device=device)[None]
-        place = TokenPositions(positions, torch.zeros(1, dtype=torch.int64, device=device), self.length)
-        logits = self.network.pipeline.forward_only(Microbatch(ids, place))
+        position_ids = torch.arange(before, before + len(tokens), device=device)[None]
+        positions = TokenPositions(position_ids, torch.zeros(1, dtype=torch.int64, device=device), self.length)
+        logits = self.network.pipeline.forward_only(Microbatch(ids, positions))
         return None if logits is None else logits[0, -1]
 
     def _broadcast(self, logits: Tensor | None, choose: Chooser) -> int:

@@ -130,19 +130,19 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
 class AttentionMask:
     """Documents of whole rows on a GPU: as spans for the kernels that pack them, as a mask for the others."""
 
-    place: TokenPositions
+    positions: TokenPositions
 
     @cached_property
     def spans(self) -> Spans:
-        documents, rows = self.place.documents, self.place.row_documents
+        documents, rows = self.positions.documents, self.positions.row_documents
         assert documents is not None
         found = (documents.cpu() if rows is None else rows).numpy()
         check_runs(found)
         return causal_spans(found, documents.device)
 
     @cached_property
-    def mask(self) -> Tensor | None:
-        return self.place.mask()
+    def dense(self) -> Tensor | None:
+        return self.positions.mask()
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:

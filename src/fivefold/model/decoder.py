@@ -74,13 +74,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.o = Linear(width, spec.hidden, bias=spec.bias)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
         q, k, v = (self.heads(y) for y in self.ops.columns(x, self.q, self.k, self.v))  # [B, H, S, D], K for k and v
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.ops.norm(self.q_norm, q), self.ops.norm(self.k_norm, k)
         if rotation is not None:
             q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)
-        seen = self.ops.attend(q, k, v, sight)
+        seen = self.ops.attend(q, k, v, mask)
         return self.ops.rows(seen.transpose(1, 2).flatten(2), self.o)
 
     def heads(self, x: Tensor) -> Tensor:
@@ -121,26 +121,28 @@ class Block(nn.Module):
         self.mlp = MLP(spec, ops)
         self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
 
-    def forward(self, x: Tensor, place: TokenPositions, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
-        """`place` is that of x's tokens; `rotation` and `sight` are those of all tokens that attention sees here."""
-        return self.run(self.steps, x, place, rotation, sight)
+    def forward(
+        self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any
+    ) -> Tensor:
+        """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention sees here."""
+        return self.run(self.steps, x, positions, rotation, mask)
 
-    def steps(self, x: Tensor, place: TokenPositions, rotation: tuple[Tensor, Tensor] | None, sight: Any) -> Tensor:
-        seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, sight)
-        x = x + self.attention_dropout(seen, place)
-        return x + self.mlp_dropout(self.mlp(self.ops.norm(self.mlp_norm, x)), place)
+    def steps(self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+        seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
+        x = x + self.attention_dropout(seen, positions)
+        return x + self.mlp_dropout(self.mlp(self.ops.norm(self.mlp_norm, x)), positions)
 
 
-class _Turned(NamedTuple):
+class _RotationCache(NamedTuple):
     """The last rotation, which the next microbatch at the same places takes, too."""
 
-    positions: Tensor
+    position_ids: Tensor
     kept: torch.dtype
     rotation: tuple[Tensor, Tensor]
 
 
 class Decoder(nn.Module):
-    """Tokens [B, S] in, logits [B, S, V] out, or with an aim the sum of the losses.
+    """Tokens [B, S] in, logits [B, S, V] out, or with targets the sum of the losses.
 
     Parameter names are those of `spec.parameters()`.
     `ops` say how a layer's steps are done: on this device alone, or together with other ranks. With a `stage` it is a
@@ -169,36 +171,36 @@ class Decoder(nn.Module):
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
-        self._turned: _Turned | None = None
+        self._last_rotation: _RotationCache | None = None
 
-    def forward(self, x: Tensor, place: TokenPositions | None = None, aim: Targets | None = None) -> Tensor:
-        place = place or TokenPositions.of(x)
-        here = self.ops.residual(place)
+    def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Targets | None = None) -> Tensor:
+        positions = positions or TokenPositions.of(x)
+        here = self.ops.residual(positions)
         if self.stage.first:
             assert self.embedding is not None
             x = self.ops.embed(self.embedding, x)  # [B, S, E]
             if self.positions is not None:
-                x = x + self.ops.look_up(self.positions, here.positions)
+                x = x + self.ops.look_up(self.positions, here.position_ids)
             x = self.dropout(x, here)
-        rotation, sight = self.rotation(place, x.dtype), self.ops.sight(place)
+        rotation, mask = self.rotation(positions, x.dtype), self.ops.attention_mask(positions)
         for block in self.layers.values():
-            x = block(x, here, rotation, sight)
+            x = block(x, here, rotation, mask)
         if self.norm is None:
             return x
         table = self.head or self.embedding
         assert table is not None
         x = self.ops.norm(self.norm, x)
-        return self.ops.logits(x, table) if aim is None else self.ops.loss(x, table, aim)
+        return self.ops.logits(x, table) if targets is None else self.ops.loss(x, table, targets)
 
-    def rotation(self, place: TokenPositions, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def rotation(self, positions: TokenPositions, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
-        kept, table, last = wide(dtype), self._rotations, self._turned
-        if last is not None and last.positions is place.positions and last.kept == kept:
+        kept, table, last = wide(dtype), self._rotations, self._last_rotation
+        if last is not None and last.position_ids is positions.position_ids and last.kept == kept:
             return last.rotation
-        if table.shape[0] < place.length or table.dtype != kept or table.device != place.positions.device:
-            self._rotations = table = rope.tables(self.spec, place.length).to(place.positions.device, kept)
-        cos, sin = table[place.positions].unbind(2)
-        self._turned = _Turned(place.positions, kept, (cos[:, None], sin[:, None]))
-        return self._turned.rotation
+        if table.shape[0] < positions.length or table.dtype != kept or table.device != positions.position_ids.device:
+            self._rotations = table = rope.tables(self.spec, positions.length).to(positions.position_ids.device, kept)
+        cos, sin = table[positions.position_ids].unbind(2)
+        self._last_rotation = _RotationCache(positions.position_ids, kept, (cos[:, None], sin[:, None]))
+        return self._last_rotation.rotation

@@ -14,10 +14,10 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate, self.key = rate, random.key(seed, "dropout", name)
 
-    def forward(self, x: Tensor, place: TokenPositions) -> Tensor:
+    def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
         if not self.training or self.rate == 0.0:
             return x
         features = torch.arange(-(-x.shape[-1] // 4), device=x.device)
-        sample, position = place.samples[:, None, None], place.positions[..., None]
+        sample, position = positions.samples[:, None, None], positions.position_ids[..., None]
         kept = random.keep(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
         return x * (kept.flatten(-2)[..., : x.shape[-1]].to(x.dtype) / (1.0 - self.rate))

@@ -36,10 +36,10 @@ class Fp8Product(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         flat, by, weight, weight_by = ctx.saved_tensors
         narrow = _narrow(weight, weight_by, VALUES)  # again: a copy of it would outlive the weight that ZeRO 3 gathered
-        steep, slope_by = rounded(slope.flatten(0, -2), SLOPES)
+        steep, slope_by = rounded(grad.flatten(0, -2), SLOPES)
         dx = _product(steep, slope_by, _columns(narrow), weight_by, ctx.dtype)
         dw = _product(steep.t().contiguous(), slope_by, _columns(flat), by, ctx.dtype)
         return dx.view(ctx.shape), dw

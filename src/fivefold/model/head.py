@@ -1,6 +1,6 @@
 """The head and the loss in one: logits live a slice of the tokens at a time, and their gradient is taken at once.
 
-    slice of x -> logits -> loss, and at once: its slope by the logits -> slices of dx and dW -> next slice
+    slice of x -> logits -> loss, and at once: its gradient by the logits -> slices of dx and dW -> next slice
 
 So a vocabulary of 128,256 costs a slice's logits and not a microbatch's. The backward pass finds its work done. Where
 the vocabulary is dealt out over ranks, three numbers per token travel: the log of this part's sum of exponentials (MAX
@@ -30,14 +30,14 @@ class Targets:
     squared log-partition (PaLM, arXiv 2204.02311, section 5), which keeps logits from drifting.
     """
 
-    targets: Tensor
+    tokens: Tensor
     mask: Tensor
     smoothing: float = 0.0
     z_loss: float = 0.0
 
 
 class Vocabulary:
-    """The words of a head's rows: all of them, in one place. Ranks that share them (`parallel/`) say how they agree."""
+    """The words of a head's rows: all of them, here. Ranks that share them (`parallel/`) say how they agree."""
 
     def __init__(self, size: int):
         self.size, self.mine = size, range(size)
@@ -65,52 +65,59 @@ Report = Callable[[Tensor], None]
 def head_loss(
     x: Tensor,
     weight: Tensor,
-    aim: Targets,
+    targets: Targets,
     words: Vocabulary,
     put_off: Callable[[], Report | None] | None = None,
     compile: bool = False,
 ) -> Tensor:
-    """The sum of the cross-entropies of x [B, S, E] against the aim, in at least float32.
+    """The sum of the cross-entropies of x [B, S, E] against the targets, in at least float32.
 
     `put_off` is asked in the backward pass: what it returns is told the weight's gradient, instead of autograd.
     """
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return HeadLoss.apply(words, aim, put_off, learning, _kernels(compile), x, weight)
+    return HeadLoss.apply(words, targets, put_off, learning, _kernels(compile), x, weight)
 
 
 class HeadLoss(Function):
     @staticmethod
     def forward(
-        ctx: Any, words: Vocabulary, aim: Targets, put_off: Any, learning: bool, kernels: Any, x: Tensor, weight: Tensor
+        ctx: Any,
+        words: Vocabulary,
+        targets: Targets,
+        put_off: Any,
+        learning: bool,
+        kernels: Any,
+        x: Tensor,
+        weight: Tensor,
     ) -> Tensor:
-        look, slope_of = kernels
+        statistics, grad_of = kernels
         whole = words.gather(x)
-        flat, targets, mask = whole.flatten(0, 1), aim.targets.flatten(), aim.mask.flatten()
+        flat, wanted, mask = whole.flatten(0, 1), targets.tokens.flatten(), targets.mask.flatten()
         total = flat.new_zeros((), dtype=wide(flat.dtype))
         dx, dw = (torch.empty_like(flat), None) if learning else (flat, None)
         for part in slices(len(flat), words.most):
             rows = slice(part.start, part.stop)
             logits = flat[rows] @ weight.T
-            column = targets[rows] - words.mine.start
+            column = wanted[rows] - words.mine.start
             here = (column >= 0) & (column < len(words.mine))
-            lse, picked, summed = look(logits, column, here, aim.smoothing)
-            lse, sums = words.agree(lse, [picked, summed] if aim.smoothing else [picked])
-            loss = lse - (1 - aim.smoothing) * sums[0]
-            if aim.smoothing:
-                loss = loss - aim.smoothing / words.size * sums[1]
-            if aim.z_loss:
-                loss = loss + aim.z_loss * lse.square()
+            lse, picked, summed = statistics(logits, column, here, targets.smoothing)
+            lse, sums = words.agree(lse, [picked, summed] if targets.smoothing else [picked])
+            loss = lse - (1 - targets.smoothing) * sums[0]
+            if targets.smoothing:
+                loss = loss - targets.smoothing / words.size * sums[1]
+            if targets.z_loss:
+                loss = loss + targets.z_loss * lse.square()
             total += loss.masked_fill(~mask[rows], 0.0).sum()
             if learning:
-                slope = slope_of(logits, lse, picked, column, here, aim.smoothing, words.size, aim.z_loss)
+                grad = grad_of(logits, lse, picked, column, here, targets.smoothing, words.size, targets.z_loss)
                 del logits
-                # Tokens that do not count are struck out of the small factors, not of the slope.
+                # Tokens that do not count are struck out of the small factors, not of the grad.
                 counted = mask[rows, None].to(flat.dtype)
-                torch.mul(slope @ weight, counted, out=dx[rows])
+                torch.mul(grad @ weight, counted, out=dx[rows])
                 if part.stop == len(flat):
                     dx = words.give_back(dx.view_as(whole))
-                dw = _add_product(dw, slope, flat[rows] * counted, last=part.stop == len(flat))
-                del slope  # before the next slice's logits come
+                dw = _add_product(dw, grad, flat[rows] * counted, last=part.stop == len(flat))
+                del grad  # before the next slice's logits come
         if learning:
             ctx.put_off = put_off
             ctx.save_for_backward(words.arrived(dx), dw)
@@ -128,7 +135,7 @@ class HeadLoss(Function):
         return None, None, None, None, None, dx, dw if report is None else None
 
 
-def _look(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: the log of the sum of exponentials, the target's logit where it is here, the sum if it is needed."""
     exact = wide(logits.dtype)
     if not logits.shape[-1]:
@@ -142,7 +149,7 @@ def _look(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tup
     return lse, picked, summed
 
 
-def _slope(
+def _logit_grad(
     logits: Tensor,
     lse: Tensor,
     picked: Tensor,
@@ -152,7 +159,7 @@ def _slope(
     size: int,
     z_loss: float,
 ) -> Tensor:
-    """The gradient by the logits, in their dtype: probabilities, and at the target one less. In place if it can be."""
+    """The gradient by the logits, in their dtype: probabilities, and at the target one less. Works in place."""
 
     def of(logit: Tensor, lse: Tensor) -> Tensor:
         share = logit.to(lse.dtype).sub_(lse).exp_()  # in place: nobody reads the logits again
@@ -160,38 +167,38 @@ def _slope(
             share = share * (1 + 2 * z_loss * lse)
         return share - smoothing / size if smoothing else share
 
-    slope = of(logits, lse[:, None]).to(logits.dtype)
+    grad = of(logits, lse[:, None]).to(logits.dtype)
     if logits.shape[-1]:
         # Rounded after the subtraction: what is left of a sure answer is small, and counts.
         index = column.masked_fill(~here, 0)[:, None]
-        one_less = (of(picked.clone(), lse) - (1 - smoothing)).to(slope.dtype)
-        slope.scatter_(-1, index, torch.where(here, one_less, slope.gather(-1, index)[:, 0])[:, None])
-    return slope
+        one_less = (of(picked.clone(), lse) - (1 - smoothing)).to(grad.dtype)
+        grad.scatter_(-1, index, torch.where(here, one_less, grad.gather(-1, index)[:, 0])[:, None])
+    return grad
 
 
-def _add_product(total: Tensor | None, slope: Tensor, x: Tensor, last: bool) -> Tensor:
-    """total + slope^T x; over several slices in full precision, and rounded once."""
+def _add_product(total: Tensor | None, grad: Tensor, x: Tensor, last: bool) -> Tensor:
+    """total + grad^T x; over several slices in full precision, and rounded once."""
     if total is None and last:
-        return slope.T @ x
-    total = add_product(total, slope, x)
+        return grad.T @ x
+    total = add_product(total, grad, x)
     return total.to(x.dtype) if last else total
 
 
-def add_product(total: Tensor | None, slope: Tensor, x: Tensor) -> Tensor:
+def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """In full precision. A GPU's kernels add 16-bit products to a float32 sum by themselves."""
     exact = wide(x.dtype)
     if x.is_cuda and x.dtype != exact:
         if total is None:
-            return torch.mm(slope.T, x, out_dtype=exact)
-        return torch.addmm(total, slope.T, x, out_dtype=exact, out=total)
-    product = slope.T @ x
+            return torch.mm(grad.T, x, out_dtype=exact)
+        return torch.addmm(total, grad.T, x, out_dtype=exact, out=total)
+    product = grad.T @ x
     return product.to(exact) if total is None else total.add_(product)
 
 
 def _kernels(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return _compiled() if compile else (_look, _slope)
+    return _compiled() if compile else (_statistics, _logit_grad)
 
 
 @cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return compiled(_look), compiled(_slope)
+    return compiled(_statistics), compiled(_logit_grad)

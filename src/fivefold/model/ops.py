@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model import attention
-from fivefold.model import deterministic_attention as repeatable
+from fivefold.model import deterministic_attention as deterministic
 from fivefold.model.attention import AttentionMask
 from fivefold.model.compiled import outside
 from fivefold.model.deterministic_attention import Tiles
@@ -18,31 +18,35 @@ from fivefold.model.positions import TokenPositions
 class AttentionOps(Protocol):
     """How attention is computed: on this device alone, over the ranks that share a sequence, or from a cache."""
 
-    def sight(self, place: TokenPositions) -> Any: ...
+    def attention_mask(self, positions: TokenPositions) -> Any: ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor: ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor: ...
 
 
 class LocalAttention:
-    def sight(self, place: TokenPositions) -> Any:
+    def attention_mask(self, positions: TokenPositions) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers."""
-        device = place.positions.device
-        if place.documents is None:
-            return repeatable.causal(device, place.length) if repeatable.wanted(device, place.length) else None
-        return AttentionMask(place) if device.type == "cuda" else place.mask()
+        device = positions.position_ids.device
+        if positions.documents is None:
+            return (
+                deterministic.causal(device, positions.length)
+                if deterministic.wanted(device, positions.length)
+                else None
+            )
+        return AttentionMask(positions) if device.type == "cuda" else positions.mask()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
-        if isinstance(sight, AttentionMask):
+        if isinstance(mask, AttentionMask):
             if attention.flashes(q):
-                return attention.packed_attention(q, k, v, sight.spans)
-            sight = sight.mask
-        if isinstance(sight, Tiles):
-            if repeatable.fit(q, sight):
-                return repeatable.attend(q, k, v, sight)
-            sight = None
+                return attention.packed_attention(q, k, v, mask.spans)
+            mask = mask.dense
+        if isinstance(mask, Tiles):
+            if deterministic.fit(q, mask):
+                return deterministic.attend(q, k, v, mask)
+            mask = None
         grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, sight, is_causal=sight is None, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 class LocalOps:
@@ -72,9 +76,9 @@ class LocalOps:
         """The rows of a small table."""
         return table(places)
 
-    def residual(self, place: TokenPositions) -> TokenPositions:
+    def residual(self, positions: TokenPositions) -> TokenPositions:
         """Where the tokens of the residual stream stand."""
-        return place
+        return positions
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         return norm(x)
@@ -90,18 +94,18 @@ class LocalOps:
     def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 
-    def sight(self, place: TokenPositions) -> Any:
+    def attention_mask(self, positions: TokenPositions) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers."""
-        return self.attention.sight(place)
+        return self.attention.attention_mask(positions)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]."""
-        return self.attention.attend(q, k, v, sight)
+        return self.attention.attend(q, k, v, mask)
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S, E] -> [B, S, V]; the table is the head, or the embedding where they are tied."""
         return F.linear(x, table.weight)
 
-    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Targets) -> Tensor:
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
         """[B, S, E] -> the sum of the losses; no more logits than of a slice are held."""
-        return head_loss(x, table.weight, aim, Vocabulary(table.weight.shape[0]), compile=self.compiled)
+        return head_loss(x, table.weight, targets, Vocabulary(table.weight.shape[0]), compile=self.compiled)

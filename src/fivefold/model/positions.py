@@ -11,7 +11,7 @@ from torch import Tensor
 class TokenPositions:
     """Shapes: B sequences of S tokens. A rank that holds a slice of a sequence gets a slice of these."""
 
-    positions: Tensor  # [B, S] within the sequence
+    position_ids: Tensor  # [B, S] within the sequence
     samples: Tensor  # [B] global sample index: with the position it keys dropout
     length: int  # of a whole sequence; positions are below it
     documents: Tensor | None = None  # [B, S] attention stays within equal numbers; None: one document per sequence
@@ -29,5 +29,5 @@ class TokenPositions:
         if self.documents is None:
             return None
         same = self.documents[:, :, None] == self.documents[:, None, :]
-        causal = self.positions[:, :, None] >= self.positions[:, None, :]
+        causal = self.position_ids[:, :, None] >= self.position_ids[:, None, :]
         return (same & causal)[:, None]

@@ -34,8 +34,8 @@ class Microbatch:
     """What every stage may need of some samples: they are read on all ranks, and only the residual stream travels."""
 
     tokens: Tensor  # [B, S]
-    place: TokenPositions
-    aim: Targets | None = None  # none: nothing is learned, and the last stage gives logits
+    positions: TokenPositions
+    targets: Targets | None = None  # none: nothing is learned, and the last stage gives logits
 
 
 class Pipeline:
@@ -90,7 +90,7 @@ class Pipeline:
                 if not model.stage.first:
                     received = Action(Kind.RECV_ACTIVATION, stage, 0)
                     x = left if left is not None else self.channels.receive(received, self._shape(microbatch)).wait()
-                y = model(x, microbatch.place, microbatch.aim)
+                y = model(x, microbatch.positions, microbatch.targets)
                 left = None
                 if model.stage.last:
                     last = y
@@ -120,7 +120,7 @@ class Pipeline:
     def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:
         """Of the residual stream that travels."""
         model = next(iter(self.stages.values()))
-        return (*model.ops.residual(microbatch.place).positions.shape, model.spec.hidden)
+        return (*model.ops.residual(microbatch.positions).position_ids.shape, model.spec.hidden)
 
     def _do(self, action: Action) -> None:
         kind, stage, number, _ = action
@@ -167,7 +167,7 @@ class Pipeline:
         if not model.stage.first:
             x = self._take(action, Kind.RECV_ACTIVATION).requires_grad_()
             self.inputs[stage, number] = x
-        y = model(x, microbatch.place, microbatch.aim)
+        y = model(x, microbatch.positions, microbatch.targets)
         self.outputs[stage, number] = y if not model.stage.last else self.loss_of(y)
         if stage + 1 in self.stages:  # a neighbour on this very rank
             self.arriving[Kind.RECV_ACTIVATION, stage + 1, number] = y.detach()

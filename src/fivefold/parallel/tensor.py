@@ -86,11 +86,11 @@ class TensorParallel(LocalOps):
 
     # ---- the residual stream -----------------------------------------------------------------------------------------
 
-    def residual(self, place: TokenPositions) -> TokenPositions:
+    def residual(self, positions: TokenPositions) -> TokenPositions:
         if not self.sp:
-            return place
-        mine = chunk(place.positions.shape[1], self.axis.size, self.axis.rank)
-        return replace(place, positions=place.positions[:, mine.start : mine.stop])
+            return positions
+        mine = chunk(positions.position_ids.shape[1], self.axis.size, self.axis.rank)
+        return replace(positions, position_ids=positions.position_ids[:, mine.start : mine.stop])
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         if isinstance(norm, nn.LayerNorm):
@@ -147,10 +147,10 @@ class TensorParallel(LocalOps):
         deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         return Columns.apply(self.axis, self.sp, deferral, x, self.local(table), None)[0]
 
-    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Targets) -> Tensor:
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
         deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
-        return head_loss(x, self.local(table), aim, words, deferral.ready if deferral else None, self.compiled)
+        return head_loss(x, self.local(table), targets, words, deferral.ready if deferral else None, self.compiled)
 
 
 class DeferredLocalOps(LocalOps):
@@ -178,10 +178,10 @@ class DeferredLocalOps(LocalOps):
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         return self.columns(x, table)[0] if isinstance(table, nn.Linear) else super().logits(x, table)
 
-    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, aim: Targets) -> Tensor:
+    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
         words = Vocabulary(table.weight.shape[0])
         put_off = self._deferral(table).ready if isinstance(table, nn.Linear) else None
-        return head_loss(x, table.weight, aim, words, put_off, self.compiled)
+        return head_loss(x, table.weight, targets, words, put_off, self.compiled)
 
 
 class Columns(Function):

@@ -25,7 +25,7 @@ class Engine(Network):
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None):
         super().__init__(job, mesh, watch)
         self.context = Context(mesh)
-        self.positions: dict[tuple[int, ...], Tensor] = {}
+        self.position_ids: dict[tuple[int, ...], Tensor] = {}
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
         # When a snapshot of masters and moments has been copied: only `step` changes them. (Where masters are the
         # model's weights, gathering those writes the same bits over them.)
@@ -55,14 +55,14 @@ class Engine(Network):
             torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
             for array in (share.tokens, share.targets, share.loss_mask, batch.samples)
         )
-        # All microbatches stand at the same positions: one tensor of them, and so one rotation, serves the run.
-        if (positions := self.positions.get(share.tokens.shape)) is None:
-            positions = torch.from_numpy(share.positions).to(self.mesh.device)
-            self.positions[share.tokens.shape] = positions
-        place = TokenPositions(positions, samples, batch.tokens.shape[1])
+        # All microbatches stand at the same position_ids: one tensor of them, and so one rotation, serves the run.
+        if (position_ids := self.position_ids.get(share.tokens.shape)) is None:
+            position_ids = torch.from_numpy(share.positions).to(self.mesh.device)
+            self.position_ids[share.tokens.shape] = position_ids
+        positions = TokenPositions(position_ids, samples, batch.tokens.shape[1])
         if self.job.data.document_mask:
-            place = share.with_documents(place)
-        return Microbatch(tokens, place, Targets(targets, mask, **extras))
+            positions = share.with_documents(positions)
+        return Microbatch(tokens, positions, Targets(targets, mask, **extras))
 
     def _share(self, total: Tensor, count: int) -> Tensor:
         """A microbatch's part of the mean over all target tokens of the global batch."""

@@ -136,5 +136,5 @@ def _loss(job: Job, model: Decoder, batch: Batch, device: torch.device) -> Tenso
         for array in (batch.tokens, batch.targets, batch.loss_mask, batch.samples, batch.documents)
     )
     whole = TokenPositions.of(tokens)
-    place = TokenPositions(whole.positions, samples, whole.length, documents if job.data.document_mask else None)
-    return loss_sum(model(tokens, place), targets, mask, job.train.label_smoothing, job.train.z_loss)
+    positions = TokenPositions(whole.position_ids, samples, whole.length, documents if job.data.document_mask else None)
+    return loss_sum(model(tokens, positions), targets, mask, job.train.label_smoothing, job.train.z_loss)

@@ -75,8 +75,8 @@ def test_what_does_not_divide_or_is_not_told_is_refused() -> None:
     assert share_of(batch, Layout(cp=4, cp_kind="ulysses"), 0).tokens.shape == (2, 3)
     context = Context(Mesh(Layout(cp=2), torch.device("cpu"), {"cp": Axis("cp", 2)}))
     place = TokenPositions(torch.zeros(1, 2), torch.zeros(1), 4, torch.zeros(1, 2))
-    with pytest.raises(ValueError, match="needs row_documents"):
-        context.sight(place)
+    with pytest.raises(ValueError, match="need row_documents"):
+        context.attention_mask(place)
 
 
 def test_one_rank_needs_no_others() -> None:

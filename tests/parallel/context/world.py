@@ -74,7 +74,7 @@ class Rank:
         place = TokenPositions(torch.from_numpy(self.share.positions), torch.from_numpy(batch.samples), case.seq)
         if DOCUMENTS[case.documents] is not None:
             place = self.share.with_documents(place)
-        self.sight = self.context.sight(place)
+        self.sight = self.context.attention_mask(place)
 
     def forward(self, recompute: str = "none") -> Tensor:
         run = recomputed(recompute) if recompute != "plain checkpoint" else partial(checkpoint, use_reentrant=False)

@@ -58,7 +58,7 @@ def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]
         block.register_forward_hook(written(layer))
     [(tokens, targets, mask)], count = microbatches(DEEP, mesh, 0, 2 * world, ())
     with weights.microbatch(last=True):
-        loss = model(tokens, aim=Targets(targets, mask)) / count
+        loss = model(tokens, targets=Targets(targets, mask)) / count
         with book:
             book.lines.clear()
             loss.backward()
@@ -102,7 +102,7 @@ def absent(rank: int, world: int, stage: int) -> tuple[float, float]:
     parts, count = microbatches(DEEP, mesh, 0, 4 * world, ())
     own = torch.zeros(DEEP.ffn, DEEP.hidden, dtype=torch.float64)
     for tokens, targets, mask in parts:
-        loss = model(tokens, aim=Targets(targets, mask)) / count
+        loss = model(tokens, targets=Targets(targets, mask)) / count
         own += torch.autograd.grad(loss, model.get_parameter(name))[0]
     accumulate(model, ops, weights, parts, count)
     weights.publish()

@@ -19,7 +19,7 @@ def held(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[lis
     parts, count = microbatches(EVEN, mesh, 0, 8, ())
     for number, (tokens, targets, mask) in enumerate(parts, start=1):
         with weights.microbatch(last=number == len(parts)):
-            (model(tokens, aim=Targets(targets, mask)) / count).backward()
+            (model(tokens, targets=Targets(targets, mask)) / count).backward()
         seen.append(weights.resident())
     weights.finish()
     optimizer.step(1e-3, optimizer.gradient_norm())

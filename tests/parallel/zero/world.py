@@ -66,7 +66,7 @@ def reference(spec: ModelSpec, count: int, empty: tuple[int, ...] = (), dtype: t
         tokens, targets, mask = samples(spec, step, count, empty)
         # In bfloat16 the roundings are part of the comparison; wider, the loss is as it is defined.
         rounds = dtype == torch.bfloat16
-        total = model(tokens, aim=Targets(targets, mask)) if rounds else loss_sum(model(tokens), targets, mask)
+        total = model(tokens, targets=Targets(targets, mask)) if rounds else loss_sum(model(tokens), targets, mask)
         loss = total / mask.sum()
         loss.backward()
         run.losses.append(loss.item())

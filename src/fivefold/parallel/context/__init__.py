@@ -33,55 +33,55 @@ class Context:
         """This rank's part of every row of a batch."""
         return share_of(batch, self.layout, self.axis.rank)
 
-    def sight(self, place: TokenPositions) -> Any:
+    def attention_mask(self, positions: TokenPositions) -> Any:
         """What `attend` has to know of who may look at whom; made once for all layers. Nothing is sent."""
         if self.kind == "local":
-            return LocalAttention().sight(place)
-        if place.documents is not None and place.row_documents is None:
+            return LocalAttention().attention_mask(positions)
+        if positions.documents is not None and positions.row_documents is None:
             raise ValueError(
-                f"with cp={self.axis.size} a place with documents needs row_documents, those of whole rows"
+                f"with cp={self.axis.size} positions with documents need row_documents, those of whole rows"
             )
         if self.kind == "ulysses":
-            return LocalAttention().sight(_whole(place))
-        return self._works(place)
+            return LocalAttention().attention_mask(_whole(positions))
+        return self._works(positions)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """q [B, H, S/c, D], k and v [B, K, S/c, D], of this rank's tokens -> [B, H, S/c, D]."""
         match self.kind:
             case "ring":
-                return ring.attend(q, k, v, sight, self.axis)
+                return ring.attend(q, k, v, mask, self.axis)
             case "allgather":
-                return allgather.attend(q, k, v, sight, self.axis)
+                return allgather.attend(q, k, v, mask, self.axis)
             case "ulysses":
-                return ulysses.attend(q, k, v, sight, self.axis)
+                return ulysses.attend(q, k, v, mask, self.axis)
             case _:
-                return LocalAttention().attend(q, k, v, sight)
+                return LocalAttention().attend(q, k, v, mask)
 
-    def _works(self, place: TokenPositions) -> list[Work | None]:
+    def _works(self, positions: TokenPositions) -> list[Work | None]:
         """Ring: one for each step. All-gather: the own tile, then those that look at all keys."""
-        rank, ranks, share = self.axis.rank, self.axis.size, place.positions.shape[1]
+        rank, ranks, share = self.axis.rank, self.axis.size, positions.position_ids.shape[1]
         if self.kind == "ring":
             sources = [(rank - step) % ranks for step in range(ranks)]
             tiles = [ring_tile(rank, source, share) for source in sources]
         else:
             sources = [rank]
             tiles = [own_tile(share), *gathered_tiles(rank, ranks, share)]
-        if place.row_documents is None:
+        if positions.row_documents is None:
             return [Work(tile) for tile in tiles]
-        rows = place.row_documents.numpy()
+        rows = positions.row_documents.numpy()
         check_runs(rows)
-        held = [rows[:, self._places(place.length, source)] for source in sources]
+        held = [rows[:, self._places(positions.length, source)] for source in sources]
         keys = [*held, *[rows] * (len(tiles) - len(held))]
-        device = place.positions.device
+        device = positions.position_ids.device
         return [Work.of(tile, held[0], of, device) for tile, of in zip(tiles, keys, strict=True)]
 
     def _places(self, length: int, rank: int) -> list[int]:
         return [position for piece in context_share(length, self.layout, rank) for position in piece]
 
 
-def _whole(place: TokenPositions) -> TokenPositions:
-    """The place of whole rows, of which a rank holds a share."""
-    device, batch = place.positions.device, place.positions.shape[0]
-    positions = torch.arange(place.length, device=device).expand(batch, -1)
-    documents = None if place.row_documents is None else place.row_documents.to(device, non_blocking=True)
-    return TokenPositions(positions, place.samples, place.length, documents, place.row_documents)
+def _whole(positions: TokenPositions) -> TokenPositions:
+    """The positions of whole rows, of which a rank holds a share."""
+    device, batch = positions.position_ids.device, positions.position_ids.shape[0]
+    ids = torch.arange(positions.length, device=device).expand(batch, -1)
+    documents = None if positions.row_documents is None else positions.row_documents.to(device, non_blocking=True)
+    return TokenPositions(ids, positions.samples, positions.length, documents, positions.row_documents)

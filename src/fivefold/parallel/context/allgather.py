@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold.parallel.collectives import all_gather, reduce_scatter, wait
-from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, look_and_save
+from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, forward_and_save
 from fivefold.parallel.mesh import Axis
 
 
@@ -40,21 +40,21 @@ def by_rank(whole: Tensor, ranks: int) -> Tensor:
     return torch.cat((early, late.flip(-3)), dim=-2).movedim(-3, 0).flatten(0, 1)
 
 
-def _look(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     seen, kv = OnlineSoftmax(q), torch.stack((k, v))
     coming = all_gather(kv, axis)
-    seen.look(works[0], kv)
+    seen.add(works[0], kv)
     rows = by_position(wait(coming, axis), axis.size)
     for work in works[1:]:
-        seen.look(work, rows)
+        seen.add(work, rows)
     return seen.out.to(q.dtype), seen.lse
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-        return look_and_save(ctx, _look, q, k, v, works, axis)
+        return forward_and_save(ctx, _forward, q, k, v, works, axis)
 
     @staticmethod
     @once_differentiable
@@ -64,10 +64,10 @@ class _AllGather(torch.autograd.Function):
         gradients, kv = Gradients(grad, q, out, lse), torch.stack((k, v))
         coming = all_gather(kv, axis)
         own = torch.zeros(kv.shape, dtype=gradients.q.dtype, device=kv.device)
-        gradients.look(works[0], kv, own)
+        gradients.add(works[0], kv, own)
         rows = by_position(wait(coming, axis), axis.size)
         whole = torch.zeros(rows.shape, dtype=own.dtype, device=own.device)
         for work in works[1:]:
-            gradients.look(work, rows, whole)
+            gradients.add(work, rows, whole)
         dk, dv = (wait(reduce_scatter(by_rank(whole, axis.size), axis), axis) + own).to(k.dtype)
         return gradients.q.to(q.dtype), dk, dv, None, None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold.parallel.collectives import Exchange
-from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, look_and_save
+from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, forward_and_save
 from fivefold.parallel.mesh import Axis
 
 
@@ -28,21 +28,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
     return _Ring.apply(q, k, v, works, axis)
 
 
-def _look(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     seen, kv = OnlineSoftmax(q), torch.stack((k, v))
     for work in works[:-1]:
         coming = Exchange(kv, axis)
-        seen.look(work, kv)
+        seen.add(work, kv)
         kv = coming.wait()
-    seen.look(works[-1], kv)
+    seen.add(works[-1], kv)
     return seen.out.to(q.dtype), seen.lse
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-        return look_and_save(ctx, _look, q, k, v, works, axis)
+        return forward_and_save(ctx, _forward, q, k, v, works, axis)
 
     @staticmethod
     @once_differentiable
@@ -54,7 +54,7 @@ class _Ring(torch.autograd.Function):
         for step, work in enumerate(works):
             coming = Exchange(kv, axis) if step < len(works) - 1 else None
             part = torch.zeros(kv.shape, dtype=gradients.q.dtype, device=kv.device)
-            gradients.look(work, kv, part)
+            gradients.add(work, kv, part)
             if follows is not None:
                 part += follows.wait()
             follows = Exchange(part, axis)

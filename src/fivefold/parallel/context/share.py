@@ -21,10 +21,10 @@ class Share:
     positions: NDArray[np.int64]
     row_documents: NDArray[np.int32]  # [B, S] of whole rows: every cp rank reads them, so none has to ask
 
-    def with_documents(self, place: TokenPositions) -> TokenPositions:
-        """The place of these tokens, told of their documents."""
-        documents = torch.from_numpy(self.documents).to(place.positions.device, non_blocking=True)
-        return replace(place, documents=documents, row_documents=torch.from_numpy(self.row_documents))
+    def with_documents(self, positions: TokenPositions) -> TokenPositions:
+        """The positions of these tokens, told of their documents."""
+        documents = torch.from_numpy(self.documents).to(positions.position_ids.device, non_blocking=True)
+        return replace(positions, documents=documents, row_documents=torch.from_numpy(self.row_documents))
 
 
 def share_of(batch: Batch, layout: Layout, rank: int) -> Share:

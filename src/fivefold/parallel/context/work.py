@@ -39,7 +39,7 @@ class Work:
 
 
 Works = list[Work | None]
-Look = Callable[[Tensor, Tensor, Tensor, Works, Axis], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, Works, Axis], tuple[Tensor, Tensor]]
 
 
 class OnlineSoftmax:
@@ -50,7 +50,7 @@ class OnlineSoftmax:
         self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
 
-    def look(self, work: Work | None, kv: Tensor) -> None:
+    def add(self, work: Work | None, kv: Tensor) -> None:
         """At the keys and values at hand, [2, B, K, keys, D]."""
         if work is None:
             return
@@ -66,7 +66,7 @@ class Gradients:
         self.saved = (grad, q, out, lse)
         self.q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
 
-    def look(self, work: Work | None, kv: Tensor, kv_grad: Tensor) -> None:
+    def add(self, work: Work | None, kv: Tensor, kv_grad: Tensor) -> None:
         """Adds to the gradient of q, and to that of the keys and values at hand; both in the accumulate dtype."""
         if work is None:
             return
@@ -78,9 +78,9 @@ class Gradients:
             whole.add_(part)
 
 
-def look_and_save(ctx: Any, look: Look, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-    """The forward pass of an autograd function over `look`, which gives output and LSE; backward needs both."""
-    out, lse = kept(partial(look, q, k, v, works, axis), 2, q)
+def forward_and_save(ctx: Any, forward: Forward, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
+    """The forward pass of an autograd function over `forward`, which gives output and LSE; backward needs both."""
+    out, lse = kept(partial(forward, q, k, v, works, axis), 2, q)
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.works, ctx.axis = works, axis
     return out
