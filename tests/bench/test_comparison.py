@@ -1,6 +1,7 @@
 """Comparisons of speed: all systems compute the same, and bad input gets a sentence. Not how fast they are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fivefold.bench.profile import Profile
 from fivefold.bench.scaling import layouts
 from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
+from fivefold.report.terminal import to_text
 from fivefold.support.errors import Note, UserError
 from fivefold.train.records import Step
 
@@ -231,3 +233,17 @@ def test_of_turns_every_rounds_own_ratio_counts() -> None:
     assert result.with_checkpoints(saved, every=1) == 5.0, "the next one waits until this one is written"
     flops = job.train.batch * job.data.seq * job.model.flops_per_token(job.data.seq)
     assert result.mfu(1.5) == pytest.approx(flops / 1.5 / 989e12, rel=1e-2)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_times_of_a_gpu_fit_the_terminal(width: int) -> None:
+    job = bench_train.job_of(["llama3-8b", "model.layers=12", "train.batch=2", "data.seq=8192"])
+    names = ("fivefold", *bench_train.AGAINST.values())
+    turns = {name: [replace(turn(0.6124, 1.2031), memory=90 << 30, parameters="bf16, no masters")] for name in names}
+    text = to_text(bench_train.TrainBenchResult(job, turns).blocks(), width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    assert [line.split() for line in lines if "ms/step" in line] == [
+        ["system", "ms/step", "from", "to", "tokens/s", "MFU", "faster", "memory"]
+    ], "a table, and no records"
