@@ -16,7 +16,7 @@ from rich.cells import cell_len
 import fivefold as ff
 from fivefold.bench import attention, checkpoint, comparison, pipeline, plan, scaling, schedules, steps, train
 from fivefold.bench.harness import Machine, Times
-from fivefold.bench.result import BenchResult
+from fivefold.bench.result import BenchResult, RowsResult
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.plan.context.compare import context
 from fivefold.plan.zero import zero
@@ -83,9 +83,11 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "CompareResult": lambda: compare(8, 32, times="f=1,i=1,w=1,comm=0.1"),
     "PublishedResult": PublishedResult,
     "ZeroResult": lambda: zero("llama3-8b"),
-    "PlanBenchResult": lambda: plan.PlanBenchResult(1, [plan.time_search(plan.QUESTIONS[0], 1)]),
-    "SchedulesBenchResult": lambda: schedules.SchedulesBenchResult([schedules.best(schedules.CASES[0])]),
-    "StepsResult": lambda: steps.StepsResult(
+    "RowsResult of planning": lambda: RowsResult(
+        [plan.QUESTIONS[0]._asdict() | plan.time_search(plan.QUESTIONS[0], 1)], plan.COLUMNS, "median"
+    ),
+    "RowsResult of schedules": lambda: schedules.result([schedules.best(schedules.CASES[0])]),
+    "RowsResult of steps": lambda: steps.result(
         [steps.Timed(steps.Case("llama3-8b", 4), "H100", "2.13", "bfloat16", 5, 0.5, 0.4, 0.6, 10**10)],
         ACCELERATORS["H100"],
     ),

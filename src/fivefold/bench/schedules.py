@@ -3,7 +3,7 @@
 The cost per action must not grow with their size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -54,7 +54,10 @@ COLUMNS = {
 
 
 def measure_all() -> RowsResult:
-    timings = [best(case) for case in CASES]
+    return result([best(case) for case in CASES])
+
+
+def result(timings: Sequence[Timing]) -> RowsResult:
     keys = ("compute_actions", "actions", "build", "check", "simulate", "total")
     rows = [timing.case._asdict() | {key: getattr(timing, key) for key in keys} for timing in timings]
     beside = [{"v": timing.case.chunks or 1, "us": 1e6 * timing.total / timing.actions} for timing in timings]
