@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to Python
+    from fivefold.dryrun.dryrun import dryrun
     from fivefold.hardware.cluster import Cluster
     from fivefold.job.config import Job, read_job
     from fivefold.layout.layout import Layout
@@ -28,7 +29,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.spec.model import ModelSpec
     from fivefold.spec.presets import preset
     from fivefold.support.errors import UserError
+    from fivefold.train.trace import trace
     from fivefold.truth.truth import truth
+    from fivefold.verify.curve import curve
+    from fivefold.verify.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +43,9 @@ __all__ = [
     "Result",
     "Schedule",
     "UserError",
+    "curve",
     "draw",
+    "dryrun",
     "models",
     "plan",
     "preset",
@@ -47,7 +53,9 @@ __all__ = [
     "schedule",
     "serve",
     "simulate",
+    "trace",
     "truth",
+    "verify",
 ]
 
 _HOMES = {
@@ -58,7 +66,9 @@ _HOMES = {
     "Result": "fivefold.report",
     "Schedule": "fivefold.schedule.schedule",
     "UserError": "fivefold.support.errors",
+    "curve": "fivefold.verify.curve",
     "draw": "fivefold.schedule.result",
+    "dryrun": "fivefold.dryrun.dryrun",
     "models": "fivefold.spec.listing",
     "plan": "fivefold.plan.plan",
     "preset": "fivefold.spec.presets",
@@ -66,7 +76,9 @@ _HOMES = {
     "schedule": "fivefold.schedule.result",
     "serve": "fivefold.plan.serving.serve",
     "simulate": "fivefold.plan.plan",
+    "trace": "fivefold.train.trace",
     "truth": "fivefold.truth.truth",
+    "verify": "fivefold.verify.verify",
 }
 
 

@@ -15,13 +15,13 @@ from fivefold.bench.steps import read
 from fivefold.cli import app
 from fivefold.dryrun import world
 from fivefold.dryrun.run import dry_run
+from fivefold.dryrun.vs_plan import vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, read_job
 from fivefold.model.hf import to_hf
 from fivefold.spec.hf_config import to_hf_config
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.verify.dry_vs_plan import against
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Model, layout, sequence, batch, rank. Fewer layers than the real ones have: blocks are alike.
@@ -55,7 +55,7 @@ def job_of(model: str, layout: str, seq: int, batch: int, dtype: str = "bfloat16
 def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, batch: int, rank: int) -> None:
     job = job_of(model, layout, seq, batch)
     dry = dry_run(job, rank)
-    found = against(job, dry, Cluster.parse(f"{job.layout.world}xH100"))
+    found = vs_plan(job, dry, Cluster.parse(f"{job.layout.world}xH100"))
     figures = {figure.name: figure for figure in found.figures}
     assert found.planned == dry.traffic  # every axis, every kind: calls, payload, wire
     for name in ("parameters", "gradients", "optimizer"):
@@ -148,7 +148,7 @@ def test_a_layout_that_does_not_fit_says_what_would() -> None:
         ("dryrun tiny --layout dp=2 --rank 0 --all-stages", "say different things"),
         ("dryrun tiny --layout pp=2 --stages 5", "the pipeline ranks of pp=2 are 0 to 1"),
         ("dryrun tiny --layout dp=2 --cluster 8xH100", "the layout has 2 ranks"),
-        ("dryrun tiny --layout dp=2 -o memory.png", "should be a .svg"),
+        ("dryrun tiny --layout dp=2 -o memory.png", "should end in .svg"),
     ],
 )
 def test_bad_input_gets_a_sentence(line: str, words: str) -> None:

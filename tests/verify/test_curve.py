@@ -7,7 +7,7 @@ import pytest
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
-from fivefold.verify.curve import Curves, follow
+from fivefold.verify.curve import CurveResult, follow
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "pp=2,microbatches=2,schedule=zb-h1"])
@@ -18,15 +18,15 @@ def test_a_layout_follows_one_process_from_the_same_bits(tmp_path: Path, layout:
     data = [f"data.path={tmp_path}/tokens", "train.eval_samples=0", "train.steps=3"]
     curves = follow(read_job(None, [*small, *data, f"layout={layout}"]), timeout=120)
     assert curves.same_start
-    assert curves.passed
+    assert curves.ok
     assert len(curves.spread) == 3
     assert curves.alone != curves.alone[:1] * 3
 
 
 def test_a_layout_that_strays_fails_and_one_rounding_does_not() -> None:
-    def curves(spread: float, same: bool = True) -> Curves:
-        return Curves(Layout(), [5.0, 4.0], [5.0, 4.0], [5.0, 4.0 + spread], same_start=same, rounding=2.0**-23)
+    def curves(spread: float, same: bool = True) -> CurveResult:
+        return CurveResult(Layout(), [5.0, 4.0], [5.0, 4.0], [5.0, 4.0 + spread], same_start=same, rounding=2.0**-23)
 
-    assert curves(2.4e-7).passed  # the control agrees to the bit, and one rounding is no crime
-    assert not curves(1e-4).passed
-    assert not curves(0.0, same=False).passed
+    assert curves(2.4e-7).ok  # the control agrees to the bit, and one rounding is no crime
+    assert not curves(1e-4).ok
+    assert not curves(0.0, same=False).ok

@@ -18,7 +18,6 @@ from fivefold.verify.batches import make_batch
 from fivefold.verify.compare import bound_of
 from fivefold.verify.layouts import all_cases, covered, deep_enough, legal_layouts, pairwise, variants
 from fivefold.verify.reference import add_noise, run_reference
-from fivefold.verify.tables import row
 from fivefold.verify.verdict import Verdict
 from tests.verify.cases import CANCELLING, job, tiny
 
@@ -174,7 +173,7 @@ def test_bounds_follow_the_dtype() -> None:
 
 def test_nothing_compared_is_not_a_pass() -> None:
     assert not Verdict(job("dp=1"), 0.0).passed
-    assert row(Verdict(job("dp=1"), 0.0, broken="rank 1 died"))["problems"] == ["rank 1 died"]
+    assert Verdict(job("dp=1"), 0.0, broken="rank 1 died").to_dict()["problems"] == ["rank 1 died"]
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------

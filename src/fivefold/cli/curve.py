@@ -1,21 +1,20 @@
 """`fivefold curve`: a job's loss curve under its layout and in one process."""
 
-import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fivefold.cli.job_args import JobWords, split
-from fivefold.support.errors import UserError
+from fivefold.report import show
+from fivefold.report.terminal import console_of
 
-SHORT = "Follow one process's loss curve.  [dim]fivefold curve layout=dp=2,tp=2 train.steps=50[/]"
+SHORT = "Compare a loss curve with one process's.  [dim]fivefold curve layout=dp=2,tp=2 train.steps=50[/]"
 
 
 def curve(
     job: JobWords = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each of the three runs.")] = 3600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a job under its layout and in one process, and compare the losses.
 
@@ -30,21 +29,8 @@ def curve(
 
       fivefold curve job.toml layout=cp=4,cp_kind=ulysses --json
     """
-    from fivefold.job.config import read_job
-    from fivefold.job.preflight import preflight
-    from fivefold.plan.memory_check import proof_problems
-    from fivefold.verify.curve import follow, report, rows
+    from fivefold.verify.curve import curve as follow
 
-    path, changes = split(job)
-    resolved = read_job(path, changes)
-    preflight(resolved, resolved.layout.world)
-    if problems := proof_problems(resolved):
-        raise UserError(problems)
-    console = Console(stderr=True, highlight=False)
-    with console.status(f"three runs of {resolved.train.steps} steps"):
-        curves = follow(resolved, timeout)
-    if as_json:
-        typer.echo(json.dumps(rows(curves)))
-    else:
-        report(Console(highlight=False), curves)
-    raise typer.Exit(0 if curves.passed else 1)
+    with console_of(stderr=True).status("three runs: one process, its control, the layout"):
+        found = follow(*split(job), timeout=timeout)
+    show(found, as_json)

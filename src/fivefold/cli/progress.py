@@ -1,17 +1,37 @@
-"""A bar for bytes that are read or written."""
+"""Bars for work that takes a while. They show on a terminal only, and disappear afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 @contextmanager
 def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives what is to be told of bytes as they are done. On a terminal only, and gone afterwards."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.advance(task, done)
+    """For bytes that are read or written: call it with how many were done."""
+    with _bar(TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def counting_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """For pieces of work: call it with how many are done, of how many, and what comes next."""
+    with _bar(BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True, highlight=False)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

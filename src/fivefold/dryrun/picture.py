@@ -1,14 +1,17 @@
 """Memory through a step, as SVG: one line a rank, and a line for what the device has."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from fivefold.dryrun.run import Dry
 from fivefold.report.svg import COLOURS, document, line, path, text
+
+if TYPE_CHECKING:
+    from fivefold.dryrun.run import RankRun
 
 WIDTH, HEIGHT, LEFT, TOP = 720, 320, 64, 20
 
 
-def curve(runs: Sequence[Dry], memory: int) -> str:
+def curve(runs: "Sequence[RankRun]", memory: int) -> str:
     """The most that each moment of the step reaches, from its first action to its new weights."""
     top = 1.05 * max(memory, *(run.peak for run in runs)) / 1e9
 

@@ -16,7 +16,7 @@ from fivefold.train.memory_ledger import Ledger, Moment
 
 
 @dataclass(frozen=True)
-class Dry:
+class RankRun:
     """What one rank of a layout holds, sends and computes in a step."""
 
     rank: int
@@ -41,7 +41,7 @@ class Dry:
         return at.peak - at.parameters - at.gradients_at_peak - at.optimizer
 
 
-def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> Dry:
+def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> RankRun:
     """A step of `rank` of the job's world."""
     begin = time.perf_counter()
     with pretending(job.layout, rank, kernels) as mesh:
@@ -59,7 +59,7 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> Dry:
             with ledger.moment("new weights"):
                 engine.weights.ready()
         schedule, stages = engine.schedule, engine.stages.values()
-        return Dry(
+        return RankRun(
             rank=rank,
             place=job.layout.coordinates(rank),
             layers=tuple(len(model.stage.layers) for model in stages),
@@ -78,7 +78,7 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> Dry:
 
 
 def blank(job: Job) -> Batch:
-    """A global batch of the job's shape. What is in it nobody reads."""
+    """A global batch of the job's shape. Nobody reads what is in it."""
     shape = (job.train.batch, job.data.seq)
     return Batch(
         samples=np.arange(job.train.batch),

@@ -33,7 +33,7 @@ from fivefold.schedule.files import save
 from fivefold.schedule.text import to_text
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.formatting import graphs_text, si
-from fivefold.trace.report import TraceFile
+from fivefold.trace.result import TraceFile
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.display import Display
 from fivefold.train.listeners import Listener, MetricsFile, TensorBoard, trim

@@ -1,27 +1,31 @@
-"""A run's loss curve under a layout, against the same run in one process.
+"""A run's loss curve under a layout, compared with the same run in one process.
 
-Two runs that add the same numbers in another order drift apart, and in float32 the drift grows from step to step. How
-far is too far? A third run says: the single process once more, with the samples of every batch in another order, which
-changes nothing but the order of additions. A layout may stray `ALLOWED` times as far as that control; and always by a
-few roundings of the loss itself, since a short run's control can happen to agree to the bit.
+Two runs that add the same numbers in another order drift apart, and in float32 the drift grows from step to step. A
+third run says how far is too far: the single process again, with the samples of every batch in another order, which
+changes nothing but the order of additions. A layout may stray `ALLOWED` times as far as that control. It may always
+stray by a few roundings of the loss itself, since the control of a short run can happen to agree to the bit.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from fivefold.job.config import Job
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import preflight
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
+from fivefold.plan.memory_check import proof_problems
+from fivefold.report import Block, Result, Table, Text
+from fivefold.support.errors import UserError
 
 ALLOWED = 3.0
 
 
 @dataclass(frozen=True)
-class Curves:
+class CurveResult(Result):
     """Losses by step."""
 
     layout: Layout
@@ -44,11 +48,46 @@ class Curves:
         return ALLOWED * max(self.noise, 4 * self.rounding * max(map(abs, self.alone)))
 
     @property
-    def passed(self) -> bool:
+    def ok(self) -> bool:  # type: ignore[override]
         return self.same_start and self.distance <= self.allowed
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.ok,
+            "layout": str(self.layout),
+            "same_start": self.same_start,
+            "noise": self.noise,
+            "distance": self.distance,
+            "allowed": self.allowed,
+            "losses": {"alone": self.alone, "control": self.control, "layout": self.spread},
+        }
 
-def follow(job: Job, timeout: float) -> Curves:
+    def blocks(self) -> Iterator[Block]:
+        steps = len(self.alone)
+        rows = []
+        for step in sorted({1, steps, *range(10, steps, max(1, steps // 10))}):
+            a, b, c = (losses[step - 1] for losses in (self.alone, self.control, self.spread))
+            rows.append([str(step), f"{a:.6f}", f"{b:.6f}", f"{c:.6f}", f"{abs(b - a):.1e}", f"{abs(c - a):.1e}"])
+        heads = [">step", ">one process", ">control", ">layout", ">|control - one|", ">|layout - one|"]
+        yield Table(heads, rows, title=f"loss of {self.layout}")
+        yield Text(f"initial weights: {'' if self.same_start else 'not '}the same bits in both")
+        yield Text(
+            f"largest distance over {steps} steps: control {self.noise:.1e}, layout {self.distance:.1e}, allowed "
+            f"{self.allowed:.1e}: {'follows' if self.ok else 'strays'}",
+            "good" if self.ok else "bad",
+        )
+
+
+def curve(job: str | Path | Job | None = None, changes: Sequence[str] = (), *, timeout: float = 3600.0) -> CurveResult:
+    """Train a job under its layout and in one process, and compare the losses. `changes` are KEY=VALUE."""
+    resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
+    preflight(resolved, resolved.layout.world)
+    if problems := proof_problems(resolved):
+        raise UserError(problems)
+    return follow(resolved, timeout)
+
+
+def follow(job: Job, timeout: float) -> CurveResult:
     """Three runs, one after the other: alone, its control, and the job's own layout."""
     layout = job.layout
     alone = Layout(microbatches=layout.size("batch") * layout.microbatches, recompute=layout.recompute)
@@ -60,34 +99,4 @@ def follow(job: Job, timeout: float) -> Curves:
 
     (a, start), (b, _), (c, other) = run(single, False), run(single, True), run(job, False)
     rounding = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}[job.train.dtype]
-    return Curves(layout, a, b, c, same_start=start == other, rounding=rounding)
-
-
-def rows(curves: Curves) -> dict[str, Any]:
-    return {
-        "passed": curves.passed,
-        "layout": str(curves.layout),
-        "same_start": curves.same_start,
-        "noise": curves.noise,
-        "distance": curves.distance,
-        "allowed": curves.allowed,
-        "losses": {"alone": curves.alone, "control": curves.control, "layout": curves.spread},
-    }
-
-
-def report(console: Console, curves: Curves) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("step", "one process", "control", str(curves.layout), "|control - one|", "|layout - one|"):
-        table.add_column(heading, justify="right")
-    steps = len(curves.alone)
-    shown = sorted({1, steps, *range(10, steps, max(1, steps // 10))})
-    for step in shown:
-        a, b, c = (losses[step - 1] for losses in (curves.alone, curves.control, curves.spread))
-        table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{c:.6f}", f"{abs(b - a):.1e}", f"{abs(c - a):.1e}")
-    console.print(table)
-    console.print(
-        "initial weights: "
-        + ("the same bits in both" if curves.same_start else "[bold red]not the same bits[/] in both")
-        + f"\nlargest distance over {steps} steps: control {curves.noise:.1e}, layout {curves.distance:.1e}, allowed "
-        f"{curves.allowed:.1e}: " + ("[green]follows[/]" if curves.passed else "[bold red]strays[/]")
-    )
+    return CurveResult(layout, a, b, c, same_start=start == other, rounding=rounding)

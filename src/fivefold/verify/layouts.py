@@ -36,7 +36,7 @@ _FACTORS = (*_DEGREES, "schedule", "cp_kind", "sp", "zero", "replicate", "recomp
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """One layout of one model."""
 
     job: Job
@@ -120,14 +120,14 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
     return {name: variant for name, variant in made.items() if variant != spec and not variant.problems()}
 
 
-def all_cases(job: Job, world: int, deepen: bool = False) -> list[Case]:
+def all_cases(job: Job, world: int, deepen: bool = False) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them."""
     seq, batch = job.data.seq, job.train.batch
     layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
 
-    def case(spec: ModelSpec, layout: Layout, variant: str) -> Case:
+    def case(spec: ModelSpec, layout: Layout, variant: str) -> LayoutCase:
         spec = deep_enough(spec, layout) if deepen else spec
-        return Case(msgspec.structs.replace(job, model=spec, layout=layout), variant)
+        return LayoutCase(msgspec.structs.replace(job, model=spec, layout=layout), variant)
 
     cases = [case(job.model, layout, "") for layout in layouts]
     for name, spec in variants(job.model).items():
@@ -141,7 +141,7 @@ def all_cases(job: Job, world: int, deepen: bool = False) -> list[Case]:
     return cases
 
 
-def pairwise(cases: Sequence[Case], most: int | None = None) -> list[Case]:
+def pairwise(cases: Sequence[LayoutCase], most: int | None = None) -> list[LayoutCase]:
     """Few cases in which every pair of settings that occurs in any of them occurs together, or the best `most` of them.
 
     Greedy: always the case with the most pairs that are still to be met. What is asked for beyond a cover starts a
@@ -163,7 +163,7 @@ def pairwise(cases: Sequence[Case], most: int | None = None) -> list[Case]:
     return [cases[number] for number in sorted(chosen)]
 
 
-def covered(sample: Sequence[Case], cases: Sequence[Case]) -> float:
+def covered(sample: Sequence[LayoutCase], cases: Sequence[LayoutCase]) -> float:
     """The share of the pairs of settings that a sample meets."""
     met, wanted = (set().union(*(_pairs(case.job.layout, case.variant) for case in some)) for some in (sample, cases))
     return len(met) / len(wanted) if wanted else 1.0

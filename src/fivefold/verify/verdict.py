@@ -1,10 +1,13 @@
-"""What the ranks found, and what follows from it."""
+"""What the ranks measured, and the verdict on it."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from typing import Any
 
 from fivefold.job.config import Job
+from fivefold.layout.axes import shown_order
 from fivefold.layout.collective_cost import Kind, Traffic, times
 from fivefold.verify.compare import Error, bound_of, worst
 
@@ -35,6 +38,22 @@ class Count:
     @property
     def holds(self) -> bool:
         return self.expected == self.counted
+
+    def to_dict(self, steps: int) -> dict[str, Any]:
+        """For one step of `steps`."""
+
+        def numbers(row: Traffic) -> dict[str, float]:
+            values = {"calls": row.calls / steps, "payload": row.payload / steps, "wire": float(row.wire) / steps}
+            return {name: int(value) if value == int(value) else value for name, value in values.items()}
+
+        counted, wanted = self.counted, self.expected
+        return {
+            "axis": counted.axis,
+            "kind": counted.kind,
+            "counted": numbers(counted),
+            "expected": numbers(wanted),
+            "holds": self.holds,
+        }
 
     def __str__(self) -> str:
         e, c = self.expected, self.counted
@@ -123,6 +142,45 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return bool(self.errors) and not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        job = self.job
+        return {
+            "layout": str(job.layout),
+            "model": job.model.name,
+            "variant": "",
+            "dtype": job.train.dtype,
+            "passed": self.passed,
+            "problems": self.problems,
+            "details": self.details,
+            "bound": bound_of(job),
+            "losses": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in self.losses],
+            "norms": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in self.norms],
+            **{f"worst_{what}": _error(self.worst(what)) for what in _KINDS},
+            "traffic_per_step": [count.to_dict(job.train.steps) for count in in_order(self.traffic)],
+            "held": [asdict(one) | {"holds": one.holds} for one in self.held],
+            "peak_bytes": self.peak,
+            "flops": self.flops,
+            "graphs": None if self.graphs is None else self.graphs[0],
+            "graph_breaks": None if self.graphs is None else self.graphs[1],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def in_order(counts: Sequence[Count]) -> list[Count]:
+    return sorted(counts, key=lambda count: (shown_order(count.counted.axis), count.counted.kind))
+
+
+def _error(error: Error | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    value = _finite(error.value)
+    return {"name": error.name, "step": error.step, "error": value, "note": error.note, "holds": error.holds}
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity and no NaN."""
+    return number if math.isfinite(number) else None
 
 
 def _worst_over_ranks(job: Job, measured: list[Measured]) -> list[Error]:

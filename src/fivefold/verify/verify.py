@@ -1,35 +1,126 @@
-"""Hold layouts against one device: start the ranks, run both, judge.
+"""Compare layouts with one process: start the ranks, run both, judge.
 
-with Judge() as judge:
-    verdict = judge(job)
-verdict.passed, verdict.problems
+    verify(layout="dp=2,tp=2,zero=3").ok
+
+    with Judge() as judge:
+        verdict = judge(job)
+    verdict.passed, verdict.problems
+
+No torch in this process: what computes is named, and runs in processes of its own.
 """
 
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from fivefold.job.config import Job
+from fivefold.job.config import Job, read_job
 from fivefold.launch import ranks
 from fivefold.layout.collective_cost import Traffic
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.plan.cost.memory import state_of
 from fivefold.plan.cost.traffic import Seat, expected
+from fivefold.plan.memory_check import proof_problems
 from fivefold.schedule.schedule import peak_live
+from fivefold.support.errors import UserError
+from fivefold.verify.compare import OPTIMIZER
+from fivefold.verify.layouts import LayoutCase, all_cases, covered, pairwise
+from fivefold.verify.result import VerifyResult
 from fivefold.verify.verdict import Verdict
 
 PATIENCE = 120.0  # seconds for one layout
+# Tiny presets are made narrower still, so that a layout takes a second.
+_NARROW = ("model.hidden=64", "model.ffn=96")
+_LAYERS = 2  # more where a layout has more stages
+_DEFAULT = "dp=2"
+
+
+def verify(
+    layout: str | Layout | None = None,
+    changes: Sequence[str] = (),
+    *,
+    model: str = "tiny",
+    dtype: str = "float64",
+    steps: int = 3,
+    seq: int = 32,
+    batch: int | None = None,
+    device: str = "cpu",
+    everything: bool = False,
+    world: int | None = None,
+    sample: int | None = None,
+    timeout: float = PATIENCE,
+    hook: str = "",
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> VerifyResult:
+    """Prove that a layout, or every legal one of `world` ranks (`everything`), computes what one process computes.
+
+    Starts the ranks on this machine. `changes` are settings of the job, KEY=VALUE. `sample` takes so many of the
+    layouts, chosen to meet every pair of settings. `progress` is told how many layouts are done, of how many, and which
+    one is next.
+    """
+    _check(layout, everything, world, sample, timeout)
+    world = 4 if world is None else world
+    chosen = "dp=1" if everything else str(layout or _DEFAULT)
+    tiny = model.startswith("tiny")
+    deepen = tiny and not any(one.startswith("model.layers=") for one in changes)
+    narrow = [*_NARROW, *([f"model.layers={_layers(chosen)}"] if deepen else [])] if tiny else []
+    if batch is None:
+        batch = max(8, 2 * world) if everything else 8
+    settings = {
+        "model.preset": model,
+        "layout": chosen,
+        "data.seq": seq,
+        "data.document_mask": "true",
+        "train.batch": batch,
+        "train.steps": steps,
+        "train.dtype": dtype,
+        "train.device": device,
+    }
+    settings |= {f"optimizer.{key}": value for key, value in OPTIMIZER.items()}
+    job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
+    rounding = "train.fp8=true rounds by what a rank sees, so layouts agree as far as 8 bits do; prove train.fp8=false"
+    if problems := job.problems() or ([rounding] if job.train.fp8 else proof_problems(job)):
+        raise UserError(problems)
+    total = all_cases(job, world, deepen) if everything else [LayoutCase(job, "")]
+    cases = total if sample is None else pairwise(total, sample)
+    judged = []
+    with Judge(timeout, hook) as judge:
+        for number, case in enumerate(cases):
+            progress(number, len(cases), f"{case.job.layout} {case.variant}")
+            judged.append((case, judge(case.job)))
+    if not everything:
+        return VerifyResult(judged)
+    return VerifyResult(judged, len(total), covered(cases, total))
+
+
+def _check(
+    layout: str | Layout | None, everything: bool, world: int | None, sample: int | None, timeout: float
+) -> None:
+    """Options that make no sense, alone or together."""
+    if sample is not None and sample < 1:
+        raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
+    if world is not None and world < 1:
+        raise UserError(f"--world {world} has no ranks; nearest: --world 1")
+    if timeout <= 0:
+        raise UserError(f"--timeout {timeout:g} leaves no time; nearest: --timeout 120")
+    if everything and layout is not None:
+        raise UserError(f"--all takes every layout of --world ranks, and --layout {layout} names one; leave one out")
+    if not everything and (world is not None or sample is not None):
+        raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
+
+
+def _layers(text: str) -> int:
+    """As many as a layout says, or as it needs to fill its stages; the first and last stage may have none."""
+    layout = Layout.parse(text)
+    return sum(layout.split) or max(_LAYERS, layout.stages - 2)
 
 
 class Judge:
-    """Judges jobs one after another; the reference of a model is computed once.
-
-    No torch in this process: what computes is named, and runs in processes of its own.
-    """
+    """Judges jobs one after another; the reference of a model is computed once."""
 
     def __init__(self, patience: float = PATIENCE, hook: str = ""):
         self.patience, self.hook = patience, hook

@@ -1,10 +1,9 @@
-"""A dry run's figures beside the planner's: neither knows of the other, so where they agree, both are right or both
-wrong in the same way."""
+"""A dry run's figures beside the planner's. Neither knows the other: where they agree, both are right, or both
+are wrong in the same way."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fivefold.dryrun.run import Dry
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.collective_cost import Traffic
@@ -14,6 +13,9 @@ from fivefold.plan.cost.memory import state_of
 from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.time import Case
 from fivefold.plan.cost.traffic import Seat, expected
+
+if TYPE_CHECKING:
+    from fivefold.dryrun.run import RankRun
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Against:
+class RankVsPlan:
     """One rank: what was counted, and what was planned for it."""
 
-    dry: Dry
+    dry: "RankRun"
     room: Footprint
     figures: tuple[Figure, ...]
     planned: tuple[Traffic, ...]
@@ -83,8 +85,8 @@ def case_of(job: Job, cluster: Cluster) -> Case:
     return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
 
 
-def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
-    """The planner's word on the rank that was run."""
+def vs_plan(job: Job, dry: "RankRun", cluster: Cluster) -> RankVsPlan:
+    """What the planner says of the rank that was run."""
     seat, layout, seq, batch = Seat.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     case = case_of(job, cluster)
     room = footprint_of(case, seat.pp)
@@ -102,4 +104,4 @@ def against(job: Job, dry: Dry, cluster: Cluster) -> Against:
         Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
     )
     planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat)
-    return Against(dry, room, figures, tuple(planned), {axis: layout.size(axis) for axis in layout.table})
+    return RankVsPlan(dry, room, figures, tuple(planned), {axis: layout.size(axis) for axis in layout.table})

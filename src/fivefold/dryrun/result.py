@@ -1,0 +1,98 @@
+"""What a dry run found: each rank's figures beside the planner's, and its memory through the step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.dryrun.picture import curve
+from fivefold.dryrun.vs_plan import RankVsPlan
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job
+from fivefold.report import Block, Result, Table, Text
+from fivefold.support.formatting import bytes_text
+
+_SHOWN = 4  # ranks that are shown in full; of more the first
+
+
+@dataclass(frozen=True)
+class DryRunResult(Result):
+    job: Job
+    machines: Cluster
+    ranks: Sequence[RankVsPlan]
+    advice: str  # where it does not fit: by how much, and what would; else empty
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return not self.advice
+
+    def to_dict(self) -> dict[str, Any]:
+        job = self.job
+        asked = {"model": job.model.name, "layout": str(job.layout), "batch": job.train.batch, "seq": job.data.seq}
+        return asked | {"ranks": [one.to_dict() for one in self.ranks], "advice": self.advice or None}
+
+    def svg(self) -> str:
+        """Memory through the step."""
+        return curve([one.dry for one in self.ranks], self.machines.groups[0].accelerator.memory)
+
+    def blocks(self) -> Iterator[Block]:
+        job = self.job
+        yield Text(
+            f"{job.model.name} as {job.layout} in {job.train.dtype}: {job.train.batch} sequences of {job.data.seq:,} "
+            f"tokens, {job.layout.world:,} ranks"
+        )
+        if len(self.ranks) > 1:
+            yield _stages(self.ranks)
+        for one in self.ranks[:1] if len(self.ranks) > _SHOWN else self.ranks:
+            yield from _rank(one)
+        if self.advice:
+            yield Text(self.advice, "bad")
+
+
+def _rank(one: RankVsPlan) -> Iterator[Block]:
+    from fivefold.train.chart import chart
+
+    dry = one.dry
+    place = ", ".join(f"{axis} {at}" for axis, at in dry.place.items())
+    yield Text(f"\nrank {dry.rank} ({place}), layers {'+'.join(map(str, dry.layers))}, in {dry.seconds:.1f} s", "bold")
+    yield _figures(one)
+    yield Text("")
+    yield _traffic(one)
+    agrees = "as the schedule says" if dry.live == dry.allowed else f"and the schedule says {dry.allowed}"
+    yield Text(f"\nmicrobatches that wait for their backward pass: {dry.live} at most, {agrees}")
+    lines = chart([moment.peak / 1e9 for moment in dry.moments], {}, height=8)
+    yield Text("\n".join([f"GB through the step; the peak is in {dry.peak_moment}", *lines]))
+
+
+def _figures(one: RankVsPlan) -> Table:
+    rows = []
+    for figure in one.figures:
+        scale = 1e9 if figure.unit == "GB" else 1e12
+        same = "the same" if figure.dry == figure.plan else f"{figure.difference:+.2%}"
+        rows.append([figure.name, *(f"{x / scale:,.3f} {figure.unit}" for x in (figure.dry, figure.plan)), same])
+    return Table(["", ">dry run", ">planner", ">difference"], rows)
+
+
+def _traffic(one: RankVsPlan) -> Table:
+    planned: dict[tuple[str, str], Any] = {(row.axis, row.kind): row for row in one.planned}
+    rows = []
+    for row in one.dry.traffic:
+        other = planned.pop((row.axis, row.kind), None)
+        same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
+        sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
+        rows.append([row.axis, f"{one.ranks.get(row.axis, '')}", row.kind, *sent, same])
+    for other in planned.values():
+        rows.append([other.axis, "", other.kind, "0", "", "", f"{other.calls} calls, {other.payload} B"])
+    return Table(["axis", ">ranks", "collective", ">calls", ">payload", ">wire", ">planner"], rows)
+
+
+def _stages(found: Sequence[RankVsPlan]) -> Table:
+    rows = []
+    for one in found:
+        dry = one.dry
+        state = dry.parameters + dry.gradients + dry.optimizer
+        sizes = [f"{size / 1e9:.2f} GB" for size in (dry.parameters, state, dry.activations, dry.peak)]
+        peak = next(figure for figure in one.figures if figure.name == "peak")
+        place = [str(dry.rank), str(dry.place["pp"]), "+".join(map(str, dry.layers))]
+        rows.append([*place, *sizes, dry.peak_moment, f"{peak.difference:+.1%}"])
+    heads = [">rank", ">stage", ">layers", ">parameters", ">state", ">activations", ">peak", "~at", ">planner's peak"]
+    return Table(heads, rows, title="Stages")

@@ -1,0 +1,144 @@
+"""A trace told: the file for the viewer, tables for people, numbers for scripts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fivefold.report import Block, Cell, Result, Table, Text
+from fivefold.report.terminal import render, width_of
+from fivefold.support.formatting import bytes_text, counted
+from fivefold.trace.chrome import write
+from fivefold.trace.records import Trace
+from fivefold.trace.summary import Bubble, RankTime, Summary
+
+_PARTS = ("step", "compute", "exposed", "bubble", "optimizer", "other")
+_SHOWN = 16  # ranks that are listed one by one
+
+
+@dataclass(frozen=True)
+class TraceResult(Result):
+    summary: Summary
+    file: Path  # which a viewer opens
+
+    def blocks(self) -> Iterator[Block]:
+        summary, trace, total = self.summary, self.summary.trace, self.summary.total
+        yield Text(f"trace  {trace.layout or 'one rank'}", "bold")
+        yield Text(f"ms of a step, mean of {counted(trace.steps, 'step')}")
+        yield self._times()
+        if summary.axes:
+            yield Text("\ncommunication, ms a step: exposed / hidden")
+            yield self._traffic()
+        if trace.schedule.p > 1:
+            both = summary.bubble
+            yield Text(
+                f"\nThe bubble is {both.measured:.1%} of the time of {trace.schedule.name}; the same schedule with the "
+                f"medians of these durations predicts {both.predicted:.1%}."
+            )
+        if summary.untraced is not None:
+            yield Text(f"A step took {1e3 * total.step:.1f} ms with tracing and {1e3 * summary.untraced:.1f} without.")
+        if error := max(rank.clock_error for rank in trace.ranks):
+            yield Text(f"The machines' clocks agree to {1e6 * error:.0f} us.")
+        yield Text(f"trace of all ranks: {self.file}; ui.perfetto.dev opens it")
+
+    def _times(self) -> Table:
+        """A row for each rank, their mean, and its shares."""
+        piped, total = self.summary.trace.schedule.p > 1, self.summary.total
+        heads = ["rank", *(f">{name}" for name in (*_PARTS, *(("measured", "predicted") if piped else ())))]
+
+        def cells(time: RankTime, bubble: Bubble) -> list[str]:
+            shares = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if piped else []
+            return [*(_ms(_part(time, name)) for name in _PARTS), *shares]
+
+        ranks = [cells(time, self.summary.bubble_of(rank)) for rank, time in self._ranks]
+        shares = [Cell(f"{_part(total, name) / total.step:.1%}", "dim") for name in _PARTS]
+        totals = [[Cell("mean", "bold"), *cells(total, self.summary.bubble)], [Cell("share", "dim"), *shares]]
+        return Table(heads, self._named(ranks), totals=totals)
+
+    def _traffic(self) -> Table:
+        """A row for each rank, a column for each axis; then what a rank sends along it in the mean."""
+        axes, piped = self.summary.axes, self.summary.trace.schedule.p > 1
+
+        def cells(time: RankTime) -> list[str]:
+            both = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
+            return [*both, *([_ms(time.wait)] if piped else [])]
+
+        traffic = [sent(self.summary.trace, axis) for axis in axes]
+        totals: list[list[str | Cell]] = [
+            [Cell("mean", "bold"), *cells(self.summary.total)],
+            [Cell("calls", "dim"), *(Cell(f"{calls:g}", "dim") for calls, _ in traffic)],
+            [Cell("payload", "dim"), *(Cell(bytes_text(payload), "dim") for _, payload in traffic)],
+        ]
+        heads = ["rank", *(f">{name}" for name in (*axes, *(("wait",) if piped else ())))]
+        return Table(heads, self._named([cells(time) for _, time in self._ranks]), totals=totals)
+
+    @property
+    def _ranks(self) -> Any:
+        return list(zip(self.summary.trace.ranks, self.summary.by_rank, strict=True))[:_SHOWN]
+
+    def _named(self, rows: list[list[str]]) -> list[list[str | Cell]]:
+        """With the rank's name in front; ranks beyond those that are shown are counted."""
+        ranks = self.summary.trace.ranks
+        found: list[list[str | Cell]] = [
+            [f"{rank.rank}  {rank.name}".rstrip(), *row] for rank, row in zip(ranks, rows, strict=False)
+        ]
+        more = len(ranks) - _SHOWN
+        return [*found, [Cell(f"{more} more; --json has them", "dim")]] if more > 0 else found
+
+    def to_dict(self) -> dict[str, Any]:
+        summary, trace = self.summary, self.summary.trace
+        ranks = [
+            {"rank": rank.rank, "place": rank.name} | _row(time, summary.bubble_of(rank))
+            for rank, time in zip(trace.ranks, summary.by_rank, strict=True)
+        ]
+        axes = {axis: dict(zip(("calls", "payload"), sent(trace, axis), strict=True)) for axis in summary.axes}
+        return {
+            "layout": trace.layout,
+            "schedule": trace.schedule.name,
+            "steps": trace.steps,
+            "untraced_step": summary.untraced,
+            "clock_error": max(rank.clock_error for rank in trace.ranks),
+            "ranks": ranks,
+            "mean": _row(summary.total, summary.bubble),
+            "sent": axes,
+            "file": str(self.file),
+        }
+
+
+class TraceFile:
+    """Takes a run's trace and writes it; `show` prints the summary, and nothing where there was no trace."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.result: TraceResult | None = None
+
+    def __call__(self, trace: Trace) -> None:
+        self.result = TraceResult(Summary(trace), self.path)
+        write(self.result.summary, self.path.expanduser())
+
+    def show(self, console: Console) -> None:
+        if self.result is not None:
+            render(self.result.blocks(), console, width_of(console))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _part(time: RankTime, name: str) -> float:
+    return sum(time.exposed.values()) if name == "exposed" else getattr(time, name)
+
+
+def sent(trace: Trace, axis: str) -> tuple[float, float]:
+    """Calls and payload bytes along an axis, for a rank and a step in the mean."""
+    flights = [flight for rank in trace.ranks for flight in rank.flights if flight.axis == axis]
+    parts = len(trace.ranks) * trace.steps
+    return len(flights) / parts, sum(flight.payload for flight in flights) / parts
+
+
+def _row(time: RankTime, bubble: Bubble) -> dict[str, Any]:
+    names = ("step", "compute", "bubble", "optimizer", "other", "wait", "exposed", "hidden")
+    shares = {"bubble_measured": bubble.measured, "bubble_predicted": bubble.predicted}
+    return {name: getattr(time, name) for name in names} | shares

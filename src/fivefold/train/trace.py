@@ -1,0 +1,43 @@
+"""A few steps of a job on ranks of this machine, traced."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import preflight
+from fivefold.launch import ranks
+from fivefold.support.errors import UserError
+from fivefold.trace.result import TraceFile, TraceResult
+
+STEPS = 3
+
+
+def trace(
+    job: str | Path | Job | None = None,
+    changes: Sequence[str] = (),
+    *,
+    output: str | Path = "trace.json",
+    timeout: float = 600.0,
+) -> TraceResult:
+    """Run a few steps of a job, write what every rank did to `output`, and sum up where the time went.
+
+    Starts the layout's ranks on this machine. `changes` are KEY=VALUE; trace.after and trace.steps say which steps.
+    """
+    file = TraceFile(Path(output))
+    if not file.path.expanduser().absolute().parent.is_dir():
+        raise UserError(f"--output {output}: there is no directory {file.path.parent}")
+    short = shortened(job if isinstance(job, Job) else read_job(job and str(job), list(changes)))
+    preflight(short, short.layout.world)
+    file(ranks.run(short.layout.world, "fivefold.train.trace_rank:run", short, timeout=timeout)[0])
+    assert file.result is not None
+    return file.result
+
+
+def shortened(job: Job) -> Job:
+    """The job with its warm-up and its traced steps alone, and no evaluation."""
+    replace = msgspec.structs.replace
+    traced = replace(job.trace, steps=job.trace.steps or STEPS)
+    train = replace(job.train, steps=max(0, traced.after) + max(1, traced.steps), eval_samples=0)
+    return replace(job, train=train, trace=traced)
