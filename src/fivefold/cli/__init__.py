@@ -35,7 +35,7 @@ from fivefold.cli import (
 )
 from fivefold.cli import huggingface as hf
 from fivefold.launch.allocator import keep_freed_memory
-from fivefold.support.errors import Note, PeerLost, TrainingError, UserError
+from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
 
 app = typer.Typer(
     name="fivefold",
@@ -88,8 +88,8 @@ def main() -> None:
     keep_freed_memory()
     try:
         app()
-    except UserError as error:
-        for problem in error.problems:
+    except (UserError, ModuleNotFoundError) as error:
+        for problem in error.problems if isinstance(error, UserError) else _missing(error):
             console.print(_error(problem))
         sys.exit(2)
     except TrainingError as error:
@@ -97,6 +97,13 @@ def main() -> None:
         if isinstance(error, PeerLost) or os.environ.get("RANK", "0") == "0":
             console.print(_error(str(error)))
         sys.exit(error.code)
+
+
+def _missing(error: ModuleNotFoundError) -> list[str]:
+    """A package of the extra `train` is not installed. Any other import that fails is a bug, and stays one."""
+    if error.name not in TRAINING:
+        raise error
+    return [needs(error.name)]
 
 
 def _error(sentence: str) -> Text:

@@ -17,11 +17,11 @@ from rich.progress import (
 
 
 @contextmanager
-def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """For bytes that are read or written: call it with how many were done."""
+def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """For bytes that are read or written: call it with how many were done, and the total where it was not known."""
     with _bar(TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
+        yield lambda done, total=None: bar.update(task, advance=done, total=total)
 
 
 @contextmanager

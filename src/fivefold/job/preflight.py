@@ -1,6 +1,5 @@
 """Everything that can be known to be wrong before any process starts."""
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from fivefold.data.tokens import Split, TokenStore
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of
 from fivefold.schedule.check import prove
-from fivefold.support.errors import UserError
+from fivefold.support.errors import UserError, absent, needs
 
 _SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
 
@@ -44,12 +43,10 @@ def _schedule(job: Job) -> list[str]:
 
 
 def _packages(job: Job) -> list[str]:
-    wanted = {"torch": "train"} | ({"tensorboard": "tensorboard"} if job.run.tensorboard else {})
-    return [
-        f"{package} is not installed; pip install 'fivefold[{extra}]'"
-        for package, extra in wanted.items()
-        if importlib.util.find_spec(package) is None
-    ]
+    missing = [needs("torch")] if absent("torch") else []
+    if job.run.tensorboard and absent("tensorboard"):
+        missing.append('run.tensorboard needs tensorboard: pip install "fivefold[tensorboard]"')
+    return missing
 
 
 def run_directory_problems(parent: Path) -> list[str]:

@@ -4,7 +4,24 @@ A `UserError` is raised for bad input and ends the command with exit code 2 and 
 problems that were found, because fixing one at a time is how an afternoon goes by.
 """
 
+import importlib.util
 from collections.abc import Iterable
+
+
+TRAINING = {"torch": "PyTorch", "safetensors": "safetensors", "tokenizers": "tokenizers"}  # the extra `train`
+
+
+def needs(package: str) -> str:
+    """What is said where a package of the extra `train` is not installed."""
+    return f'this needs {TRAINING[package]}: pip install "fivefold[train]"'
+
+
+def absent(package: str) -> bool:
+    """Whether a package is not installed; nothing is imported."""
+    try:
+        return importlib.util.find_spec(package) is None
+    except ModuleNotFoundError:
+        return True
 
 
 class UserError(Exception):

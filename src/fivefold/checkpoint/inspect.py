@@ -1,0 +1,134 @@
+"""What a run's checkpoints hold, and whether their files are still as they were written."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.checkpoint.find import find, store_of
+from fivefold.checkpoint.store import MANIFEST, Checkpoint
+from fivefold.layout.layout import Layout
+from fivefold.report import Block, Cell, Result, Table, Text
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import bytes_text
+
+
+@dataclass(frozen=True)
+class CheckpointList(Result):
+    run: Path
+    checkpoints: list[dict[str, Any]]  # the newest last
+    incomplete: list[str]
+    aside: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
+
+    def blocks(self) -> Iterator[Block]:
+        rows: list[list[str | Cell]] = []
+        for row in self.checkpoints:
+            size = bytes_text(row["bytes"]) if "bytes" in row else ""
+            cells = (row["name"], row["step"], row.get("layout", ""), row.get("files", ""), size)
+            rows.append([*map(str, cells), "" if row["complete"] else Cell("damaged", "bad")])
+        rows += [[name, "", "", "", "", Cell("never finished", "bold")] for name in self.incomplete]
+        rows += [[name, "", "", "", "", Cell("set aside", "dim")] for name in self.aside]
+        if not rows:
+            yield Text(f"{self.run} has no checkpoints yet")
+            return
+        yield Table(["checkpoint", ">step", "~layout", ">files", ">size", ""], rows)
+        for row in self.checkpoints:
+            yield from (Text(f"{row['name']}: {problem}", "bad") for problem in row["problems"])
+
+
+def list_checkpoints(run: Path) -> CheckpointList:
+    """A run's checkpoints. Files are looked at, not read."""
+    store = store_of(run)
+    rows: list[dict[str, Any]] = []
+    for one in reversed(store.complete()):
+        misfits = one.misfits()
+        row: dict[str, Any] = {"name": one.path.name, "step": one.step, "complete": not misfits, "problems": misfits}
+        if not misfits:
+            layout = str(Layout.from_dict(one.manifest.job["layout"]))
+            row |= {"layout": layout, "files": len(one.manifest.files), "bytes": one.bytes}
+        rows.append(row)
+    return CheckpointList(
+        run, rows, [path.name for path in store.incomplete()], [path.name for path in store.aside()]
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointContents(Result):
+    checkpoint: Checkpoint
+    tensors: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        found = msgspec.to_builtins(self.checkpoint.manifest)
+        return {**found, "path": str(self.checkpoint.path), "tensors": self.tensors}
+
+    def blocks(self) -> Iterator[Block]:
+        manifest = self.checkpoint.manifest
+        yield Text(f"{self.checkpoint.path}  {manifest.job['model']['name']} after step {manifest.step}", "bold")
+        facts = {
+            "samples": f"{manifest.samples} of the data order are done, in {manifest.updates} updates",
+            "layout": f"written under {Layout.from_dict(manifest.job['layout'])}; any other reads it",
+            "holds": "weights and AdamW's moments" if manifest.optimizer else "weights",
+            "made by": f"fivefold {manifest.fivefold}, torch {manifest.torch}",
+        }
+        yield Table(["", "~"], list(facts.items()))
+        files = [[file.name, bytes_text(file.bytes), f"{file.sha256[:16]}..."] for file in manifest.files]
+        yield Table(["file", ">size", "sha256"], files)
+        pieces = sum(row["pieces"] for row in self.tensors)
+        yield Text(f"{len(self.tensors)} tensors, {pieces} pieces; --json lists them")
+
+
+def show_checkpoint(run: Path, step: int | None = None) -> CheckpointContents:
+    """The newest complete checkpoint, or that of `step`: the run's position, its job, its files and its tensors."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    one = find(run, step)
+    if misfits := one.misfits():
+        raise UserError(misfits)
+    stored = FileSystemReader(one.path).read_metadata().state_dict_metadata
+    tensors = [
+        {"name": name, "shape": list(one.size), "dtype": str(one.properties.dtype), "pieces": len(one.chunks)}
+        for name, one in sorted(stored.items())
+        if isinstance(one, TensorStorageMetadata)
+    ]
+    return CheckpointContents(one, tensors)
+
+
+@dataclass(frozen=True)
+class CheckpointCheck(Result):
+    problems: dict[str, list[str]]  # of each checkpoint, by name
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return not any(self.problems.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"sound": self.ok, "checkpoints": self.problems}
+
+    def blocks(self) -> Iterator[Block]:
+        for name, problems in self.problems.items():
+            yield Text(f"{name}  {'damaged' if problems else 'sound'}", "bad" if problems else "good")
+            yield from (Text(f"  {problem}") for problem in problems)
+
+
+def verify_checkpoints(
+    run: Path, step: int | None = None, progress: Callable[[int, int], object] = lambda done, total: None
+) -> CheckpointCheck:
+    """Hash every file of every complete checkpoint, or of that of `step`, and compare it with the manifest.
+
+    `progress` is told of bytes as they are read, and of how many there are.
+    """
+    alone = step is not None or (run / MANIFEST).is_file()
+    every = [find(run, step)] if alone else store_of(run).complete()
+    if not every:
+        raise UserError(f"{run} has no complete checkpoint")
+    total = sum(one.bytes for one in every if not one.misfits())
+    found = {
+        one.path.name: one.misfits() or one.damage(progress=lambda done: progress(done, total)) for one in every
+    }
+    return CheckpointCheck(found)
