@@ -52,9 +52,7 @@ def list_checkpoints(run: Path) -> CheckpointList:
             layout = str(Layout.from_dict(one.manifest.job["layout"]))
             row |= {"layout": layout, "files": len(one.manifest.files), "bytes": one.bytes}
         rows.append(row)
-    return CheckpointList(
-        run, rows, [path.name for path in store.incomplete()], [path.name for path in store.aside()]
-    )
+    return CheckpointList(run, rows, [path.name for path in store.incomplete()], [path.name for path in store.aside()])
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,5 @@ def verify_checkpoints(
     if not every:
         raise UserError(f"{run} has no complete checkpoint")
     total = sum(one.bytes for one in every if not one.misfits())
-    found = {
-        one.path.name: one.misfits() or one.damage(progress=lambda done: progress(done, total)) for one in every
-    }
+    found = {one.path.name: one.misfits() or one.damage(progress=lambda done: progress(done, total)) for one in every}
     return CheckpointCheck(found)

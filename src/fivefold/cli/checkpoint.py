@@ -71,7 +71,10 @@ def verify(run: Run, step: Step = None, as_json: Json = False) -> None:
     show_result(found, as_json)
 
 
-@app.command("reshard", short_help="Rewrite one for a layout.  [dim]fivefold checkpoint reshard runs/demo --layout tp=8 -o big[/]")
+@app.command(
+    "reshard",
+    short_help="Rewrite one for a layout.  [dim]fivefold checkpoint reshard runs/demo --layout tp=8 -o big[/]",
+)
 def reshard(
     run: Run,
     layout: Annotated[str, typer.Option(help="The layout whose ranks are to read it.")],

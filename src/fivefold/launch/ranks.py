@@ -19,7 +19,7 @@ from fivefold.launch.cores import cores
 from fivefold.launch.ends import End
 from fivefold.launch.processes import Processes, named
 from fivefold.launch.world import World, join
-from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.errors import TrainingError, UserError, absent
 
 _GRACE = 1.0  # seconds that the others have after a first failure, to say what they know of it
 
@@ -52,6 +52,8 @@ class RankError(TrainingError):
 
 def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
     """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it."""
+    if absent("torch"):  # said here, once, and not by each rank
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     threads = max(1, cores() // world)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks

@@ -7,7 +7,6 @@ problems that were found, because fixing one at a time is how an afternoon goes 
 import importlib.util
 from collections.abc import Iterable
 
-
 TRAINING = {"torch": "PyTorch", "safetensors": "safetensors", "tokenizers": "tokenizers"}  # the extra `train`
 
 
