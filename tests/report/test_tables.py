@@ -28,6 +28,7 @@ from fivefold.truth.constants import Constants
 from fivefold.truth.result import SourceList, TruthResult
 from fivefold.truth.truth import truth
 from tests.layers import modules, pure_modules
+from tests.report import by_hand
 
 WIDTHS = (80, 120, None)  # None: piped
 
@@ -99,6 +100,19 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ScalingResult": lambda: scaling.ScalingResult(["dp=2,tp=2,pp=2,cp=2,zero=1,sp"], [compared()], {}),
     "PipelineResult": piped,
     "TrainBenchResult": trained,
+    "VerifyResult": by_hand.verified,
+    "VerifyResult of a gradient that cancels": lambda: by_hand.verified(noisy=True),
+    "VerifyResult that fails": lambda: by_hand.verified(holds=False),
+    "VerifyResult of a rank that died": by_hand.broken,
+    "VerifyResult of a sweep": by_hand.swept,
+    "CurveResult": by_hand.followed,
+    "TraceResult": by_hand.traced,
+    "TraceResult of many ranks": lambda: by_hand.traced(20),
+    "DryRunResult": by_hand.dried,
+    "DryRunResult of many ranks": lambda: by_hand.dried(8),
+    "CheckpointList": by_hand.listed,
+    "CheckpointContents": by_hand.held,
+    "CheckpointCheck": by_hand.checked,
 }
 
 
