@@ -13,8 +13,10 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 # What a script must print, besides running.
 PRINTS = {
     "draw.py": ("rank 3 ", "auto   bubble ", "F0"),
+    "dryrun.py": ("GPUs of 80 GB", "fits"),
     "plan.py": ("8x8xH100: ", "tp=", "MFU"),
     "simulate.py": ("1f1b   ", "zb-v   ", "bubble"),
+    "verify.py": ("dp=2,tp=2,zero=3: holds", "pp=2,schedule=zb-h1,microbatches=4: holds"),
 }
 
 
