@@ -5,6 +5,7 @@ for one call. On Linux torch is imported once and ranks are forked: eight import
 the first twenty steps of a small model.
 """
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -33,6 +34,7 @@ from fivefold.support.errors import UserError
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.train.run"]
 _LOOK = 0.2  # seconds: a child that a rank has forked may keep the pipe open that tells of the rank's end
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # a rank answers with its stack
+_TGKILL = getattr(ctypes.CDLL(None), "tgkill", None) if sys.platform == "linux" else None
 
 
 class Processes:
@@ -135,7 +137,10 @@ class Processes:
             return
         for pid in (self._ranks[rank][0].pid for rank in ranks):
             with suppress(ProcessLookupError):
-                os.kill(pid, _STACK_SIGNAL)
+                if _TGKILL:
+                    _TGKILL(pid, pid, _STACK_SIGNAL)  # to the main thread: another's answer would let it run on first
+                else:
+                    os.kill(pid, _STACK_SIGNAL)
                 os.kill(pid, signal.SIGCONT)  # a rank that was stopped wakes to answer, and does so first
         patience = time.monotonic() + 2
         while time.monotonic() < patience and not all(self._stack(rank) for rank in ranks):
