@@ -56,7 +56,7 @@ class Processes:
         if self.home is not None and hasattr(os, "fork"):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(PRELOAD)
-        elif sys.platform == "linux":  # elsewhere a fork after numpy or torch is not safe
+        elif sys.platform == "linux" and not _uses_gpu():  # elsewhere a fork after numpy or torch is not safe
             context = multiprocessing.get_context("fork")
             for name in PRELOAD:
                 importlib.import_module(name)
@@ -152,6 +152,12 @@ class Processes:
         threads = self.text(f"{rank}.stack").split("\n\n")
         own = "\n\n".join(thread for thread in threads if _end_with_the_launcher.__name__ not in thread)
         return own.partition(f'  File "{__file__}"')[0]
+
+
+def _uses_gpu() -> bool:
+    """Whether this process has opened a GPU, as a notebook may have: CUDA does not survive a fork."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 @contextmanager

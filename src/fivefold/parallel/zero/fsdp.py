@@ -176,7 +176,9 @@ def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype
 
 
 def _groups(modules: list[FSDPModule]) -> Iterator[Any]:
-    """FSDP2's own view of its parameters, which torch 2.13 keeps in a list and 2.11 does not."""
+    """FSDP2's own view of its parameters, which torch 2.13 keeps in a list and 2.11 does not: there a module without
+    parameters of its own, such as a stage between the ends, has None."""
     for module in modules:
         state: Any = module._get_fsdp_state()
-        yield from state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        yield from filter(None, groups)
