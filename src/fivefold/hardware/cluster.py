@@ -162,6 +162,17 @@ class Cluster(Struct, frozen=True):
 
 NESTED: dict[str, type[Struct]] = {"peak": Rates, "inside": Link, "across": Link, "achieved": Achieved}
 SHARE = 1.5  # no kernel reaches more of a ceiling, unless the ceiling is not one
+SECONDS = (0, 1, "seconds, at least 0 and below 1")
+LIMITS: dict[str, tuple[float, float, str]] = {  # the least, a bound above (1e30: neither infinite nor nan), in words
+    "memory": (1, 1e30, "bytes, at least 1"),
+    "memory_bandwidth": (1, 1e30, "bytes/s, at least 1"),
+    "bandwidth": (1, 1e30, "bytes/s, at least 1"),
+    "latency": (0, 1e30, "seconds, at least 0"),
+    "launch": SECONDS,
+    "host": SECONDS,
+    "update": SECONDS,
+    "ramp": (0, 1e6, "steps, at least 0 and below a million"),
+}
 T = TypeVar("T", bound=Struct)
 
 
@@ -271,43 +282,26 @@ def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
 def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], whole: Any) -> Any:
     """One value of a table; `whole` is what it would usually be a part of."""
     value, usual = table[name], getattr(whole, name, None)
-    if kind is Achieved:
-        return _read_share(name, value)
-    if name == "achieved":
-        if value is None:  # as the catalogue has it
-            return None
-        return _read(Achieved, value, usual or achieved(str(table.get("name", getattr(whole, "name", "")))))
-    if NESTED.get(name) is Link and isinstance(value, str):
-        return find_link(value)
-    if name in NESTED:
-        return _read(NESTED[name], value, usual)
-    if name == "name":
-        return _read_text(name, value)
-    least = 0 if name == "latency" else 1
-    if type(value) in (int, float) and least <= value < 1e30:  # neither infinite nor nan
-        return int(value) if name == "memory" else float(value)
-    unit = {"memory": "bytes", "latency": "seconds", "bandwidth": "bytes/s", "memory_bandwidth": "bytes/s"}
-    raise UserError(f"{name}={value!r} must be a number of {unit.get(name, 'FLOP/s')}, at least {least}")
-
-
-def _read_text(name: str, value: Any) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    raise UserError(f"{name}={value!r} must be a text")
-
-
-def _read_share(name: str, value: Any) -> Any:
-    """A field of `Achieved`: most are shares of a ceiling."""
-    if name == "source":
-        return _read_text(name, value)
+    if name in ("name", "source"):
+        if isinstance(value, str) and value.strip():
+            return value
+        raise UserError(f"{name}={value!r} must be a text")
     if name == "units":
         return _read_count(name, value)
+    if kind is Accelerator and name in NESTED:
+        if name == "achieved":
+            if value is None:  # as the catalogue has it
+                return None
+            usual = usual or achieved(str(table.get("name", getattr(whole, "name", ""))))
+        return (
+            find_link(value) if NESTED[name] is Link and isinstance(value, str) else _read(NESTED[name], value, usual)
+        )
     number = type(value) in (int, float)
-    if name in ("launch", "host", "update", "ramp"):
-        if number and 0 <= value < (1e6 if name == "ramp" else 1):
+    if kind is Achieved and name not in LIMITS:
+        if number and 0 < value <= SHARE:
             return float(value)
-        wanted = "steps, at least 0 and below a million" if name == "ramp" else "seconds, at least 0 and below 1"
-        raise UserError(f"{name}={value!r} must be a number of {wanted}")
-    if number and 0 < value <= SHARE:
-        return float(value)
-    raise UserError(f"{name}={value!r} must be a share of the ceiling: above 0, at most {SHARE}")
+        raise UserError(f"{name}={value!r} must be a share of the ceiling: above 0, at most {SHARE}")
+    least, bound, wanted = LIMITS.get(name, (1, 1e30, "FLOP/s, at least 1"))
+    if number and least <= value < bound:
+        return int(value) if name == "memory" else float(value)
+    raise UserError(f"{name}={value!r} must be a number of {wanted}")
