@@ -13,7 +13,7 @@ from fivefold.parallel.pipeline import Pipeline
 from fivefold.schedule.actions import RECEIVES, SENDS, WEIGHT_GRAD
 from fivefold.schedule.catalogue import CATALOGUE, build
 from fivefold.schedule.schedule import peak_live
-from fivefold.schedule.zero import with_zero
+from fivefold.schedule.wiring import with_zero
 from fivefold.support.errors import UserError
 from tests.parallel.pipelines import Meshes, Run, all_schedules, alone, job, run
 from tests.ranks import run_ranks

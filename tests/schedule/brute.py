@@ -7,7 +7,8 @@ ranks it would be by its loss. Nothing is timed, nothing is clever.
 import random
 from collections import defaultdict
 
-from fivefold.schedule import Action, Schedule
+from fivefold.schedule.actions import Action
+from fivefold.schedule.schedule import Schedule
 
 
 class Wrong(Exception):

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from fivefold.schedule import Action, Schedule
+from fivefold.schedule.actions import Action
+from fivefold.schedule.schedule import Schedule
 
 Order = list[Action]
 

@@ -5,7 +5,9 @@ It knows what the engine knows: buffers, latency and bandwidth, blocking sends, 
 
 from collections import defaultdict
 
-from fivefold.schedule import Action, Costs, Schedule
+from fivefold.schedule.actions import Action
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.schedule import Schedule
 
 Wire = tuple[str, int]  # "A" or "G", and the boundary it crosses
 Times = dict[Wire, dict[int, float]]  # by the place of a message in its queue

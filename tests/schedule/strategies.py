@@ -2,8 +2,10 @@
 
 from hypothesis import strategies as st
 
-from fivefold.schedule import CATALOGUE, Schedule, build, with_zero
 from fivefold.schedule.builders.interleaved import legal_groups
+from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.wiring import with_zero
 
 NAMES = list(CATALOGUE)
 

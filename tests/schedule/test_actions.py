@@ -2,8 +2,8 @@
 
 import pytest
 
-from fivefold.schedule import ALL, Action, Channel, Kind, Placement, live_counts, peak_live
-from fivefold.schedule.actions import parse_token, tokens
+from fivefold.schedule.actions import ALL, Action, Channel, Kind, parse_token, tokens
+from fivefold.schedule.schedule import Placement, live_counts, peak_live
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRAD
 

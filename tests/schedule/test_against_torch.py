@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from fivefold.schedule import Schedule, build
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.schedule import Schedule
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.schedule import Costs, Link, Placement, Schedule, build, check, peak_live, simulate, wire
 from fivefold.schedule.builders.auto import policies
-from fivefold.schedule.builders.greedy import Task, play
+from fivefold.schedule.builders.greedy import Player, Task
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.check import check
 from fivefold.schedule.clock import run
-from fivefold.schedule.costs import LONGEST
-from fivefold.schedule.published import PUBLISHED
+from fivefold.schedule.costs import LONGEST, Costs, Link
+from fivefold.schedule.result import PUBLISHED
+from fivefold.schedule.schedule import Placement, Schedule, peak_live
+from fivefold.schedule.simulate import simulate
+from fivefold.schedule.wiring import wire
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
@@ -117,7 +121,7 @@ def test_each_answer_of_a_policy_is_the_best_one_somewhere(
     spans: dict[bool, list[float]] = {True: [], False: []}
     ((question, answer),) = only.items()
     for policy in policies(task):
-        schedule = wire("play", Placement.single(p), m, play(task, policy), buffers=m)
+        schedule = wire("play", Placement.single(p), m, Player(task, policy).play(), buffers=m)
         spans[getattr(policy, question) == answer].append(makespan(schedule, costs))
     assert (min(spans[True]), min(spans[False])) == (best, without)
     assert makespan(build("auto", p, m, costs=costs, memory=memory), costs) == best

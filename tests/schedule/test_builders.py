@@ -3,7 +3,11 @@
 import pytest
 from hypothesis import given, settings
 
-from fivefold.schedule import CATALOGUE, Costs, Link, Schedule, build, check, peak_live, simulate
+from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.schedule.check import check
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.schedule import Schedule, peak_live
+from fivefold.schedule.simulate import simulate
 from fivefold.support.errors import UserError
 from tests.schedule.brute import trouble
 from tests.schedule.strategies import schedules

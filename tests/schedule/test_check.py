@@ -7,7 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fivefold.schedule import Action, Kind, Placement, Promise, Schedule, build, check, prove, wire
+from fivefold.schedule.actions import Action, Kind
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.check import check, prove
+from fivefold.schedule.schedule import Placement, Promise, Schedule
+from fivefold.schedule.wiring import wire
 from fivefold.support.errors import UserError
 from tests.schedule.brute import trouble
 from tests.schedule.mutations import before, drop, duplicate, edited, find, hand_over, move, swap

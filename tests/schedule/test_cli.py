@@ -11,7 +11,8 @@ from fivefold.bench import schedules as benchmark_module
 from fivefold.bench.schedules import Case
 from fivefold.cli.bench import app as bench
 from fivefold.cli.schedules import draw, schedules
-from fivefold.schedule import CATALOGUE, build, save
+from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.schedule.text import save
 from fivefold.support.errors import UserError
 
 app = typer.Typer()

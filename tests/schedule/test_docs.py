@@ -8,7 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from fivefold.cli.schedules import draw, schedules
-from fivefold.schedule import build, from_text
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.text import from_text
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 COMMANDS = sorted(set(re.findall(r"fivefold ((?:draw|schedules) [^`\n]*--[^`\n]*)", PAGE)))

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.schedule import CATALOGUE, Action, Costs, Kind, Placement, Span, build, simulate, with_zero
-from fivefold.schedule.draw import legend, picture, save_picture, to_png, to_svg, to_terminal
+from fivefold.schedule.actions import Action, Kind
+from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.schedule.clock import Span
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.draw.paint import save_picture, to_png, to_svg
+from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.scene import Area, Rect, Scene, Text, text_width
-from fivefold.schedule.draw.terminal import _columns
+from fivefold.schedule.draw.terminal import _columns, legend, to_terminal
+from fivefold.schedule.schedule import Placement
+from fivefold.schedule.simulate import simulate
+from fivefold.schedule.wiring import with_zero
 from fivefold.support.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"

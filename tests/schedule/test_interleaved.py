@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.schedule import Costs, Link, build, check, simulate
 from fivefold.schedule.builders.interleaved import interleaved_unchecked, legal_groups
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.check import check
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.simulate import simulate
 from fivefold.support.errors import UserError
 from tests.schedule.brute import trouble
 

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
-from fivefold.schedule import Action, Kind, Schedule, build, check, with_zero
+from fivefold.schedule.actions import Action, Kind
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.check import check
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.wiring import with_zero
 from tests.schedule.mutations import before, drop, duplicate, edited, find, move
 
 F = Kind.FORWARD

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.schedule.published import PUBLISHED, Published, reproduce
+from fivefold.schedule.result import PUBLISHED, Published, reproduce
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.model)

@@ -13,10 +13,12 @@ from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.plan.cost.time import Case, estimate
-from fivefold.schedule import Action, Kind, Schedule, build, check, load, save, with_zero
-from fivefold.schedule.catalogue import record_of
-from fivefold.schedule.schedule import Placement
-from fivefold.schedule.wiring import wire
+from fivefold.schedule.actions import Action, Kind
+from fivefold.schedule.catalogue import build, record_of
+from fivefold.schedule.check import check
+from fivefold.schedule.schedule import Placement, Schedule
+from fivefold.schedule.text import load, save
+from fivefold.schedule.wiring import wire, with_zero
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 

@@ -7,9 +7,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fivefold.schedule import CATALOGUE, Costs, Link, Placement, Schedule, build, simulate, wire, with_zero
 from fivefold.schedule.builders.interleaved import interleaved_unchecked
+from fivefold.schedule.catalogue import CATALOGUE, build
 from fivefold.schedule.clock import run
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.schedule import Placement, Schedule
+from fivefold.schedule.simulate import simulate
+from fivefold.schedule.wiring import wire, with_zero
 from fivefold.support.errors import UserError
 from tests.schedule.slow_clock import ends
 from tests.schedule.strategies import schedules

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from fivefold.schedule import Schedule, build, from_json, from_text, load, save, to_json, to_text, with_zero
 from fivefold.schedule import text as text_module
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.text import from_json, from_text, load, save, to_json, to_text
+from fivefold.schedule.wiring import with_zero
 from fivefold.support.errors import UserError
 from tests.schedule.mutations import drop, find
 from tests.schedule.strategies import schedules

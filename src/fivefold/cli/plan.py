@@ -66,7 +66,8 @@ def plan(
 
       fivefold plan llama3-70b --cluster 8xH100 --inference
     """
-    from fivefold.report.show import check_writable, show, write
+    from fivefold.report.show import check_writable, show
+    from fivefold.support.files import write
 
     if inference:
         from fivefold.plan.serving.serve import serve
@@ -128,7 +129,7 @@ def simulate(
     """
     from fivefold.plan import plan as planning
     from fivefold.report.show import check_writable, show
-    from fivefold.schedule.draw import PICTURES, save_picture
+    from fivefold.schedule.draw.paint import PICTURES, save_picture
 
     check_writable(output, *PICTURES)
     found = planning.simulate(

@@ -15,7 +15,9 @@ from fivefold.plan.picture import bars
 from fivefold.plan.search.explain import CAUSES, Neighbour, by_time, difference, traffic
 from fivefold.plan.search.search import Option
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
-from fivefold.schedule.draw import legend_text, picture, timeline, to_svg
+from fivefold.schedule.draw.paint import to_svg
+from fivefold.schedule.draw.picture import picture
+from fivefold.schedule.draw.terminal import legend_text, timeline
 from fivefold.schedule.simulate import Simulation
 from fivefold.support.formatting import si
 

@@ -8,6 +8,7 @@ import typer
 from fivefold.report.blocks import Result, Text
 from fivefold.report.terminal import console_of, render, width_of
 from fivefold.support.errors import UserError
+from fivefold.support.files import write
 
 
 def show(result: Result, as_json: bool = False, picture: Path | None = None) -> None:
@@ -36,10 +37,3 @@ def check_writable(path: Path | None, *suffixes: str) -> None:
         raise UserError(f"{path} should end in {' or '.join(suffixes)}")
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
-
-
-def write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None

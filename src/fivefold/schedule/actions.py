@@ -81,6 +81,19 @@ class Channel(NamedTuple):
         """The stage that receives."""
         return self.boundary + (not self.gradients)
 
+    @property
+    def send(self) -> Kind:
+        return SEND_GRADIENT if self.gradients else SEND_ACTIVATION
+
+    @property
+    def receive(self) -> Kind:
+        return RECV_GRADIENT if self.gradients else RECV_ACTIVATION
+
+    @property
+    def compute(self) -> frozenset[Kind]:
+        """What makes the messages at their source, and needs them at their target."""
+        return GRADIENT_MAKERS if self.gradients else frozenset({FORWARD})
+
     def __str__(self) -> str:
         what = "gradients" if self.gradients else "activations"
         return f"{what} of stage {self.source} to stage {self.target}"

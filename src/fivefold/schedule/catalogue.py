@@ -14,9 +14,9 @@ from fivefold.schedule.builders.v_half_min import V_HALF, V_MIN
 from fivefold.schedule.builders.zero_bubble import ZB_H1, ZB_H2
 from fivefold.schedule.builders.zero_bubble_v import ZB_V
 from fivefold.schedule.costs import Costs
-from fivefold.schedule.files import SUFFIXES, load
 from fivefold.schedule.record import Record, Request
 from fivefold.schedule.schedule import Schedule, peak_live
+from fivefold.schedule.text import SUFFIXES, load
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import counted, did_you_mean, either
 

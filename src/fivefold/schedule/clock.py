@@ -14,24 +14,7 @@ Data that stays on a rank needs no waiting: whoever makes it stands earlier in t
 
 from typing import NamedTuple
 
-from fivefold.schedule.actions import (
-    BACKWARD,
-    COMPUTE,
-    FORWARD,
-    GATHER,
-    INPUT_GRAD,
-    RECEIVES,
-    RECV_ACTIVATION,
-    RECV_GRADIENT,
-    REDUCE,
-    SEND_ACTIVATION,
-    SEND_GRADIENT,
-    SENDS,
-    STEP,
-    Action,
-    Channel,
-    Kind,
-)
+from fivefold.schedule.actions import COMPUTE, FORWARD, GATHER, RECEIVES, REDUCE, SENDS, STEP, Action, Channel, Kind
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement, Schedule
 
@@ -140,10 +123,16 @@ class _World:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
         self.ready = list(reversed(range(schedule.p)))
-        self.queues = _queues(schedule.placement, costs.link, self.ready)
         self.durations = {kind: costs.of(kind) for kind in COMPUTE}
-        self.gathered = [0.0] * schedule.placement.stages  # when the stage's last GATHER is through
-        self.reduced = [0.0] * schedule.placement.stages
+        # When each stage's last GATHER and REDUCE is through.
+        self.through = {kind: [0.0] * schedule.placement.stages for kind in (GATHER, REDUCE)}
+        # By kind and stage, the FIFO that an action sends on, receives from, or computes out of.
+        self.queues: dict[Kind, list[_Queue | None]] = {kind: [None] * schedule.placement.stages for kind in Kind}
+        for channel in schedule.placement.channels:
+            queue = _Queue(channel, schedule.placement, costs.link, self.ready)
+            self.queues[channel.send][channel.source] = queue
+            for kind in (channel.receive, *channel.compute):
+                self.queues[kind][channel.target] = queue
 
 
 class _Rank:
@@ -166,8 +155,7 @@ class _Rank:
             **dict.fromkeys(COMPUTE, self.compute),
             **dict.fromkeys(RECEIVES, self.receive),
             **dict.fromkeys(SENDS, self.send if link.sends == "eager" else self.blocking_send),
-            GATHER: self.gather,
-            REDUCE: self.reduce,
+            **dict.fromkeys((GATHER, REDUCE), self.collective),
             STEP: self.step,
         }
 
@@ -191,24 +179,20 @@ class _Rank:
                 return self.wait(action, queue, number, queue.sender)
             start = max(start, queue.arrived[number])
         if kind is FORWARD:
-            start = max(start, self.world.gathered[stage])
+            start = max(start, self.world.through[GATHER][stage])
         if joined:
             self.partner = action, start
         elif self.partner is not None:
-            self.spend_both(action, start)
+            first, first_start = self.partner
+            start = max(start, first_start)
+            self.now = start + self.world.costs.joined(first.stage, stage)
+            self.lane.add(first, start, self.now)
+            self.lane.add(action, start, self.now)
+            self.partner = None
         else:
             self.now = start + self.world.durations[kind][stage]
             self.lane.add(action, start, self.now)
         return True
-
-    def spend_both(self, action: Action, start: float) -> None:
-        assert self.partner is not None
-        first, first_start = self.partner
-        start = max(start, first_start)
-        self.now = start + self.world.costs.joined(first.stage, action.stage)
-        self.lane.add(first, start, self.now)
-        self.lane.add(action, start, self.now)
-        self.partner = None
 
     def receive(self, action: Action) -> bool:
         queue = self.queue(action)
@@ -253,39 +237,15 @@ class _Rank:
             raise ValueError(f"{action} on rank {self.number} has no other rank to talk to; `check` says more")
         return queue
 
-    def gather(self, action: Action) -> bool:
-        self.world.gathered[action.stage] = self.collective(self.world.costs.gather)
-        return True
-
-    def reduce(self, action: Action) -> bool:
-        self.world.reduced[action.stage] = self.collective(self.world.costs.reduce)
-        return True
-
-    def collective(self, duration: float) -> float:
+    def collective(self, action: Action) -> bool:
         """Collectives of a rank run one after the other, beside its compute."""
-        self.stream = max(self.stream, self.now) + duration
-        return self.stream
+        costs = self.world.costs
+        self.stream = max(self.stream, self.now) + (costs.gather if action.kind is GATHER else costs.reduce)
+        self.world.through[action.kind][action.stage] = self.stream
+        return True
 
     def step(self, action: Action) -> bool:
-        start = max(self.now, self.world.reduced[action.stage])
+        start = max(self.now, self.world.through[REDUCE][action.stage])
         self.now = start + self.world.costs.step
         self.lane.add(action, start, self.now)
         return True
-
-
-def _queues(placement: Placement, link: Link, ready: list[int]) -> dict[Kind, list[_Queue | None]]:
-    """By kind and stage, the FIFO that an action sends on, receives from, or computes out of."""
-    queues: dict[Kind, list[_Queue | None]] = {kind: [None] * placement.stages for kind in Kind}
-    for channel in placement.channels:
-        queue = _Queue(channel, placement, link, ready)
-        send, users = _ENDS[channel.gradients]
-        queues[send][channel.source] = queue
-        for kind in users:
-            queues[kind][channel.target] = queue
-    return queues
-
-
-_ENDS: dict[bool, tuple[Kind, tuple[Kind, ...]]] = {
-    False: (SEND_ACTIVATION, (RECV_ACTIVATION, FORWARD)),
-    True: (SEND_GRADIENT, (RECV_GRADIENT, BACKWARD, INPUT_GRAD)),
-}

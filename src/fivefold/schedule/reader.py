@@ -7,9 +7,8 @@ from typing import NamedTuple
 from fivefold.schedule.actions import ALL, MESSAGES, Action, parse_token
 from fivefold.schedule.schedule import Placement, Promise, Schedule, name_problem
 from fivefold.schedule.wiring import wire
-from fivefold.schedule.wording import shortened, whole_number
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.formatting import did_you_mean, shortened, whole_number
 
 KEYS = ("schedule", "stages", "microbatches", "buffers", "peak", "slots", "messages")
 

@@ -25,10 +25,6 @@ class Request:
     memory: int | None = None
 
 
-def single(p: int, chunks: int) -> Placement:
-    return Placement.single(p)
-
-
 def vee(p: int, chunks: int) -> Placement:
     return Placement.vee(p)
 
@@ -39,7 +35,7 @@ class Record:
 
     name: str
     build: Callable[[Request], Schedule]
-    place: Callable[[int, int], Placement] = single  # of p and chunks
+    place: Callable[[int, int], Placement] = Placement.looped  # of p and chunks
     chunks: int = 1  # stages per rank: exactly so many, or with `any_chunks` the default
     any_chunks: bool = False
     splits: bool = False  # computes weight gradients (W) apart from input gradients (I)

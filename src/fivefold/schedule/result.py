@@ -1,29 +1,105 @@
 """`draw` and `compare`: schedules proven, timed and drawn, as results for the terminal, scripts and notebooks."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fivefold.report import Block, Drawing, Result, Table, Text
 from fivefold.report.show import check_writable
 from fivefold.schedule.actions import SENDS
 from fivefold.schedule.builders.interleaved import legal_groups
-from fivefold.schedule.catalogue import CATALOGUE
+from fivefold.schedule.catalogue import CATALOGUE, build, is_file, record_of
 from fivefold.schedule.check import prove
-from fivefold.schedule.compare import Query
-from fivefold.schedule.draw import PICTURES, legend_text, picture, save_picture, timeline, to_svg
-from fivefold.schedule.files import SUFFIXES, save
-from fivefold.schedule.published import PUBLISHED, reproduce
+from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.draw.paint import PICTURES, save_picture, to_svg
+from fivefold.schedule.draw.picture import picture
+from fivefold.schedule.draw.terminal import legend_text, timeline
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation, simulate
+from fivefold.schedule.text import SUFFIXES, save
 from fivefold.schedule.times import Times, parse_slow
-from fivefold.schedule.wording import figure
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import bytes_text
+from fivefold.support.formatting import bytes_text, figure
 
 Sends = Literal["eager", "blocking"]
+
+
+OPTIONS = ("chunks", "group", "memory")
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked for: schedules by name or file, for these numbers.
+
+    `chunks`, `group` and `memory` go to the schedules that take them, so that several can be compared in one command;
+    where none of them does, the option is passed on all the same, to be refused.
+    """
+
+    names: Sequence[str]
+    pp: int | None
+    microbatches: int | None
+    chunks: int | None = None
+    group: int | None = None
+    memory: int | None = None
+    times: Times = field(default_factory=Times)
+
+    def __post_init__(self) -> None:
+        for option in ("pp", "microbatches", *OPTIONS):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise UserError(f"--{option} is {value}, and must be at least 1")
+
+    def simulate(self, name: str) -> Simulation:
+        """A schedule of the catalogue, or of a file, on the clock."""
+        schedule = self.load(name) if is_file(name) else self.build(name)
+        return simulate(schedule, self.times.costs(schedule.placement))
+
+    def compare(self) -> dict[str, Simulation | UserError]:
+        """Every schedule, or why it is refused. What refuses all of them is an error of the query."""
+        results: dict[str, Simulation | UserError] = {}
+        for name in self.names:
+            try:
+                results[name] = self.simulate(name)
+            except UserError as refusal:
+                results[name] = refusal
+        refusals = [result for result in results.values() if isinstance(result, UserError)]
+        if len(refusals) == len(results):
+            raise UserError(dict.fromkeys(map(str, refusals)))
+        return results
+
+    def build(self, name: str) -> Schedule:
+        record = record_of(name)
+        if self.pp is None or self.microbatches is None:
+            options = {"--pp": self.pp, "--microbatches": self.microbatches}
+            missing = " and ".join(option for option, value in options.items() if value is None)
+            raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
+        given = {option: value for option, value in self.options().items() if record.takes(option)} | self.untaken()
+        costs = self.times.costs(record.placement(self.pp, given.get("chunks", 0)))
+        return prove(build(name, self.pp, self.microbatches, costs=costs, **given))
+
+    def load(self, name: str) -> Schedule:
+        schedule = record_of(name).schedule
+        assert schedule is not None
+        for option, given, held in (("--pp", self.pp, schedule.p), ("--microbatches", self.microbatches, schedule.m)):
+            if given not in (None, held):
+                raise UserError(f"{option} is {given}, and {name} is a schedule for {held}; leave the option out")
+        for option in self.untaken():
+            raise UserError(f"{name} is a schedule as it stands, and --{option} cannot change it; leave the option out")
+        return schedule
+
+    def options(self) -> dict[str, int]:
+        values = {option: getattr(self, option) for option in OPTIONS}
+        return {option: value for option, value in values.items() if value is not None}
+
+    def untaken(self) -> dict[str, int]:
+        """The options that none of the schedules takes."""
+        records = [CATALOGUE[name] for name in self.names if name in CATALOGUE]
+        return {option: n for option, n in self.options().items() if not any(one.takes(option) for one in records)}
+
+
+# ---- drawn -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,6 +247,37 @@ def compare(
     durations = _times(times, slow, sends, overlap)
     query = Query(tuple(CATALOGUE), pp, microbatches, chunks, group, memory, durations)
     return CompareResult(query, query.compare())
+
+
+class Published(NamedTuple):
+    """One model of the paper: its pipeline, its measured durations, and the bubble rate of each schedule."""
+
+    model: str
+    p: int
+    m: int
+    f: float
+    i: float
+    w: float
+    comm: float
+    rates: dict[str, float]
+
+
+PUBLISHED = (
+    Published("1.5B", 8, 24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
+    Published("6.2B", 8, 24, 29.718, 29.444, 19.927, 0.527, {"1f1b": 0.2347, "zb-h1": 0.1323, "zb-h2": 0.0698}),
+    Published("14.6B", 16, 48, 11.347, 11.248, 8.132, 0.377, {"1f1b": 0.2552, "zb-h1": 0.1397, "zb-h2": 0.0672}),
+    Published("28.3B", 32, 96, 10.419, 10.207, 7.715, 0.408, {"1f1b": 0.2646, "zb-h1": 0.1421, "zb-h2": 0.0641}),
+)
+
+
+def reproduce(row: Published) -> dict[str, float]:
+    """The bubble rates that our schedules have on the paper's durations."""
+    rates = {}
+    for name in row.rates:
+        schedule = build(name, row.p, row.m)
+        costs = Costs.even(schedule.placement, row.f, row.i, row.w, link=Link(latency=row.comm))
+        rates[name] = simulate(schedule, costs).bubble_span
+    return rates
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ Two bubbles, because papers and people mean different ones:
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from fivefold.schedule.actions import FORWARD, LAST_READERS
 from fivefold.schedule.check.deadlock import deadlock_sentence
@@ -21,8 +22,7 @@ from fivefold.schedule.schedule import Schedule
 from fivefold.support.errors import UserError
 
 
-@dataclass(frozen=True)
-class RankTime:
+class RankTime(NamedTuple):
     """A rank's share of the makespan: `busy` + `wait` (between its actions) + `idle` (before and after) = makespan."""
 
     busy: float
@@ -54,7 +54,9 @@ class Simulation:
 
     @cached_property
     def ranks(self) -> list[RankTime]:
-        return [self._rank_time(lane) for lane in self.run.lanes]
+        spans = [(lane.busy, lane.last - lane.first) for lane in self.run.lanes]
+        # A wait is not below zero by a rounding error.
+        return [RankTime(busy, max(0.0, span - busy), self.makespan - span) for busy, span in spans]
 
     @property
     def bubble_makespan(self) -> float:
@@ -75,10 +77,6 @@ class Simulation:
     def peak_activations(self) -> list[float]:
         """Per rank, in units of A: what one microbatch keeps on a whole rank."""
         return [max((live for _, live in steps), default=0.0) for steps in self.memory]
-
-    def _rank_time(self, lane: Lane) -> RankTime:
-        busy, span = lane.busy, lane.last - lane.first
-        return RankTime(busy, max(0.0, span - busy), self.makespan - span)  # not below zero by a rounding error
 
     def _steps(self, lane: Lane) -> Iterator[tuple[float, float]]:
         live, weights = 0.0, self.costs.activation

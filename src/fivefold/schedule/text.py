@@ -1,4 +1,4 @@
-"""A schedule as text that people read, edit and diff, and as JSON. Both round-trip.
+"""A schedule as text that people read, edit and diff, and as JSON; in memory and on disk. Both round-trip.
 
     schedule 1f1b
     stages 0 1              # stage 0 lives on rank 0, stage 1 on rank 1
@@ -16,15 +16,20 @@ With the line `messages implied` the lists hold no SEND and no RECV; all of them
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from fivefold.schedule.actions import MESSAGES, Action, tokens
+from fivefold.schedule.check import check
 from fivefold.schedule.reader import Reader, Reading
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.wiring import wire
 from fivefold.support.errors import UserError
+from fivefold.support.files import write
+from fivefold.support.formatting import shortened
 
+SUFFIXES = (".txt", ".json")
 WORDS = ("schedule", "messages")  # the keys that have words for values; the others have numbers
 
 
@@ -124,3 +129,36 @@ def read_json(text: str, source: str) -> Reading:
 def _word(value: object) -> str:
     """A value as the text form has it. What does not belong in a schedule is left as JSON, for the reader to refuse."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+# ---- on disk: `.json` for programs, anything else is the text form ---------------------------------------------------
+
+
+def save(schedule: Schedule, path: Path) -> None:
+    """Write a schedule; the suffix decides about the form."""
+    text = to_json(schedule) if path.suffix.lower() == ".json" else to_text(schedule)
+    write(path, text)
+
+
+def load(path: Path) -> Schedule:
+    """Read a schedule and prove it; every problem is named with its line."""
+    reading = _read(path)
+    problems = check(reading.schedule, reading.numbers)
+    if problems:
+        places = [reading.place(problem.rank, problem.place) for problem in problems]
+        sentences = [
+            f"{path}{f', {place}' if place else ''}: {problem}" for place, problem in zip(places, problems, strict=True)
+        ]
+        raise UserError(shortened(sentences, str(path)))
+    return reading.schedule
+
+
+def _read(path: Path) -> Reading:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file") from None
+    is_json = path.suffix.lower() == ".json" or text.lstrip().startswith(("{", "["))
+    return read_json(text, str(path)) if is_json else read_text(text, str(path))

@@ -15,9 +15,8 @@ from typing import Literal, Self
 
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement
-from fivefold.schedule.wording import figure, shortened, whole_number
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.formatting import did_you_mean, figure, shortened, whole_number
 
 PER_STAGE = ("f", "i", "w", "b", "fb")
 SINGLE = ("comm", "bytes", "bandwidth", "gather", "reduce", "step")

@@ -11,21 +11,12 @@ and STEP are carried along where they stand.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 
-from fivefold.schedule.actions import (
-    COLLECTIVES,
-    COMPUTE,
-    FORWARD,
-    GRADIENT_MAKERS,
-    RECV_ACTIVATION,
-    RECV_GRADIENT,
-    SEND_ACTIVATION,
-    SEND_GRADIENT,
-    Action,
-    Kind,
-)
+from fivefold.schedule.actions import COMPUTE, FORWARD, GATHER, LAST_READERS, REDUCE, STEP, Action, Kind
 from fivefold.schedule.schedule import NOTHING, Placement, Promise, Schedule
+from fivefold.support.errors import UserError
 
 Order = list[Action]
 
@@ -40,59 +31,80 @@ def wire(
     promise: Promise = NOTHING,
 ) -> Schedule:
     """The schedule that computes in these orders."""
-    ends = _ends(placement)
-    ranks = tuple(tuple(_wire_rank(list(order), ends, buffers)) for order in orders)
+    receives: Ends = {(kind, to.target): to.receive for to in placement.channels for kind in to.compute}
+    sends: Ends = {(kind, to.source): to.send for to in placement.channels for kind in to.compute}
+    ranks = tuple(tuple(_wire_rank(list(order), receives, sends, buffers)) for order in orders)
     return Schedule(name, placement, microbatches, ranks, buffers, promise)
 
 
-Ends = dict[tuple[Kind, int], tuple[Kind | None, Kind | None]]
-
-
+Ends = dict[tuple[Kind, int], Kind]  # by kind and stage, how an action's input is received or its result sent
 _action = tuple.__new__  # a NamedTuple's own constructor takes three times as long, and most actions are made here
 
 
-def _ends(placement: Placement) -> Ends:
-    """By kind and stage: how an action's input is received and its result sent; None where it stays on the rank."""
-    silent = COMPUTE | COLLECTIVES
-    ends: Ends = {(kind, stage): (None, None) for kind in silent for stage in range(placement.stages)}
-    for stage in range(placement.stages):
-        comes = stage > 0 and placement.crosses(stage - 1)
-        goes = stage + 1 < placement.stages and placement.crosses(stage)
-        ends[FORWARD, stage] = RECV_ACTIVATION if comes else None, SEND_ACTIVATION if goes else None
-        for kind in GRADIENT_MAKERS:
-            ends[kind, stage] = RECV_GRADIENT if goes else None, SEND_GRADIENT if comes else None
-    return ends
-
-
-def _wire_rank(order: Order, ends: Ends, buffers: int) -> Order:
-    channels = _receives(order, ends)
+def _wire_rank(order: Order, receives: Ends, sends: Ends, buffers: int) -> Order:
+    # The receives of each channel in the order their messages are consumed; channels in the order of first use.
+    channels: dict[tuple[Kind, int], Order] = {}
+    for kind, stage, microbatch, _ in order:
+        receive = receives.get((kind, stage))
+        if receive is not None:
+            channels.setdefault((receive, stage), []).append(_action(Action, (receive, stage, microbatch, False)))
     wired = [receive for queue in channels.values() for receive in queue[:buffers]]
     unposted = {channel: iter(queue[buffers:]) for channel, queue in channels.items()}
 
     posts: Order = []
-    sends: Order = []
+    sent: Order = []
     for action in order:
         kind, stage, microbatch, joined = action
         wired.append(action)
-        receive, send = ends[kind, stage]
+        receive, send = receives.get((kind, stage)), sends.get((kind, stage))
         if receive is not None:
             posts += islice(unposted[receive, stage], 1)
         if send is not None:
-            sends.append(_action(Action, (send, stage, microbatch, False)))
+            sent.append(_action(Action, (send, stage, microbatch, False)))
         if not joined:
             # Posting never waits and sending may, so the posts go first.
             wired += posts
-            wired += sends
+            wired += sent
             posts.clear()
-            sends.clear()
+            sent.clear()
     return wired
 
 
-def _receives(order: Order, ends: Ends) -> dict[tuple[Kind, int], Order]:
-    """The receives of each channel in the order their messages are consumed; channels in the order of first use."""
-    channels: dict[tuple[Kind, int], Order] = {}
-    for kind, stage, microbatch, _ in order:
-        receive = ends[kind, stage][0]
-        if receive is not None:
-            channels.setdefault((receive, stage), []).append(_action(Action, (receive, stage, microbatch, False)))
-    return channels
+# Data parallelism's part of a step: gather parameters, reduce gradients, step the optimizer, each where it is due. A
+# pipeline schedule ends with the last weight gradient; what follows depends on how the data-parallel group shares
+# parameters, gradients and optimizer state (ZeRO stages 0 to 2; stage 3 gathers inside blocks, not between actions).
+
+
+def with_zero(schedule: Schedule, zero: int) -> Schedule:
+    """The same schedule with REDUCE once a gradient is final, STEP at the end and, from stage 1 on, GATHER at first."""
+    if zero not in (0, 1, 2):
+        raise UserError(
+            f"zero={zero} cannot be written into a schedule; use 0, 1 or 2 (stage 3 gathers block by block)"
+        )
+    return replace(schedule, ranks=tuple(tuple(_extend(list(order), zero)) for order in schedule.ranks))
+
+
+def _extend(order: Order, zero: int) -> Order:
+    unreduced: dict[int, int] = {}  # stage -> weight gradients still to come
+    for action in order:
+        if action.kind in LAST_READERS:
+            unreduced[action.stage] = unreduced.get(action.stage, 0) + 1
+    gathered = set() if zero else set(unreduced)
+
+    extended: Order = []
+    late: Order = []  # what is due before the rank computes on: behind the pair it belongs to, and behind its sends
+    for action in order:
+        if late and action.kind in COMPUTE and not extended[-1].joined:
+            extended += late
+            late.clear()
+        if action.kind is FORWARD and action.stage not in gathered:
+            gathered.add(action.stage)
+            extended.append(Action(GATHER, action.stage))
+        extended.append(action)
+        if action.kind in LAST_READERS:
+            unreduced[action.stage] -= 1
+            if zero == 2:
+                late.append(Action(REDUCE, action.stage, action.microbatch))
+            elif unreduced[action.stage] == 0:
+                late.append(Action(REDUCE, action.stage))
+    return extended + late + [Action(STEP, stage) for stage in sorted(unreduced)]

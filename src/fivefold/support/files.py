@@ -1,4 +1,4 @@
-"""Files that are known by their bytes: sums, and directories that are made whole or not at all."""
+"""Files that are known by their bytes: sums, files written or refused, and directories made whole or not at all."""
 
 import hashlib
 import io
@@ -87,6 +87,14 @@ class HashedFile(io.RawIOBase):
         with self:
             os.fsync(self.fileno())
         return self.file
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file, or say why it cannot be written."""
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def sync(path: Path) -> None:

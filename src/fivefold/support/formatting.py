@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+MOST = 20  # sentences; one mistake can break thousands of messages
+
 
 def nearest(name: str, choices: Iterable[str], most: int = 1) -> list[str]:
     """The choices that look most like a misspelled name, best first; empty when none does."""
@@ -49,3 +51,19 @@ def graphs_text(graphs: int, breaks: dict[str, int], blocks: bool = True) -> str
     why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
     text = f"compiled: {counted(graphs, 'graph')}, {counted(total, 'break')} between them{why}"
     return text if blocks else f"{text}\nblocks are not: with recompute=selective this layout would break their graphs"
+
+
+def whole_number(word: str) -> int | None:
+    """A number as people write one; '²' is a digit to Python too, and thousands of digits are a slip."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) <= 18 else None
+
+
+def figure(value: float) -> str:
+    """A number to read: 25.5, 0.0125, 33005.5, 1234568; an exponent only where digits would not help."""
+    return f"{value:.0f}" if 1e6 <= abs(value) < 1e12 else f"{value:.6g}"
+
+
+def shortened(sentences: Sequence[str], about: str) -> list[str]:
+    """The first of them, and how many more there are."""
+    more = len(sentences) - MOST
+    return [*sentences[:MOST], f"{about}: and {more} more problems"] if more > 0 else list(sentences)

@@ -29,8 +29,7 @@ from fivefold.launch.world import RESTARTS, RUN
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh, backend
-from fivefold.schedule.files import save
-from fivefold.schedule.text import to_text
+from fivefold.schedule.text import save, to_text
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.formatting import graphs_text, si
 from fivefold.trace.result import TraceFile

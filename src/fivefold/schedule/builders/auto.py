@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from fivefold.schedule.builders.gpipe import gpipe
-from fivefold.schedule.builders.greedy import Fill, Policy, Task, play
+from fivefold.schedule.builders.greedy import Fill, Player, Policy, Task
 from fivefold.schedule.builders.naive import naive
 from fivefold.schedule.builders.one_f_one_b import one_f_one_b
 from fivefold.schedule.builders.zero_bubble import zb_h1, zb_h2
@@ -62,7 +62,7 @@ def _candidates(task: Task) -> Iterator[list[Order]]:
         if max(map(peak_live, schedule.ranks)) <= task.limit:
             yield [list(schedule.compute(rank)) for rank in range(task.p)]
     for policy in policies(task):
-        yield play(task, policy)
+        yield Player(task, policy).play()
 
 
 def policies(task: Task) -> Iterator[Policy]:

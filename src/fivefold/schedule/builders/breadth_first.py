@@ -28,7 +28,6 @@ def _order(p: int, m: int, v: int, rank: int) -> Order:
 BREADTH_FIRST = Record(
     "bfs",
     lambda r: breadth_first(r.p, r.m, r.chunks),
-    Placement.looped,
     chunks=2,
     any_chunks=True,
     bubble="(p-1)(F+B)/v",

@@ -59,8 +59,9 @@ class _Rank:
         for _ in range(p - r - 1):
             self.backward(1)
             self.pair(1, 0)
-        # 6: B1 B0, in their second half I alone.
-        self.cool_down(r + 1)
+        # 6: B1 B0; after the first half only their I, with the W deferred to fill the tail.
+        for step in range(2 * (r + 1)):
+            (self.backward if step < r + 1 else self.input_grad)(1 - step % 2)
         # 7: W I0: deferred weight gradients fill the gaps.
         for _ in range(p - r - 1):
             self.weight_grad()
@@ -79,15 +80,6 @@ class _Rank:
             else:
                 self.pair(0, 1)
             self.pair(1, 0)
-
-    def cool_down(self, rounds: int) -> None:
-        """B1 and B0 in turn; after the first half only their I, with the W deferred to fill the tail."""
-        for step in range(2 * rounds):
-            chunk = 1 - step % 2
-            if step < rounds:
-                self.backward(chunk)
-            else:
-                self.input_grad(chunk)
 
     def forward(self, chunk: int, joined: bool = False) -> None:
         self.write(FORWARD, chunk, self.forwards, joined)

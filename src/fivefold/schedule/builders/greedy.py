@@ -56,11 +56,6 @@ class Policy:
     forward_first: bool  # when a forward and a gradient are both ready
 
 
-def play(task: Task, policy: Policy) -> list[Order]:
-    """Play all microbatches through the pipeline under one policy: what each rank does, in which order."""
-    return _Greedy(task, policy).play()
-
-
 class _Rank:
     """Where a rank stands. Arrivals are those known already, because what makes them is under way."""
 
@@ -78,7 +73,9 @@ class _Rank:
         return self.begun[FORWARD] - self.begun[WEIGHT_GRAD]
 
 
-class _Greedy:
+class Player:
+    """Plays all microbatches through the pipeline under one policy."""
+
     def __init__(self, task: Task, policy: Policy) -> None:
         self.task, self.policy = task, policy
         self.costs, self.hop = task.costs, task.hop
@@ -89,6 +86,7 @@ class _Greedy:
         self.agenda = [(0.0, rank) for rank in range(task.p)]
 
     def play(self) -> list[Order]:
+        """What each rank does, in which order."""
         while self.agenda:
             now, rank = heapq.heappop(self.agenda)
             kind = self.choose(rank, now)
@@ -153,19 +151,15 @@ class _Greedy:
         at.free = now + self.durations[kind][rank]
         self.orders[rank].append(Action(kind, rank, at.begun[kind]))
         at.begun[kind] += 1
-        if kind is FORWARD:
-            self.announce_forward(rank, at.free, now)
+        if kind is FORWARD and rank == self.task.p - 1:
+            at.gradients.append(at.free)  # the loss is there
+        elif kind is FORWARD:
+            self.ranks[rank + 1].forwards.append(at.free + self.hop)
+            self.wake(rank + 1, now)
         elif kind is INPUT_GRAD and rank > 0:
             self.ranks[rank - 1].gradients.append(at.free + self.hop)
             self.wake(rank - 1, now)
         heapq.heappush(self.agenda, (at.free, rank))
-
-    def announce_forward(self, rank: int, end: float, now: float) -> None:
-        if rank == self.task.p - 1:
-            self.ranks[rank].gradients.append(end)  # the loss is there
-        else:
-            self.ranks[rank + 1].forwards.append(end + self.hop)
-            self.wake(rank + 1, now)
 
     def wake(self, rank: int, now: float) -> None:
         at = self.ranks[rank]

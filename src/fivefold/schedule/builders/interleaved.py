@@ -6,6 +6,7 @@ number of microbatches need not divide by it, as long as the last group still fi
 """
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, Action
+from fivefold.schedule.builders.one_f_one_b import one_by_one
 from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
@@ -70,20 +71,12 @@ def _order(p: int, m: int, v: int, group: int, rank: int) -> Order:
     ]
     forwards = [Action(FORWARD, chunk * p + rank, k) for chunk, k in passes]
     backwards = [Action(BACKWARD, (v - 1 - chunk) * p + rank, k) for chunk, k in passes]
-    warm_up = min(m * v, 2 * (p - 1 - rank) + (v - 1) * group)
-    steady = m * v - warm_up
-
-    # Warm-up: forwards alone. Steady state: one forward, one backward. Cool-down: the remaining backwards.
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
-        order += forward, backward
-    return order + backwards[steady:]
+    return one_by_one(forwards, backwards, warm_up=min(m * v, 2 * (p - 1 - rank) + (v - 1) * group))
 
 
 INTERLEAVED = Record(
     "interleaved",
     lambda r: interleaved(r.p, r.m, r.chunks, r.group),
-    Placement.looped,
     chunks=2,
     any_chunks=True,
     least=1,

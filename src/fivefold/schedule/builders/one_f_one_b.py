@@ -8,19 +8,17 @@ from fivefold.schedule.wiring import Order, wire
 
 def one_f_one_b(p: int, m: int) -> Schedule:
     """Rank r holds min(m, p - r) activations; the bubble is (p - 1)(F + B). Fewer microbatches than ranks work too."""
-    orders = [_order(p, m, rank) for rank in range(p)]
+    orders = []
+    for rank in range(p):
+        forwards, backwards = ([Action(kind, rank, k) for k in range(m)] for kind in (FORWARD, BACKWARD))
+        orders.append(one_by_one(forwards, backwards, warm_up=min(m, p - 1 - rank)))
     peak = tuple(min(m, p - rank) for rank in range(p))
     return wire("1f1b", Placement.single(p), m, orders, promise=Promise(peak, slots=3 * (m + p - 1)))
 
 
-def _order(p: int, m: int, rank: int) -> Order:
-    forwards = [Action(FORWARD, rank, k) for k in range(m)]
-    backwards = [Action(BACKWARD, rank, k) for k in range(m)]
-    warm_up = min(m, p - 1 - rank)
-    steady = m - warm_up
-
-    # Warm-up: forwards alone. Steady state: one forward, one backward. Cool-down: the remaining backwards.
-    order = forwards[:warm_up]
+def one_by_one(forwards: Order, backwards: Order, warm_up: int) -> Order:
+    """Warm-up: forwards alone. Steady state: one forward, one backward. Cool-down: the remaining backwards."""
+    order, steady = forwards[:warm_up], len(forwards) - warm_up
     for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
         order += forward, backward
     return order + backwards[steady:]

@@ -7,7 +7,6 @@ action is not ready pulls a later one forward, as long as that does not raise th
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
 
 from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedule.record import Record, vee
@@ -118,12 +117,8 @@ class _Player:
     def fits(self, place: int) -> bool:
         """Whether a forward may run now: with it, all that comes before it in the pattern must stay below the peak."""
         live = self.live + 1
-        return live <= self.peak and all((live := live + change) <= self.peak for change in self.changes(place))
-
-    def changes(self, place: int) -> Iterator[int]:
-        for earlier in range(self.front, place):
-            if not self.taken[earlier]:
-                yield _CHANGE[self.pattern[earlier].kind]
+        left = (self.pattern[at] for at in range(self.front, place) if not self.taken[at])
+        return live <= self.peak and all((live := live + _CHANGE[action.kind]) <= self.peak for action in left)
 
     def take(self, place: int) -> None:
         action = self.pattern[place]

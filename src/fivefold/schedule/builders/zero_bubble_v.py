@@ -6,7 +6,7 @@ loss of a microbatch as soon as it is there.
 
 from collections import Counter
 
-from fivefold.schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedule.actions import Action, Kind
 from fivefold.schedule.record import Record, vee
 from fivefold.schedule.schedule import Placement, Promise, Schedule
 from fivefold.schedule.wiring import Order, wire
@@ -50,14 +50,10 @@ class _Rank:
     def do(self, *words: str, times: int = 1) -> None:
         for _ in range(times):
             for word in words:
-                self.written.append(Action(_KINDS[word[0]], self.stage(word[1]), self.done[word]))
+                kind, chunk = Kind(word[0]), word[1]
+                stage = self.rank if chunk == "0" else 2 * self.p - 1 - self.rank
+                self.written.append(Action(kind, stage, self.done[word]))
                 self.done[word] += 1
-
-    def stage(self, chunk: str) -> int:
-        return self.rank if chunk == "0" else 2 * self.p - 1 - self.rank
-
-
-_KINDS: dict[str, Kind] = {"F": FORWARD, "I": INPUT_GRAD, "W": WEIGHT_GRAD}
 
 
 ZB_V = Record(

@@ -17,12 +17,11 @@ from fivefold.schedule.check.bounds import bounds
 from fivefold.schedule.check.channels import channels
 from fivefold.schedule.check.complete import complete
 from fivefold.schedule.check.deadlock import deadlock
-from fivefold.schedule.check.index import Index
+from fivefold.schedule.check.index import Index, Problem
 from fivefold.schedule.check.order import order
-from fivefold.schedule.check.problem import Problem
 from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.wording import shortened
 from fivefold.support.errors import UserError
+from fivefold.support.formatting import shortened
 
 __all__ = ["Problem", "check", "prove"]
 

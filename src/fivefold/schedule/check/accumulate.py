@@ -6,14 +6,12 @@ Floating-point sums depend on their order; this is what makes a pipeline's gradi
 from collections.abc import Iterator
 from itertools import pairwise
 
-from fivefold.schedule.check.index import Index
-from fivefold.schedule.check.problem import Problem
+from fivefold.schedule.check.index import Index, Problem
 
 
 def accumulate(index: Index) -> Iterator[Problem]:
     for stage, rank in enumerate(index.schedule.placement.owner):
-        places = index.weight_gradients(stage)
-        for before, after in pairwise(places):
+        for before, after in pairwise(index.weight_gradients(stage)):
             if after < before:
                 yield Problem(
                     f"rank {rank} has {index.named(rank, after)} before {index.named(rank, before)}: "

@@ -5,8 +5,7 @@ from itertools import chain
 from operator import lt
 
 from fivefold.schedule.actions import FORWARD, RECV_ACTIVATION, RECV_GRADIENT
-from fivefold.schedule.check.index import ABSENT, Index, Row
-from fivefold.schedule.check.problem import Problem
+from fivefold.schedule.check.index import ABSENT, Index, Problem, Row
 from fivefold.schedule.schedule import live_counts
 
 
@@ -27,12 +26,8 @@ def _activations(index: Index, rank: int) -> Iterator[Problem]:
     if _overflows(taken, freed, promised[rank]):
         counts = live_counts(index.schedule.ranks[rank])
         place = next(place for place, live in enumerate(counts) if live > promised[rank])
-        yield Problem(
-            f"rank {rank} holds {counts[place]} stage activations from {index.named(rank, place)} on, "
-            f"{max(counts)} at most, and {promised[rank]} are promised",
-            rank,
-            place,
-        )
+        held = f"{counts[place]} stage activations from {index.named(rank, place)} on, {max(counts)} at most"
+        yield Problem(f"rank {rank} holds {held}, and {promised[rank]} are promised", rank, place)
 
 
 def _receives(index: Index, rank: int) -> Iterator[Problem]:
@@ -42,12 +37,8 @@ def _receives(index: Index, rank: int) -> Iterator[Problem]:
         for kind, consumed in consumers.items():
             posted = index.places(kind, stage)
             if ABSENT not in posted and _overflows([posted], [consumed], buffers):
-                yield Problem(
-                    f"rank {rank} posts more than {buffers} receives {kind}{stage} before their messages are consumed, "
-                    f"and the schedule has {buffers} buffers per channel",
-                    rank,
-                    None,
-                )
+                posts = f"posts more than {buffers} receives {kind}{stage} before their messages are consumed"
+                yield Problem(f"rank {rank} {posts}, and the schedule has {buffers} buffers per channel", rank)
 
 
 def _overflows(taken: list[Row], freed: list[Row], most: int) -> bool:

@@ -22,8 +22,7 @@ from fivefold.schedule.actions import (
     Action,
     Kind,
 )
-from fivefold.schedule.check.index import ABSENT, Index
-from fivefold.schedule.check.problem import Problem
+from fivefold.schedule.check.index import ABSENT, Index, Problem
 
 
 def complete(index: Index) -> Iterator[Problem]:
@@ -77,59 +76,36 @@ def _compute(index: Index, stage: int) -> Iterator[Problem]:
             yield Problem(f"rank {rank} never runs {Action(FORWARD, stage, k)}", rank)
         present = [kind for kind, row in halves.items() if row[k] != ABSENT]
         if backward[k] != ABSENT:
+            why = "a backward is whole or in two halves, not both"
             for kind in present:
-                yield Problem(
-                    f"rank {rank} runs {Action(BACKWARD, stage, k)} and also {Action(kind, stage, k)}: a backward is "
-                    "whole or in two halves, not both",
-                    rank,
-                    halves[kind][k],
-                )
+                both = f"{Action(BACKWARD, stage, k)} and also {Action(kind, stage, k)}"
+                yield Problem(f"rank {rank} runs {both}: {why}", rank, halves[kind][k])
         elif not present:
-            yield Problem(
-                f"rank {rank} never runs a backward of {Action(FORWARD, stage, k)}: neither B nor I and W",
-                rank,
-                forward[k],
-            )
+            why = f"never runs a backward of {Action(FORWARD, stage, k)}: neither B nor I and W"
+            yield Problem(f"rank {rank} {why}", rank, forward[k])
         elif len(present) == 1:
             missing = WEIGHT_GRAD if present[0] is INPUT_GRAD else INPUT_GRAD
-            yield Problem(
-                f"rank {rank} runs {Action(present[0], stage, k)} but never {Action(missing, stage, k)}",
-                rank,
-                halves[present[0]][k],
-            )
+            why = f"runs {Action(present[0], stage, k)} but never {Action(missing, stage, k)}"
+            yield Problem(f"rank {rank} {why}", rank, halves[present[0]][k])
 
 
 def _messages(index: Index) -> Iterator[Problem]:
     """One of each message per microbatch where the neighbouring stage is on another rank, none where it is not."""
-    owner = index.schedule.placement.owner
+    owner, channels = index.schedule.placement.owner, index.schedule.placement.channels
+    other = {(channel.send, channel.source): channel.target for channel in channels}
+    other |= {(channel.receive, channel.target): channel.source for channel in channels}
     for stage, rank in enumerate(owner):
-        for kind, step in _NEIGHBOURS.items():
-            other = stage + step
-            if 0 <= other < len(owner) and owner[other] != rank:
-                yield from _missing(index, kind, stage, other)
+        for kind in (RECV_ACTIVATION, SEND_ACTIVATION, RECV_GRADIENT, SEND_GRADIENT):
+            places = index.places(kind, stage)
+            if (end := other.get((kind, stage))) is not None:
+                why = f"stage {end} on rank {owner[end]} {'waits for it' if kind in SENDS else 'sends it'}"
+                for k in range(index.schedule.m):
+                    if places[k] == ABSENT:
+                        yield Problem(f"rank {rank} never has {Action(kind, stage, k)}, and {why}", rank)
             else:
-                yield from _pointless(index, kind, stage)
-
-
-_NEIGHBOURS = {RECV_ACTIVATION: -1, SEND_ACTIVATION: 1, RECV_GRADIENT: 1, SEND_GRADIENT: -1}
-
-
-def _missing(index: Index, kind: Kind, stage: int, other: int) -> Iterator[Problem]:
-    owner = index.schedule.placement.owner
-    for k, place in enumerate(index.places(kind, stage)):
-        if place == ABSENT:
-            why = f"stage {other} on rank {owner[other]} {'waits for it' if kind in SENDS else 'sends it'}"
-            yield Problem(f"rank {owner[stage]} never has {Action(kind, stage, k)}, and {why}", owner[stage])
-
-
-def _pointless(index: Index, kind: Kind, stage: int) -> Iterator[Problem]:
-    rank = index.schedule.placement.owner[stage]
-    for k in index.sequence.get((kind, stage), ()):
-        yield Problem(
-            f"rank {rank} has {Action(kind, stage, k)}, and there is no other rank at that end of stage {stage}",
-            rank,
-            index.places(kind, stage)[k],
-        )
+                why = f"there is no other rank at that end of stage {stage}"
+                for k in index.sequence.get((kind, stage), ()):
+                    yield Problem(f"rank {rank} has {Action(kind, stage, k)}, and {why}", rank, places[k])
 
 
 def _parameters(index: Index) -> Iterator[Problem]:
@@ -151,12 +127,8 @@ def _once(index: Index, kind: Kind, stage: int) -> Iterator[Problem]:
         yield Problem(f"{again}; the first is {index.action(rank, first)}", rank, second)
     elif single and (whole or kind is STEP):
         place = index.places(kind, stage)[single[0]]
-        yield Problem(
-            f"rank {rank} has {index.named(rank, place)}, and "
-            + (f"also {action} for all microbatches" if whole else f"{kind} is for all microbatches: {action}"),
-            rank,
-            place,
-        )
+        why = f"also {action} for all microbatches" if whole else f"{kind} is for all microbatches: {action}"
+        yield Problem(f"rank {rank} has {index.named(rank, place)}, and {why}", rank, place)
     elif not whole and not single:
         yield Problem(f"rank {rank} never has {action}, and the schedule takes care of parameters elsewhere", rank)
     elif single and len(single) < index.schedule.m:

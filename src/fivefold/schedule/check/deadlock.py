@@ -9,8 +9,7 @@ run does, at any speed of ranks and links.
 from collections.abc import Iterator
 
 from fivefold.schedule.actions import SENDS
-from fivefold.schedule.check.index import Index
-from fivefold.schedule.check.problem import Problem
+from fivefold.schedule.check.index import Index, Problem
 from fivefold.schedule.clock import Block
 
 

@@ -1,8 +1,9 @@
-"""Where every action of a schedule stands: read once, used by all proofs."""
+"""What proofs read and what they find: where every action of a schedule stands, and `Problem`."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from fivefold.schedule.actions import ALL, BACKWARD, COLLECTIVES, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedule.clock import Run, run
@@ -11,6 +12,18 @@ from fivefold.schedule.schedule import Schedule
 
 ABSENT = -1
 Row = list[int]  # by microbatch
+
+
+class Problem(NamedTuple):
+    """A broken obligation: a sentence with rank, action and cause, and where to look."""
+
+    sentence: str
+    rank: int | None = None
+    place: int | None = None  # in the rank's list, counted from 0
+    obligation: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.obligation}: {self.sentence}" if self.obligation else self.sentence
 
 
 class Index:
@@ -32,12 +45,12 @@ class Index:
             self._read(rank)
 
     def _read(self, rank: int) -> None:
-        m, places, sequence = self.schedule.m, self._places, self.sequence
-        own = set(self._stages_of(rank))
+        m, places, sequence, of_rank = self.schedule.m, self._places, self.sequence, self.schedule.placement.of_rank
+        own = set(of_rank[rank] if rank < len(of_rank) else ())
         for place, action in enumerate(self.schedule.ranks[rank]):
             kind, stage, microbatch, _ = action
-            if microbatch == ALL:
-                self._read_whole(rank, place, action)
+            if microbatch == ALL and kind in COLLECTIVES and stage in own:
+                self.whole[kind, stage].append(place)
                 continue
             row = places.get((kind, stage))
             if row is None:
@@ -47,16 +60,6 @@ class Index:
                 continue
             row[microbatch] = place
             sequence[kind, stage].append(microbatch)
-
-    def _read_whole(self, rank: int, place: int, action: Action) -> None:
-        if action.kind in COLLECTIVES and action.stage in self._stages_of(rank):
-            self.whole[action[:2]].append(place)
-        else:
-            self.strays.append((rank, place, action))
-
-    def _stages_of(self, rank: int) -> tuple[int, ...]:
-        of_rank = self.schedule.placement.of_rank
-        return of_rank[rank] if rank < len(of_rank) else ()
 
     def action(self, rank: int, place: int) -> str:
         """What sentences call a place: 'action 7'."""

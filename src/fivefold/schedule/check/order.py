@@ -16,10 +16,8 @@ from fivefold.schedule.actions import (
     SEND_GRADIENT,
     STEP,
     WEIGHT_GRAD,
-    Action,
 )
-from fivefold.schedule.check.index import ABSENT, Index, Row
-from fivefold.schedule.check.problem import Problem
+from fivefold.schedule.check.index import ABSENT, Index, Problem, Row
 
 
 def order(index: Index) -> Iterator[Problem]:
@@ -32,14 +30,15 @@ def order(index: Index) -> Iterator[Problem]:
 
 def _stage(index: Index, stage: int) -> Iterator[Problem]:
     forward, gradient = index.places(FORWARD, stage), index.input_gradients(stage)
-    yield from _before(index, stage, index.places(RECV_ACTIVATION, stage), forward, "its input is received")
-    yield from _before(index, stage, forward, index.places(SEND_ACTIVATION, stage), "there is an output to send")
+    received, sent = index.places(RECV_ACTIVATION, stage), index.places(SEND_ACTIVATION, stage)
+    received_back, sent_back = index.places(RECV_GRADIENT, stage), index.places(SEND_GRADIENT, stage)
+    halves = index.places(INPUT_GRAD, stage), index.places(WEIGHT_GRAD, stage)
+    yield from _before(index, stage, received, forward, "its input is received")
+    yield from _before(index, stage, forward, sent, "there is an output to send")
     yield from _before(index, stage, forward, gradient, "the forward has run")
-    yield from _before(index, stage, index.places(RECV_GRADIENT, stage), gradient, "its gradient is received")
-    yield from _before(index, stage, gradient, index.places(SEND_GRADIENT, stage), "there is a gradient to send")
-    yield from _before(
-        index, stage, index.places(INPUT_GRAD, stage), index.places(WEIGHT_GRAD, stage), "the input gradient is there"
-    )
+    yield from _before(index, stage, received_back, gradient, "its gradient is received")
+    yield from _before(index, stage, gradient, sent_back, "there is a gradient to send")
+    yield from _before(index, stage, *halves, "the input gradient is there")
 
 
 def _neighbours(index: Index, stage: int) -> Iterator[Problem]:
@@ -61,12 +60,8 @@ def _before(index: Index, stage: int, first: Row, then: Row, cause: str) -> Iter
     actions = index.schedule.ranks[rank]
     for early, late in zip(then, first, strict=True):
         if early < late and early != ABSENT:
-            yield Problem(
-                f"rank {rank} has {index.named(rank, early)} before {cause}: {actions[late]} is "
-                f"{index.action(rank, late)}",
-                rank,
-                early,
-            )
+            late_place = f"{actions[late]} is {index.action(rank, late)}"
+            yield Problem(f"rank {rank} has {index.named(rank, early)} before {cause}: {late_place}", rank, early)
 
 
 def _collectives(index: Index, stage: int) -> Iterator[Problem]:
@@ -75,44 +70,31 @@ def _collectives(index: Index, stage: int) -> Iterator[Problem]:
     forward, weight = index.places(FORWARD, stage), index.weight_gradients(stage)
     for place in index.whole.get((GATHER, stage), []):
         if place > min(forward):
-            yield Problem(
-                f"rank {rank} has {index.named(rank, place)} after its first forward",
-                rank,
-                place,
-            )
+            yield Problem(f"rank {rank} has {index.named(rank, place)} after its first forward", rank, place)
     for place in index.whole.get((REDUCE, stage), []):
         if place < max(weight):
-            yield Problem(
-                f"rank {rank} has {index.named(rank, place)} before its last weight gradient",
-                rank,
-                place,
-            )
+            yield Problem(f"rank {rank} has {index.named(rank, place)} before its last weight gradient", rank, place)
     yield from _before(index, stage, index.places(GATHER, stage), forward, "its parameters are gathered")
     yield from _before(index, stage, weight, index.places(REDUCE, stage), "there is a weight gradient to reduce")
     reduced = [*index.whole.get((REDUCE, stage), []), *index.places(REDUCE, stage)]
     for place in index.whole.get((STEP, stage), []):
         if place < max(*weight, *reduced):
             yield Problem(
-                f"rank {rank} has {index.named(rank, place)} before the gradients of the stage are final",
-                rank,
-                place,
+                f"rank {rank} has {index.named(rank, place)} before the gradients of the stage are final", rank, place
             )
 
 
 def _pairs(index: Index) -> Iterator[Problem]:
     for rank, actions in enumerate(index.schedule.ranks):
         for place, action in enumerate(actions):
-            if action.joined:
-                yield from _pair(index, rank, place, actions[place + 1] if place + 1 < len(actions) else None)
-
-
-def _pair(index: Index, rank: int, place: int, partner: Action | None) -> Iterator[Problem]:
-    action = index.schedule.ranks[rank][place]
-    name = f"rank {rank} joins {index.named(rank, place)} with"
-    if partner is None:
-        yield Problem(f"{name} nothing: it is the last action", rank, place)
-    elif (action.kind, partner.kind) != (FORWARD, BACKWARD):
-        # The F comes first, because a pair holds its new activation before it gives the old one back.
-        yield Problem(f"{name} {partner}; only an F and the B after it can be joined", rank, place)
-    elif action[1:3] == partner[1:3]:
-        yield Problem(f"{name} {partner}, which needs its result", rank, place)
+            if not action.joined:
+                continue
+            name = f"rank {rank} joins {index.named(rank, place)} with"
+            partner = actions[place + 1] if place + 1 < len(actions) else None
+            if partner is None:
+                yield Problem(f"{name} nothing: it is the last action", rank, place)
+            elif (action.kind, partner.kind) != (FORWARD, BACKWARD):
+                # The F comes first, because a pair holds its new activation before it gives the old one back.
+                yield Problem(f"{name} {partner}; only an F and the B after it can be joined", rank, place)
+            elif action[1:3] == partner[1:3]:
+                yield Problem(f"{name} {partner}, which needs its result", rank, place)

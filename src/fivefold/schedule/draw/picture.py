@@ -8,10 +8,24 @@ from collections.abc import Sequence
 
 from fivefold.schedule.actions import ALL, STEP, Action, Kind
 from fivefold.schedule.clock import Span
-from fivefold.schedule.draw.palette import HUES, NAMES, hexed, shade, text_on
-from fivefold.schedule.draw.scene import GREY, INK, Area, Hatch, Line, Rect, Scene, Text, text_width
+from fivefold.schedule.draw.scene import (
+    GREY,
+    HUES,
+    INK,
+    NAMES,
+    Area,
+    Hatch,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    hexed,
+    shade,
+    text_on,
+    text_width,
+)
 from fivefold.schedule.simulate import Simulation
-from fivefold.schedule.wording import figure
+from fivefold.support.formatting import figure
 
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 58.0, 22.0, 14.0  # margins
 HEAD, AXIS, CAPTION, GAP = 50.0, 30.0, 18.0, 28.0  # heights: title, time axis, memory's caption, between schedules

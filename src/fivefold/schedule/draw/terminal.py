@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fivefold.schedule.actions import Action
 from fivefold.schedule.clock import Span
-from fivefold.schedule.draw.palette import HUES, NAMES, hexed, mix, shade, text_on
+from fivefold.schedule.draw.scene import HUES, NAMES, hexed, mix, shade, text_on
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation
 
