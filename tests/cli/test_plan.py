@@ -127,7 +127,7 @@ def test_a_simulated_step_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_truth_on_a_directory_for_scripts(tmp_path: Path) -> None:
-    from fivefold.truth.rows import DATA
+    from fivefold.truth.cases import DATA
 
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
     found = asked(f"truth --data {tmp_path} -o {tmp_path / 'truth.svg'}")
@@ -142,7 +142,7 @@ def test_truth_on_a_directory_for_scripts(tmp_path: Path) -> None:
 
 
 def test_truth_shows_rows_and_assumptions(tmp_path: Path) -> None:
-    from fivefold.truth.rows import DATA
+    from fivefold.truth.cases import DATA
 
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
     assert "Llama-3.1-405B" in run(f"truth --data {tmp_path} --rows llama3").output

@@ -11,8 +11,7 @@ from fivefold.plan.cost.footprint import footprint
 from fivefold.plan.cost.stack import ON_CPUS
 from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
 from fivefold.plan.cost.traffic import expected
-from fivefold.plan.search.advice import complexity, simplest
-from fivefold.plan.search.explain import difference, neighbours, traffic
+from fivefold.plan.search.explain import complexity, difference, neighbours, simplest, traffic
 from fivefold.plan.search.search import Ranking, evaluate, search
 from fivefold.plan.search.space import Wish, space
 from fivefold.schedule.catalogue import build

@@ -10,7 +10,7 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import footprint
 from fivefold.plan.cost.stack import FIVEFOLD, ON_CPUS, Overlap
 from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
-from fivefold.plan.search.mixed import groups_of, split_by_speed
+from fivefold.plan.search.space import groups_of, split_by_speed
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.simulate import simulate
 from fivefold.spec.presets import preset

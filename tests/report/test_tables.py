@@ -24,7 +24,7 @@ from fivefold.report import Result, Table
 from fivefold.report.terminal import to_text
 from fivefold.schedule.result import PublishedResult, compare
 from fivefold.spec.listing import models
-from fivefold.truth.constants import Constants
+from fivefold.truth.fit import Constants
 from fivefold.truth.result import SourceList, TruthResult
 from fivefold.truth.truth import truth
 from tests.layers import modules, pure_modules

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from fivefold.support.errors import UserError
-from fivefold.truth.constants import FITTED, Constants
-from fivefold.truth.regret import choices, median_regret
-from fivefold.truth.rows import DATA, read_rows
-from fivefold.truth.score import RowScore, Score, evaluate, scores
+from fivefold.truth.cases import DATA, read_rows
+from fivefold.truth.fit import FITTED, Constants
+from fivefold.truth.score import RowScore, Score, choices, evaluate, median_regret, scores
 from fivefold.truth.sources import SOURCES, source_of
 
 

@@ -40,7 +40,7 @@ from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rat
 from fivefold.hardware.efficiency import achieved
 from fivefold.launch import ranks
 from fivefold.launch.cores import cores
-from fivefold.plan.memory_check import host_memory
+from fivefold.plan.cost.memory import host_memory
 from fivefold.support.errors import UserError
 
 T = TypeVar("T")

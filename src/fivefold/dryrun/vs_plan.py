@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.collective_cost import Traffic
-from fivefold.plan.cost.flops import rank_flops
 from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.plan.cost.memory import state_of
 from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.time import Case
 from fivefold.plan.cost.traffic import Seat, expected
+from fivefold.plan.cost.work import rank_flops
 
 if TYPE_CHECKING:
     from fivefold.dryrun.run import RankRun

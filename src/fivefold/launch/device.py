@@ -11,7 +11,7 @@ import torch
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch.world import World
-from fivefold.plan.memory_check import host_memory, memory_problems
+from fivefold.plan.cost.memory import host_memory, memory_problems
 from fivefold.support.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -16,13 +16,12 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.job.from_model import job_of
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.software import software_of
+from fivefold.plan.cost.systems import software_of
 from fivefold.plan.cost.time import Case
 from fivefold.plan.result import PlanResult, SimulateResult
-from fivefold.plan.search.advice import better_batch, simplest
-from fivefold.plan.search.explain import RANKS_BY, neighbours
-from fivefold.plan.search.mixed import groups_of
+from fivefold.plan.search.explain import RANKS_BY, better_batch, neighbours, simplest
 from fivefold.plan.search.search import SURVIVORS, By, Option, evaluate, search
+from fivefold.plan.search.space import groups_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 

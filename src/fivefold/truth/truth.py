@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fivefold.support.errors import UserError
-from fivefold.truth.cases import Measured, measured
-from fivefold.truth.constants import Constants
-from fivefold.truth.fit import STEPS, fit, predict
+from fivefold.truth.cases import DATA, Measured, Row, measured, read_rows
+from fivefold.truth.fit import STEPS, Constants, fit, predict
 from fivefold.truth.result import TruthResult
-from fivefold.truth.rows import DATA, Row, read_rows
 from fivefold.truth.score import evaluate
 
 Progress = Callable[[str, int, int], None]  # what is done, steps so far, all steps

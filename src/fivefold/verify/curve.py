@@ -17,7 +17,7 @@ from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
-from fivefold.plan.memory_check import proof_problems
+from fivefold.plan.cost.memory import proof_problems
 from fivefold.report import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 

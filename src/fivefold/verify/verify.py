@@ -22,9 +22,8 @@ from fivefold.launch import ranks
 from fivefold.layout.collective_cost import Traffic
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
-from fivefold.plan.cost.memory import state_of
+from fivefold.plan.cost.memory import proof_problems, state_of
 from fivefold.plan.cost.traffic import Seat, expected
-from fivefold.plan.memory_check import proof_problems
 from fivefold.schedule.schedule import peak_live
 from fivefold.support.errors import UserError
 from fivefold.verify.compare import OPTIMIZER

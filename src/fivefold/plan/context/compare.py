@@ -1,19 +1,237 @@
-"""Ring, all-gather and Ulysses compared for one layer and one sequence, as one function."""
+"""Ring, all-gather and Ulysses compared for one layer: the best kind, and where another overtakes it."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from fivefold.hardware.cluster import Cluster
-from fivefold.layout.layout import Layout, tp_fits
+from fivefold.layout.layout import ContextKind, Layout, tp_fits
 from fivefold.layout.sharding import kv_head
-from fivefold.plan.context.methods import LayerAttention
-from fivefold.plan.context.result import ContextResult
+from fivefold.plan.context import crossing
+from fivefold.plan.context.crossing import Degree, Since
+from fivefold.plan.context.methods import LayerAttention, Method, allgather, compare, possible, ring
+from fivefold.plan.context.splits import splits
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
-from fivefold.plan.cost.software import software_of
+from fivefold.plan.cost.systems import software_of
+from fivefold.report import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import either
+from fivefold.support.formatting import counted, either
+
+TIE = 1.03  # the model of kernels and links is not more exact than that
+
+
+@dataclass(frozen=True)
+class ContextResult(Result):
+    model: str
+    cluster: str
+    case: LayerAttention
+    most: int  # cp ranks that the cluster has
+
+    @cached_property
+    def methods(self) -> dict[ContextKind, Method | UserError]:
+        """By kind: what it costs, or why it cannot run."""
+        return compare(self.case)
+
+    @cached_property
+    def splits(self) -> list[dict[str, Any]]:
+        """The ways to divide the tokens, with their balance and the time of a layer."""
+        return [
+            {
+                "split": split.name,
+                "piece": split.piece,
+                "balance": split.balance,
+                "worst_step": split.worst_step,
+                "tiles": split.waste,
+                "calls_ring_step": max(len(split.calls("earlier")), len(split.calls("later"))),
+                "calls_gathered": max(len(split.gathered(rank)) for rank in range(self.case.ranks)),
+                "ring_seconds": ring(self.case, split).seconds,
+                "allgather_seconds": allgather(self.case, split).seconds,
+            }
+            for split in splits(self.case.seq, self.case.ranks)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "seq": case.seq,
+            "tp": case.wires.layout.tp,
+            "cp": case.ranks,
+            "heads": case.heads,
+            "kv_heads": case.kv_heads,
+            "head_dim": case.head_dim,
+            "splits": self.splits,
+            "methods": [
+                {"kind": kind, "refused": str(one)} if isinstance(one, UserError) else _figures(one)
+                for kind, one in self.methods.items()
+            ],
+            "best": possible(case)[0].kind,
+            "best_by_seq": [{"from": one.start, "best": one.answer} for one in crossing.by_length(case)],
+            "ring_or_allgather_by_seq": [
+                {"from": one.start, "faster": one.answer} for one in crossing.ring_or_gather(case)
+            ],
+            "ring_free_by_seq": [{"from": one.start, "free": one.answer} for one in crossing.ring_is_free(case)],
+            "by_cp": [
+                {"cp": one.ranks, "best": one.best, "seconds": one.seconds}
+                for one in crossing.by_degree(case, self.most)
+            ],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        case = self.case
+        layout, accelerator = case.wires.layout, case.device.accelerator
+        link, where = accelerator.inside, "within a node"
+        if case.wires.across("cp"):
+            link, where = accelerator.across, f"{case.wires.reaches['cp'].together} per node"
+        yield Text(
+            f"one layer of {self.model} on {self.cluster}: {case.seq:,} tokens, tp={layout.tp}, cp={layout.cp}\n"
+            f"a rank has {case.tokens:,} tokens, {counted(case.heads, 'head')} and {counted(case.kv_heads, 'kv head')} "
+            f"of {case.head_dim}; cp ranks are {where}, joined by {link.name}"
+        )
+        yield self._split_table()
+        yield self._method_table()
+        yield Text("")
+        for sentence in self._sentences():
+            yield Text(sentence)
+
+    def _split_table(self) -> Table:
+        ratios, counts = ("balance", "worst_step", "tiles"), ("calls_ring_step", "calls_gathered")
+        times = ("ring_seconds", "allgather_seconds")
+        rows = [
+            [
+                row["split"],
+                *(f"{row[key]:.3f}" for key in ratios),
+                *(str(row[key]) for key in counts),
+                *(_ms(row[key]) for key in times),
+            ]
+            for row in self.splits
+        ]
+        return Table(
+            ["split", ">busiest rank", ">worst step", ">tiles", ">calls", ">gathered", ">ring ms", ">allgather ms"],
+            rows,
+            title="How tokens are divided",
+            caption="busiest rank: its scores over the mean; worst step: the same within one step of a ring; "
+            "tiles: scores in whole tiles over scores that count; calls: kernels of a ring's step, and of a rank with "
+            "all keys gathered",
+        )
+
+    def _method_table(self) -> Table:
+        rows = []
+        for kind, one in self.methods.items():
+            if isinstance(one, UserError):
+                rows.append([kind, *["-"] * 8])
+                continue
+            times = (one.work.attention.total, one.work.merging.total, one.exposed.total, one.seconds)
+            sent = (one.wire_bytes(backward) for backward in (False, True))
+            rows.append([kind, *map(_mib, sent), *map(_ms, times), *map(_mib, (one.kept, one.buffers))])
+        return Table(
+            ["kind", ">MiB sent", ">back", ">ms attend", ">merge", ">exposed", ">layer", ">MiB kept", ">buffers"],
+            rows,
+            title="How keys are exchanged",
+            caption="one layer: MiB that a rank sends forward and backward; milliseconds of both passes: attention, "
+            "merging, exposed communication, total; memory kept until backward, and buffers beside it",
+        )
+
+    # ---- sentences ---------------------------------------------------------------------------------------------------
+
+    def _sentences(self) -> Iterator[str]:
+        case = self.case
+        yield f"best: {self._best()}"
+        yield f"why: {self._why()}"
+        yield f"tokens: {self._tokens()}"
+        if isinstance(refusal := self.methods["ulysses"], UserError):
+            yield f"ulysses cannot run: {refusal}"
+        elif case.lcm > case.kv_heads:
+            yield (
+                f"ulysses repeats the {counted(case.kv_heads, 'kv head')} of a rank {case.lcm // case.kv_heads} times, "
+                "and sends and keeps the copies"
+            )
+        yield f"by length, cp={case.ranks}: {_ranges(crossing.by_length(case))}"
+        yield f"  of ring and allgather: {_ranges(crossing.ring_or_gather(case))}"
+        free = [one.start for one in crossing.ring_is_free(case) if one.answer]
+        hides = f"from {free[-1]:,} tokens" if free else f"at no length up to {crossing.LONGEST:,}"
+        yield f"  attention hides a ring's sends, all but the last: {hides}"
+        yield f"by cp, {case.seq:,} tokens: {_degrees(crossing.by_degree(case, self.most))}"
+        yield "with documents the balance of ring and allgather depends on where they end; ulysses is always balanced"
+
+    def _best(self) -> str:
+        first, *others = possible(self.case)
+        rest = ", ".join(f"{one.kind} takes {one.seconds / first.seconds:.2f} times as long" for one in others)
+        tie = [one.kind for one in others if one.seconds < TIE * first.seconds]
+        close = f"; {either(tie)} is as good, within the error of this model" if tie else ""
+        return f"{first.kind}, {first.split.name}: {_ms(first.seconds)} ms per layer; {rest}{close}"
+
+    def _why(self) -> str:
+        """What each kind pays beside attention itself."""
+        reasons = []
+        for kind, one in self.methods.items():
+            if isinstance(one, UserError):
+                continue
+            sent = _mib(sum(map(one.wire_bytes, (False, True))))
+            paid = f"{kind} waits {_ms(one.exposed.total)} ms for its {sent} MiB"
+            if one.work.merging.total:
+                paid += f" and merges for {_ms(one.work.merging.total)} ms"
+            if one.spare:
+                paid += f" (a rank's own tile can hide up to {_ms(one.spare)} ms of the gather)"
+            reasons.append(paid)
+        return "; ".join(reasons)
+
+    def _tokens(self) -> str:
+        """The zigzag is what runs: another split must be clearly better to be named."""
+        parts = []
+        for kind in ("ring", "allgather"):
+            times = {row["split"]: row[f"{kind}_seconds"] for row in self.splits}
+            best = min(times, key=lambda name: times[name])
+            parts.append(f"{'zigzag' if times['zigzag'] < TIE * times[best] else best} for {kind}")
+        return ", ".join(parts)
+
+
+def _figures(one: Method) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "split": one.split.name,
+        "sent_forward": one.wire_bytes(backward=False),
+        "sent_backward": one.wire_bytes(backward=True),
+        "attention_seconds": one.work.attention.total,
+        "merging_seconds": one.work.merging.total,
+        "exposed_seconds": one.exposed.total,
+        "seconds": one.seconds,
+        "kept": one.kept,
+        "buffers": one.buffers,
+    }
+
+
+def _ranges(found: list[Since[Any]]) -> str:
+    """'ulysses, then ring from 20,480 tokens'."""
+    if len(found) == 1:
+        return f"{found[0].answer} at every length"
+    return f"{found[0].answer}, then " + ", then ".join(f"{one.answer} from {one.start:,} tokens" for one in found[1:])
+
+
+def _degrees(found: list[Degree]) -> str:
+    """'ring at cp=2 to 64; ulysses is possible up to cp=16'."""
+    parts = []
+    for kind, group in groupby(found, key=lambda one: one.best):
+        ranks = [one.ranks for one in group]
+        parts.append(f"{kind} at cp={ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else ""))
+    able = [one.ranks for one in found if one.seconds["ulysses"] is not None]
+    return ", ".join(parts) + (f"; ulysses is possible up to cp={able[-1]}" if able else "; ulysses is never possible")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 2}f}"
+
+
+def _mib(count: float) -> str:
+    return f"{count / (1 << 20):,.{0 if count >= 100 << 20 else 1}f}"
+
 
 MODEL = "llama3-405b"  # whose heads, where none are given
 HEAD_DIM = 128

@@ -30,9 +30,6 @@ class Kept(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
-    def times(self, factor: float) -> "Kept":
-        return Kept(*(factor * part for part in self))
-
 
 def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, wide: int = 2) -> Kept:
     """Of one block and microbatch; `wide` is the bytes of an activation."""

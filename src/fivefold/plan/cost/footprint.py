@@ -13,6 +13,7 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
 from fivefold.layout.stages import Stage, schedule_of
 from fivefold.plan.cost.activations import Kept, kept, put_off
+from fivefold.plan.cost.kernels import times
 from fivefold.plan.cost.memory import Accounting, State
 from fivefold.plan.cost.stack import Stack
 from fivefold.plan.cost.time import Case, message, repeating, stage_parameters
@@ -107,10 +108,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     unbucketed = shards * layout.replicate == 1 or layout.zero == 3
     lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and _one_way(schedule, rank)
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
-    after = moments["a block's backward"] + buffers + block.times(waits * len(stages[0].layers)).total
-    found = Footprint(
-        rank, state, block.times(layers)._replace(head=waiting), moment, transient, buffers, 0.0, lazy, after
-    )
+    after = moments["a block's backward"] + buffers + times(block, waits * len(stages[0].layers)).total
+    flying_now = times(block, layers)._replace(head=waiting)
+    found = Footprint(rank, state, flying_now, moment, transient, buffers, 0.0, lazy, after)
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 

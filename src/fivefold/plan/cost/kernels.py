@@ -11,6 +11,7 @@ dimension to fill a wave; the best of a few choices stands for its search.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -31,6 +32,21 @@ CPU_QUERIES = 32  # likewise, of torch's kernel for CPUs below 192 queries; from
 UNFUSED: dict[str, tuple[float, float]] = {"fused": (13.0, 17.0), "torch": (26.0, 30.0)}
 
 
+T = TypeVar("T", bound=tuple[Any, ...])  # of numbers, or of such tuples
+
+
+def plus(first: T, *others: T) -> T:
+    """Field by field."""
+    make: Any = type(first)
+    columns = zip(first, *others, strict=True)
+    return make(*(plus(*column) if isinstance(column[0], tuple) else sum(column) for column in columns))
+
+
+def times(parts: T, factor: float) -> T:
+    make: Any = type(parts)
+    return make(*(times(part, factor) if isinstance(part, tuple) else factor * part for part in parts))
+
+
 @dataclass(frozen=True)
 class Device:
     """An accelerator, and how much of it kernels reach."""
@@ -47,8 +63,7 @@ class Device:
 
     def rate(self, precision: str = "bf16") -> float:
         """FLOP/s of large GEMMs."""
-        share = self.reached.fp8 if precision == "fp8" else self.reached.gemm
-        return self.peak(precision) * share
+        return self.peak(precision) * (self.reached.fp8 if precision == "fp8" else self.reached.gemm)
 
     def peak(self, precision: str = "bf16") -> float:
         """The maker's rate; fp16's, where a device is older than bf16."""
@@ -98,11 +113,11 @@ class Device:
     ) -> tuple[float, float]:
         """Scores as a matrix in memory, masked ones included."""
         scores, mixture = (queries, keys, head_dim), (queries, head_dim, keys)
-        product = self.gemm(*scores, batch=batch * heads) + self.gemm(*mixture, batch=batch * heads)
+        both = self.gemm(*scores, batch=batch * heads) + self.gemm(*mixture, batch=batch * heads)
         count = float(batch) * heads * queries * keys
         forward, backward = UNFUSED[kernel]
         kernels = 3 if kernel == "fused" else 7
-        return product + self.stream(forward * count, kernels), 2 * product + self.stream(backward * count, kernels)
+        return both + self.stream(forward * count, kernels), 2 * both + self.stream(backward * count, kernels)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -13,8 +13,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.hardware.accelerators import Accelerator
-from fivefold.hardware.efficiency import Achieved
 from fivefold.layout.axes import PLACED
 from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import Layout
@@ -42,14 +40,6 @@ class Wires:
     layout: Layout
     order: tuple[str, ...] = PLACED
 
-    @property
-    def _accelerator(self) -> Accelerator:
-        return self.device.accelerator
-
-    @property
-    def _reached(self) -> Achieved:
-        return self.device.reached
-
     @cached_property
     def reaches(self) -> dict[str, Reach]:
         """The degrees' by the order in which the software places them, and from those the compound axes'."""
@@ -72,30 +62,26 @@ class Wires:
 
     def bandwidth(self, axis: str) -> float:
         """Bytes/s that one rank passes on in a large collective."""
-        inside = self._accelerator.inside.bandwidth * self._reached.inside
-        reach = self.reaches[axis]
-        if reach.nodes == 1:
-            return inside
-        return min(inside, reach.together * self._accelerator.across.bandwidth * self._reached.across)
+        card, reached, reach = self.device.accelerator, self.device.reached, self.reaches[axis]
+        inside = card.inside.bandwidth * reached.inside
+        return inside if reach.nodes == 1 else min(inside, reach.together * card.across.bandwidth * reached.across)
 
     def time(self, kind: Kind, axis: str, payload: float, calls: int = 1) -> float:
         """Seconds of collectives that are handed `payload` bytes each."""
-        reach = self.reaches[axis]
+        card, reached, reach = self.device.accelerator, self.device.reached, self.reaches[axis]
         n = reach.ranks
         if n == 1 or calls == 0:
             return 0.0
-        inner, outer = self._accelerator.inside.latency, self._accelerator.across.latency
         if kind == "send":
-            hop = outer if reach.nodes > 1 else inner
-            link = self._accelerator.across if reach.nodes > 1 else self._accelerator.inside
-            share = self._reached.across if reach.nodes > 1 else self._reached.inside
-            return calls * (hop + payload / (link.bandwidth * share))
+            link, share = (card.across, reached.across) if reach.nodes > 1 else (card.inside, reached.inside)
+            return calls * (link.latency + payload / (link.bandwidth * share))
+        if kind == "all-to-all":
+            return calls * self._trade(reach, payload)
+        inner, outer = card.inside.latency, card.across.latency
         rounds = 2 if kind == "all-reduce" else 1
         carried = rounds * payload * (n - 1) / n / self.bandwidth(axis)
         # A ring passes every rank, and from node to node once each.
         ring = rounds * ((n - reach.nodes) * inner + (reach.nodes if reach.nodes > 1 else 0) * outer) + carried
-        if kind == "all-to-all":
-            return calls * self._trade(reach, payload)
         if kind != "all-reduce":  # gathers and scatters have no tree: every rank's part is another
             return calls * ring
         steps = rounds * (math.log2(max(2, reach.nodes)) * outer * (reach.nodes > 1) + reach.together * inner)
@@ -103,11 +89,11 @@ class Wires:
 
     def _trade(self, reach: Reach, payload: float) -> float:
         """All-to-all: what is for other nodes differs from rank to rank, and each rank's leaves by its own port."""
-        inside, across = self._accelerator.inside, self._accelerator.across
-        near = payload * (reach.together - 1) / reach.ranks / (inside.bandwidth * self._reached.inside)
+        inside, across, reached = self.device.accelerator.inside, self.device.accelerator.across, self.device.reached
+        near = payload * (reach.together - 1) / reach.ranks / (inside.bandwidth * reached.inside)
         if reach.nodes == 1:
             return inside.latency + near
-        far = payload * (reach.ranks - reach.together) / reach.ranks / (across.bandwidth * self._reached.across)
+        far = payload * (reach.ranks - reach.together) / reach.ranks / (across.bandwidth * reached.across)
         return across.latency + max(near, far)
 
 

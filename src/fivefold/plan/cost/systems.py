@@ -1,6 +1,9 @@
 """The systems behind published runs, as stacks: which kernels they have and what they overlap, as far as they say."""
 
-from fivefold.plan.cost.stack import Overlap, Stack
+from fivefold.hardware.accelerators import Accelerator
+from fivefold.plan.cost.stack import FIVEFOLD, ON_CPUS, Overlap, Stack
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
 
 # Bytes that Megatron's vocabulary-parallel cross-entropy moves per logit: written in bf16, cast to float32, and then
 # maximum, difference, exponential, sum and quotient each by themselves; the gradient scaled and cast back.
@@ -82,3 +85,16 @@ XLA = Stack(
     overlap=Overlap(tp=1, zero=1),
     gradient_bytes=2,
 )
+
+
+def software_of(name: str, device: Accelerator | None = None) -> Stack:
+    """On a device: a CPU runs this code in another way than a GPU."""
+    known = {
+        "fivefold": ON_CPUS if device is not None and device.is_cpu else FIVEFOLD,
+        "nemo": NEMO,
+        "torchtitan": TITAN,
+        "megatron": MEGATRON_2022,
+    }
+    if name.lower() not in known:
+        raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(known))}")
+    return known[name.lower()]

@@ -14,10 +14,10 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, schedule_of, stages_of
-from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.kernels import Device, plus, times
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import FIVEFOLD, Stack
-from fivefold.plan.cost.work import NOTHING, Passes, Seconds, Work, hidden
+from fivefold.plan.cost.work import Passes, Seconds, Work, hidden
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.spec.model import Attention as Counting
@@ -69,9 +69,8 @@ class Case:
             card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
             device = self.device or Device.of(card)
             wires = Wires(device, group.gpus, self.layout, self.stack.order)
-            found.append(
-                Work(self.spec, self.layout, device, wires, self.stack, self.samples, self.seq, self.precision)
-            )
+            sizes = (self.samples, self.seq, self.precision)
+            found.append(Work(self.spec, self.layout, device, wires, self.stack, *sizes))
         return found
 
     @cached_property
@@ -117,15 +116,10 @@ class Estimate:
 
 def estimate(case: Case, exact: bool = True) -> Estimate:
     """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
-    passes = stage_passes(case)
-    m = case.layout.microbatches
-    loads = []
-    for mine in case.layout.placement.of_rank:
-        load = NOTHING
-        for stage in mine:
-            for part in passes[stage]:
-                load = load.plus(part)
-        loads.append(load.times(m))
+    passes, m = stage_passes(case), case.layout.microbatches
+    loads = [
+        times(plus(*(part for stage in mine for part in passes[stage])), m) for mine in case.layout.placement.of_rank
+    ]
     busiest = max(loads, key=lambda load: load.total)
     simulation = None
     if case.layout.pp == 1:
@@ -153,24 +147,17 @@ def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float]:
 def repeating(layout: Layout) -> int:
     """Microbatches after which its schedule only repeats itself: as many rounds of p as any warm-up needs."""
     rounds, p, m = 3, layout.pp, layout.microbatches
-    return m if m <= rounds * p + LONG or not layout.record.repeats else rounds * p + m % p
-
-
-LONG = 64  # microbatches that are simulated whole, whatever p is
+    long = 64  # microbatches that are simulated whole, whatever p is
+    return m if m <= rounds * p + long or not layout.record.repeats else rounds * p + m % p
 
 
 def stage_passes(case: Case) -> list[Passes]:
     """What each stage does with a microbatch."""
-    owner = case.layout.placement.owner
     found = []
     for stage in case.stages:
-        work = case.work_of(owner[stage.index])
-        passes = work.block.times(len(stage.layers))
-        if stage.first:
-            passes = passes.plus(work.bottom)
-        if stage.last and case.spec.vocab > 1:
-            passes = passes.plus(work.top)
-        found.append(passes)
+        work = case.work_of(case.layout.placement.owner[stage.index])
+        ends = [work.bottom] * stage.first + [work.top] * (stage.last and case.spec.vocab > 1)
+        found.append(plus(times(work.block, len(stage.layers)), *ends))
     return found
 
 
@@ -187,8 +174,7 @@ def costs(case: Case, passes: list[Passes]) -> Costs:
         send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
     # An eager message travels while both ends compute; what is not overlapped holds them up.
     held = (1 - case.stack.hides("pp")) * send
-    f = tuple(one.forward.total + held for one in passes)
-    i = tuple(one.inputs.total + held for one in passes)
+    f, i = (tuple(one[at].total + held for one in passes) for at in (0, 1))
     w = tuple(one.weights.total for one in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
     ones = tuple(1.0 / case.layout.chunks for _ in passes)
@@ -208,8 +194,9 @@ def closed_form(case: Case, ranks: list[float]) -> float:
 
 def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
     """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage."""
-    layout = case.layout
-    count = rank_parameters(case) / layout.tp
+    layout, placed = case.layout, case.layout.placement.of_rank
+    # Of the pipeline rank that has the most.
+    count = max(sum(stage_parameters(case.spec, case.stages[number]) for number in mine) for mine in placed) / layout.tp
     mine = count / case.wires.reaches["zero"].ranks if layout.zero else count
     learns = case.spec.vocab > 1
     optimizer = updating(case, count, mine, layout.zero < 2) + 10 * case.on.reached.launch if learns else 0.0
@@ -237,10 +224,8 @@ def _replicated_end(case: Case, passes: list[Passes], count: float) -> float:
     reduce = rounds * wires.time(kind, "data", count * stack.gradient_bytes)
     fullest = max(case.stages, key=lambda stage: stage_parameters(case.spec, stage))
     one = passes[fullest.index]
-    behind = (one.inputs.total + one.weights.total) * layout.chunks * rounds
-    return hidden(reduce, behind, stack.hides("dp")) + hidden(
-        gather, one.forward.total * layout.chunks, stack.hides("dp")
-    )
+    behind, share = (one.inputs.total + one.weights.total) * layout.chunks * rounds, stack.hides("dp")
+    return hidden(reduce, behind, share) + hidden(gather, one.forward.total * layout.chunks, share)
 
 
 def _sharded_end(case: Case, passes: list[Passes], count: float) -> float:
@@ -262,8 +247,3 @@ def stage_parameters(spec: ModelSpec, stage: Stage) -> int:
     bottom = (table + learned) if stage.first else 0
     top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
     return len(stage.layers) * block + bottom + top
-
-
-def rank_parameters(case: Case) -> int:
-    """Of the pipeline rank that has the most, before tp."""
-    return max(sum(stage_parameters(case.spec, case.stages[s]) for s in mine) for mine in case.layout.placement.of_rank)

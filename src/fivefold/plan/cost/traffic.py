@@ -25,8 +25,6 @@ from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.plan.cost.memory import BYTES, wide_bytes
 from fivefold.spec.model import ModelSpec
 
-_SCALAR = 8  # losses and norms are added up in float64
-
 
 class Seat(NamedTuple):
     """Where a rank stands, as far as it matters to what it sends."""
@@ -97,6 +95,14 @@ class _Step:
 
 _Sent = tuple[str, Kind, int, int]  # axis, kind, calls, bytes of one call
 
+# The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and beside
+# it whether a rank wants to stop. They are added up in float64.
+_NUMBERS: tuple[_Sent, ...] = (
+    ("data", "all-reduce", 1, 8),
+    ("pp", "all-reduce", 1, 8),
+    ("world", "all-reduce", 1, 16),
+)
+
 
 def expected(
     spec: ModelSpec,
@@ -111,12 +117,13 @@ def expected(
 ) -> list[Traffic]:
     """One step of one rank."""
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    every, mine = stages_of(spec, layout, seq), layout.placement.of_rank[seat.pp]
-    stages = tuple(every[number] for number in mine)
+    every = stages_of(spec, layout, seq)
+    stages = tuple(every[number] for number in layout.placement.of_rank[seat.pp])
     # `auto` splits the backward passes where its stages call for it; of the others one knows.
     split = schedule_of(spec, layout, seq).splits if layout.record.weighs else layout.splits_backward
     step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
-    sent: list[_Sent] = [*_numbers(), *_gradients_and_weights(step)]
+    sharded = layout.zero == 3 and layout.size("data") > 1
+    sent = [*_NUMBERS, *(_fully_sharded(step) if sharded else _replicated(step))]
     for axis, kind, calls, payload in (*_tensor(step), *_context(step), *_pipeline(step)):
         sent.append((axis, kind, calls * layout.microbatches, payload))
     return total(
@@ -124,14 +131,6 @@ def expected(
         for axis, kind, calls, payload in sent
         if (size := layout.size(axis)) > 1 and calls
     )
-
-
-def _numbers() -> Iterator[_Sent]:
-    """The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and
-    beside it whether a rank wants to stop."""
-    yield "data", "all-reduce", 1, _SCALAR
-    yield "pp", "all-reduce", 1, _SCALAR
-    yield "world", "all-reduce", 1, 2 * _SCALAR
 
 
 # ---- per microbatch --------------------------------------------------------------------------------------------------
@@ -189,13 +188,6 @@ def _context(step: _Step) -> Iterator[_Sent]:
 
 
 # ---- per step, except what ZeRO 2 and 3 repeat -----------------------------------------------------------------------
-
-
-def _gradients_and_weights(step: _Step) -> Iterator[_Sent]:
-    if step.layout.zero == 3 and step.layout.size("data") > 1:
-        yield from _fully_sharded(step)
-    else:
-        yield from _replicated(step)
 
 
 def _replicated(step: _Step) -> Iterator[_Sent]:

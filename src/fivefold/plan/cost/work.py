@@ -11,6 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from fivefold.layout.layout import ContextKind, Layout
+from fivefold.layout.sharding import chunk
+from fivefold.layout.stages import stages_of
 from fivefold.plan.context import methods as context
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
@@ -34,12 +36,6 @@ class Seconds(NamedTuple):
     cp: float = 0.0
     zero: float = 0.0
 
-    def plus(self, other: "Seconds") -> "Seconds":
-        return Seconds(*map(sum, zip(self, other, strict=True)))
-
-    def times(self, factor: float) -> "Seconds":
-        return Seconds(*(factor * part for part in self))
-
     @property
     def total(self) -> float:
         return sum(self)
@@ -54,12 +50,6 @@ class Passes(NamedTuple):
     forward: Seconds
     inputs: Seconds  # gradients of the inputs, and recomputation
     weights: Seconds
-
-    def plus(self, other: "Passes") -> "Passes":
-        return Passes(*(a.plus(b) for a, b in zip(self, other, strict=True)))
-
-    def times(self, factor: float) -> "Passes":
-        return Passes(*(part.times(factor) for part in self))
 
 
 @dataclass(frozen=True)
@@ -140,35 +130,28 @@ class Work:
 
     @cached_property
     def _over_ranks(self) -> context.Method | None:
-        """The microbatch over the cp ranks (context.py says how each way works)."""
-        layout = self.layout
-        if layout.cp == 1:
+        """The microbatch over the cp ranks (context/methods.py says how each way works)."""
+        if self.layout.cp == 1:
             return None
         whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
-        axes = msgspec.convert(layout.degrees, Layout)  # nothing else matters: found again
-        wires = replace(self.wires, layout=axes)
+        wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
         case = context.LayerAttention(self.seq, *self.operations.attention, self.device, wires, whole, partial, *sizes)
-        return _method(layout.cp_kind, case)
+        return _method(self.layout.cp_kind, case)
 
     @cached_property
     def _pointwise(self) -> tuple[float, float]:
         """What is bound by memory, forward and backward. The norms of q and k are not counted."""
-        moved = MOVED[self.stack.pointwise]._asdict()
-        norm = getattr(MOVED[self.stack.norm], self.spec.norm)
-        if self.stack.norm == "eager":
-            norm = tuple(self.stack.software.norm * one for one in norm)
-        moved["norm"] = norm
+        slower = self.stack.software.norm if self.stack.norm == "eager" else 1.0
+        norm = [slower * one for one in getattr(MOVED[self.stack.norm], self.spec.norm)]
+        moved = MOVED[self.stack.pointwise]._asdict() | {"norm": norm}
         # Inputs of fp8 matmuls are cast, forward, and again transposed for the weights' gradients.
-        cast = sum(group[0].inputs for group in self.operations.groups) if self.precision == "fp8" else 0
+        own = self.operations
+        cast = sum(group[0].inputs for group in own.groups) if self.precision == "fp8" else 0
         kernels = 8 if self.stack.pointwise != "eager" else 20
+        shares = [(self.tokens * one.share(self.layout.tp, self.layout.sp), one.kind) for one in own.elementwise]
         forward, backward = (
-            sum(
-                self.tokens * one.share(self.layout.tp, self.layout.sp) * moved[one.kind][at]
-                for one in self.operations.elementwise
-                if one.kind in moved
-            )
-            + self.tokens * cast * FP8_CAST
+            sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast * FP8_CAST
             for at in (0, 1)
         )
         wider = self.wide / 2  # the bytes above are of 2-byte activations
@@ -181,12 +164,9 @@ class Work:
         if self.layout.recompute == "full":
             stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
             return forward.total + tp - (self._gemm(*self.gemms[-1]) if stops else 0.0)
-        match self.stack.selective:
-            case "attention":
-                return forward.attention
-            case "half":
-                return forward.memory + 0.5 * forward.gemm
-        return forward.memory
+        if self.stack.selective == "attention":
+            return forward.attention
+        return forward.memory + (0.5 * forward.gemm if self.stack.selective == "half" else 0.0)
 
     def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
         """Two sums of T x E forward and two back; sp gathers what columns read once more in backward."""
@@ -216,13 +196,11 @@ class Work:
 
     def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
-        layout = self.layout
-        if layout.zero != 3 or layout.size("data") == 1:
+        if self.layout.zero != 3 or self.layout.size("data") == 1:
             return 0.0, 0.0
-        count = self.block_parameters
+        count, share = self.block_parameters, self.stack.hides("zero")
         gather = self.wires.time("all-gather", "zero", count * self.stack.weight_bytes)
         scatter = self.wires.time("reduce-scatter", "zero", count * self.stack.gradient_bytes)
-        share = self.stack.hides("zero")
         return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
 
     @property
@@ -283,3 +261,19 @@ def _method(kind: ContextKind, case: context.LayerAttention) -> context.Method:
 def hidden(seconds: float, behind: float, share: float) -> float:
     """What remains of a collective of which `share` can run behind compute, as far as there is any."""
     return seconds - share * min(seconds, behind)
+
+
+def rank_flops(spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0) -> float:
+    """Of the rank at those places; ranks along dp and cp do the same."""
+    tokens = batch // layout.size("batch") * (seq // layout.cp)
+    stages, own = stages_of(spec, layout, seq), block(spec, layout.tp)
+    mine = [stages[number] for number in layout.placement.of_rank[pp]]
+    matmuls, attention = 2.0 * own.weights, own.attention.flops(seq / 2)
+    each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
+    if layout.recompute == "full":
+        # The block's last matmul is not made again, since nothing in backward needs its output; unless it is one step
+        # with what follows it, a collective or a put-off weight gradient.
+        stops = layout.tp == 1 and not layout.splits_backward
+        each += matmuls - (2.0 * own.matmuls[-1].size if stops else 0.0) + attention
+    last = 3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in mine)
+    return tokens * (sum(len(stage.layers) for stage in mine) * each + last)

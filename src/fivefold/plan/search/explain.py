@@ -1,6 +1,8 @@
-"""Why a layout, and why not its neighbours: one sentence each, from the same numbers that rank them.
+"""Which of the ranked layouts to take, why not its neighbours, and whether another batch would do better.
 
-for neighbour in neighbours(option): print(neighbour.sentence)
+The choice is the simplest layout among those that nobody could tell apart. Published runs of one configuration differ
+by 6% between releases of the same software, and the model's own error is of that size. A layout that wins by less and
+needs one axis more is not worth its trouble.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,7 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import footprint
 from fivefold.plan.cost.time import estimate
 from fivefold.plan.cost.traffic import expected
-from fivefold.plan.search.search import Option
+from fivefold.plan.search.search import Option, search
 from fivefold.support.formatting import either
 
 RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
@@ -167,3 +169,36 @@ def traffic(option: Option) -> list[AxisTraffic]:
         wire = float(row.wire)
         found.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share))
     return found
+
+
+ALIKE = 0.03  # of a step
+WORTH = 0.05  # more tokens per second: from here on another batch is worth a sentence
+
+
+def complexity(layout: Layout) -> int:
+    """How much there is to get right: axes in use, and a schedule to trust."""
+    axes = (layout.pp > 1) * 2 + (layout.tp > 1) + (layout.cp > 1)
+    return axes + (layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved")) + (layout.replicate > 1)
+
+
+def simplest(options: Sequence[Option]) -> Option:
+    """Of those within 3% of the fastest."""
+    fastest = min(option.seconds for option in options)
+    near = [option for option in options if option.seconds <= (1 + ALIKE) * fastest]
+    return min(near, key=lambda option: (complexity(option.layout), option.seconds))
+
+
+def better_batch(option: Option) -> str:
+    """A sentence about a batch nearby that divides better over the devices; empty where the given one is good."""
+    case, unit = option.case, option.case.cluster.groups[0].gpus
+    if case.batch % unit == 0 or case.groups:
+        return ""
+    near = max(unit, round(case.batch / unit) * unit)
+    better = search(replace(case, batch=near), top=1).best
+    gain = better.tokens_per_second / option.tokens_per_second - 1
+    if gain < WORTH:
+        return ""
+    return (
+        f"a batch of {case.batch} divides badly over {case.cluster.world} devices; batch={near} gives {gain:.0%} more "
+        f"tokens/s, with {better.layout}"
+    )

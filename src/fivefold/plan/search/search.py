@@ -16,8 +16,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint
 from fivefold.plan.cost.time import Case, Estimate, estimate, repeating
-from fivefold.plan.search.mixed import mixed_cases
-from fivefold.plan.search.space import Space, Wish, divisors, space
+from fivefold.plan.search.space import Space, Wish, divisors, mixed_cases, space
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
