@@ -6,22 +6,20 @@ usually one change between two neighbours. Kernels that fill their last wave bad
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from fivefold.layout.layout import ContextKind
-from fivefold.plan.context.methods import LayerAttention, Method, allgather, compare, possible, ring
+from fivefold.plan.context.methods import LayerAttention, allgather, compare, possible, ring
 from fivefold.plan.cost.kernels import QUERIES
-from fivefold.support.errors import UserError
 
 LONGEST = 1 << 24  # tokens; longer sequences are not asked about
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Since(Generic[T]):
+class Since(NamedTuple, Generic[T]):
     """An answer, and the least number that has it."""
 
     start: int
@@ -46,35 +44,28 @@ def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[
     return found
 
 
-def _lengths(case: LayerAttention) -> tuple[list[int], int]:
-    """The lengths to ask about, and their common divisor: pieces are whole tiles."""
-    step = 2 * case.ranks * QUERIES
+def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> list[Since[T]]:
+    step = 2 * case.ranks * QUERIES  # pieces are whole tiles
     doubled = [step << power for power in range(64) if step << power <= max(LONGEST, step)]
-    return doubled, step
+    return changes(lambda seq: ask(replace(case, seq=seq)), doubled, step)
 
 
 def by_length(case: LayerAttention) -> list[Since[ContextKind]]:
     """The fastest kind, by the length of the sequence."""
-    return changes(lambda seq: possible(replace(case, seq=seq))[0].kind, *_lengths(case))
+    return _over_lengths(case, lambda asked: possible(asked)[0].kind)
 
 
 def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
     """The faster of the two kinds that do not divide heads."""
-
-    def faster(seq: int) -> ContextKind:
-        asked = replace(case, seq=seq)
-        return min(ring(asked), allgather(asked), key=lambda one: one.seconds).kind
-
-    return changes(faster, *_lengths(case))
+    return _over_lengths(case, lambda asked: min(ring(asked), allgather(asked), key=lambda one: one.seconds).kind)
 
 
 def ring_is_free(case: LayerAttention) -> list[Since[bool]]:
     """Whether attention hides every send of a ring but that of the last gradient."""
-    return changes(lambda seq: ring(replace(case, seq=seq)).waits == 0, *_lengths(case))
+    return _over_lengths(case, lambda asked: ring(asked).waits == 0)
 
 
-@dataclass(frozen=True)
-class Degree:
+class Degree(NamedTuple):
     """One sequence over a number of ranks."""
 
     ranks: int
@@ -89,8 +80,7 @@ def by_degree(case: LayerAttention, most: int) -> list[Degree]:
     """The same sequence over 2, 4, 8, ... ranks, as far as there are any and it divides; and over as many as asked."""
     doubled = {1 << power for power in range(1, most.bit_length())}
     fits = sorted(c for c in doubled | {case.ranks} if c <= most and case.seq % (2 * c) == 0)
-    return [Degree(ranks, {kind: _seconds(one) for kind, one in compare(case.over(ranks)).items()}) for ranks in fits]
-
-
-def _seconds(one: Method | UserError) -> float | None:
-    return one.seconds if isinstance(one, Method) else None
+    return [
+        Degree(ranks, {kind: getattr(one, "seconds", None) for kind, one in compare(case.over(ranks)).items()})
+        for ranks in fits
+    ]

@@ -25,7 +25,7 @@ from msgspec import structs
 from fivefold.layout.collective_cost import Kind, wire
 from fivefold.layout.layout import ContextKind
 from fivefold.plan.context.splits import SIDES, Call, Split, contiguous, zigzag
-from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.kernels import Device, plus, times
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.memory import BYTES, wide_bytes
 from fivefold.plan.cost.stack import FIVEFOLD, Attention
@@ -50,9 +50,6 @@ class Both(NamedTuple):
     def total(self) -> float:
         return self.forward + self.backward
 
-    def plus(self, other: "Both", times: int = 1) -> "Both":
-        return Both(self.forward + times * other.forward, self.backward + times * other.backward)
-
 
 class Sent(NamedTuple):
     """Calls of one kind, and the payload of each, in bytes (`layout/collective_cost.py` defines it)."""
@@ -68,12 +65,9 @@ class KernelTime(NamedTuple):
     attention: Both = Both()
     merging: Both = Both()
 
-    def plus(self, other: "KernelTime", times: int = 1) -> "KernelTime":
-        return KernelTime(self.attention.plus(other.attention, times), self.merging.plus(other.merging, times))
-
     @property
     def both(self) -> Both:
-        return self.attention.plus(self.merging)
+        return plus(self.attention, self.merging)
 
 
 @dataclass(frozen=True)
@@ -121,15 +115,14 @@ class LayerAttention:
 
     def work(self, calls: Sequence[Call], merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
-        done = KernelTime()
+        done, tile, heads = KernelTime(), self.device.tile, heads or self.heads
+        name = self.partial if merged else self.kernel
         for call in calls:
-            tile = self.device.tile
             rows = math.ceil(call.queries / tile) * tile
             keys = call.computed(tile) / rows  # that a query is computed with, on average
-            name = self.partial if merged else self.kernel
-            kernel = Both(*self.device.attention(name, self.samples, heads or self.heads, self.head_dim, rows, keys))
-            parts = self.samples * call.queries * (heads or self.heads) * self.head_dim * merged
-            done = done.plus(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
+            kernel = Both(*self.device.attention(name, self.samples, heads, self.head_dim, rows, keys))
+            parts = self.samples * call.queries * heads * self.head_dim * merged
+            done = plus(done, KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
         return done
 
     def send(self, *payloads: int) -> float:
@@ -177,7 +170,7 @@ def ring(case: LayerAttention, split: Split | None = None) -> Method:
         "ring",
         split,
         ((Sent("send", c - 1, narrow),), (Sent("send", c - 1, narrow), Sent("send", c, wide))),
-        own.plus(slower, c - 1),
+        plus(own, times(slower, c - 1)),
         Both(forward, backward),
         kept=_kept(case, case.kv_heads),
         buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
@@ -192,17 +185,17 @@ def allgather(case: LayerAttention, split: Split | None = None) -> Method:
     # In rounds of one direction the last rank sees most; in a zigzag ranks differ by the shapes alone.
     works = [case.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
     gather = case.wires.time("all-gather", "cp", narrow)
-    scatter = case.wires.time("reduce-scatter", "cp", wide)
+    moving = Both(gather, gather + case.wires.time("reduce-scatter", "cp", wide))
     own = case.work(split.calls("own")).both
     return Method(
         "allgather",
         split,
         ((Sent("all-gather", 1, narrow),), (Sent("all-gather", 1, narrow), Sent("reduce-scatter", 1, wide))),
         max(works, key=lambda work: work.both.total),
-        Both(gather, gather + scatter),
+        moving,
         kept=_kept(case, case.kv_heads),
         buffers=narrow + wide,  # all keys and values, and their gradients
-        moving=Both(gather, gather + scatter),
+        moving=moving,
         spare=min(gather, own.forward) + min(gather, own.backward),
     )
 
@@ -236,12 +229,12 @@ def _kept(case: LayerAttention, kv_heads: int) -> int:
 
 def compare(case: LayerAttention) -> dict[ContextKind, Method | UserError]:
     """All three kinds, each over the split that it runs with; or why it cannot run."""
-    found: dict[ContextKind, Method | UserError] = {"ring": ring(case), "allgather": allgather(case)}
+    last: Method | UserError
     try:
-        found["ulysses"] = ulysses(case)
+        last = ulysses(case)
     except UserError as error:
-        found["ulysses"] = error
-    return found
+        last = error
+    return {"ring": ring(case), "allgather": allgather(case), "ulysses": last}
 
 
 def possible(case: LayerAttention) -> list[Method]:

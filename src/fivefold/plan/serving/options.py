@@ -3,8 +3,9 @@
 A GPU holds weights, the cache of its sequences, a chunk of a prefill, and a margin.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -33,14 +34,12 @@ class Held:
     def total(self) -> float:
         return self.weights + self.cache + self.activations + self.margin
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"total": self.total}
-
 
 def held(replica: Replica, batch: int, tokens: int, prompt: int) -> Held:
     """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
-    stages = (_of_stage(replica, stage, batch, tokens, prompt) for stage in replica.stages)
-    return max(stages, key=lambda one: one.total)
+    return max(
+        (_of_stage(replica, stage, batch, tokens, prompt) for stage in replica.stages), key=lambda one: one.total
+    )
 
 
 def _of_stage(replica: Replica, stage: Stage, batch: int, tokens: int, prompt: int) -> Held:
@@ -99,10 +98,7 @@ def largest(replica: Replica, tokens: int, prompt: int) -> int:
     low, high = 1, 2
     while high < MOST and fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
 
 
 DEEPER = 4  # times the least pp that fits: more stages only make room for sequences, and soon there is enough
@@ -141,13 +137,13 @@ class Service:
     def device(self) -> Device:
         return Device.of(self.group.accelerator)
 
-    def replica(self, tp: int, pp: int, gpus: int | None = None) -> Replica:
+    def replica(self, tp: int, pp: int, gpus: int = 0) -> Replica:
         gpus = gpus or self.group.gpus
         return Replica(self.spec, self.device, gpus, tp, pp, self.precision, self.cache_bytes, self.graphs)
 
     def to_dict(self) -> dict[str, Any]:
-        plain = ("prompt", "output", "sequences", "precision", "cache_bytes", "ttft", "tpot", "graphs")
-        return {"model": self.spec.name, "cluster": str(self.cluster)} | {key: getattr(self, key) for key in plain}
+        plain = {field.name: getattr(self, field.name) for field in fields(self)[2:]}
+        return {"model": self.spec.name, "cluster": str(self.cluster)} | plain
 
 
 @dataclass(frozen=True)
@@ -179,9 +175,9 @@ class ServingOption:
         return self.ttft <= (service.ttft or self.ttft) and self.token <= (service.tpot or self.token)
 
     def to_dict(self) -> dict[str, Any]:
-        plain = [name for name in self.__dataclass_fields__ if name not in ("parts", "held")]
-        nested = {"bound": self.bound, "parts": self.parts._asdict(), "held": self.held.to_dict()}
-        return {name: getattr(self, name) for name in plain} | nested
+        nested = {"bound": self.bound, "parts": self.parts._asdict(), "held": asdict(self.held)}
+        nested["held"]["total"] = self.held.total
+        return {name: value for name, value in vars(self).items() if name not in nested} | nested
 
 
 def evaluate(service: Service, replica: Replica, batch: int, replicas: int = 0) -> ServingOption:

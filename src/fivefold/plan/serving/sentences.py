@@ -1,5 +1,6 @@
 """Why a plan for serving is what it is, or why a model cannot be served as asked: sentences with numbers."""
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from fivefold.layout.layout import tp_fits
@@ -110,20 +111,13 @@ def _deeper(service: Service, chosen: ServingOption) -> str:
 
 def turning(replica: Replica) -> int | None:
     """Rows of a step from which the matmuls wait for the tensor cores rather than for the weights."""
-    rows = 1
-    while rows <= 8192:
+
+    def waits(rows: int) -> bool:
         parts = replica.rows(rows)
-        if parts.compute > parts.weights:
-            break
-        rows *= 2
-    else:
-        return None
-    low, high = rows // 2, rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        parts = replica.rows(middle)
-        low, high = (low, middle) if parts.compute > parts.weights else (middle, high)
-    return high
+        return parts.compute > parts.weights
+
+    rows = next((1 << power for power in range(14) if waits(1 << power)), None)
+    return rows and bisect_left(range(rows), True, lo=rows // 2 + 1, key=waits)
 
 
 def _turn(service: Service, heavy: ServingOption) -> str:
@@ -133,33 +127,27 @@ def _turn(service: Service, heavy: ServingOption) -> str:
         return ""
     most = largest(replica, service.tokens, service.prompt)
     turn = rows * replica.pp
+    about = sequences(int(float(f"{turn:.2g}")))  # tiles make the third digit look more certain than it is
     reach = "more than" if turn > most else "fewer than"
     share = heavy.parts.cache / heavy.step
     cache = f"; reading the cache is {share:.0%} of that step, and grows with every sequence" if share > 0.05 else ""
     return (
-        f"At {heavy.layout} the matmuls turn from memory-bound to compute-bound at about {_about(turn)} per "
+        f"At {heavy.layout} the matmuls turn from memory-bound to compute-bound at about {about} per "
         f"replica, {reach} the {most:,} that fit{cache}."
     )
-
-
-def _about(count: int) -> str:
-    """Two digits: tiles make the third one look more certain than it is."""
-    return sequences(int(float(f"{count:.2g}")))
 
 
 def _copies(service: Service, widest: ServingOption) -> str:
     kv = service.spec.kv_heads
     if widest.tp <= kv:
         return ""
-    return (
-        f"tp={widest.tp} is more than the {kv} kv heads: each is held {widest.tp // kv} times, and the cache with it."
-    )
+    times = widest.tp // kv
+    return f"tp={widest.tp} is more than the {kv} kv heads: each is held {times} times, and the cache with it."
 
 
 def _graphs(service: Service, quick: ServingOption) -> str:
     other = replace(service.replica(quick.tp, quick.pp), graphs=not service.graphs)
-    step = other.step(quick.batch, service.context).total
-    took = milliseconds(step)
+    took = milliseconds(other.step(quick.batch, service.context).total)
     if service.graphs:
         return f"This is with CUDA graphs: if the host launches plain PyTorch instead, a step takes {took}."
     return f"This is without CUDA graphs; with them a step takes {took} instead of {milliseconds(quick.step)}."
@@ -190,14 +178,11 @@ def problems(service: Service) -> list[str]:
     """Everything that is wrong with the request, before any search."""
     spec, cluster = service.spec, service.cluster
     found = spec.problems()
-    for name in ("prompt", "output", "sequences"):
-        value = getattr(service, name)
-        if value is not None and value < 1:
-            found.append(f"{name}={value} must be at least 1")
-    for name in ("ttft", "tpot"):
-        value = getattr(service, name)
-        if value is not None and not value > 0:
-            found.append(f"the target {name}={value} must be more than 0 seconds")
+    given = {name: value for name, value in vars(service).items() if value is not None}
+    counts = [name for name in ("prompt", "output", "sequences") if given.get(name, 1) < 1]
+    targets = [name for name in ("ttft", "tpot") if not given.get(name, 1) > 0]
+    found += [f"{name}={given[name]} must be at least 1" for name in counts]
+    found += [f"the target {name}={given[name]} must be more than 0 seconds" for name in targets]
     if service.precision not in ("bf16", "fp8"):
         found.append(f"precision={service.precision!r} of the weights must be 'bf16' or 'fp8'")
     elif len(cluster.groups) and getattr(service.group.accelerator.peak, service.precision) is None:
@@ -241,10 +226,8 @@ def no_room(service: Service) -> str:
     """For a cluster where not one sequence fits: what would be needed."""
     spec, accelerator = service.spec, service.group.accelerator
     weights, cache = whole_weights(spec, service.precision), whole_cache(spec, service.cache_bytes) * service.tokens
-    enough = needed(service)
-    if enough is None:
-        remedy = f"no number of {accelerator.name} holds it in equal parts"
-    else:
+    remedy = f"no number of {accelerator.name} holds it in equal parts"
+    if enough := needed(service):
         remedy = f"it takes {enough.world} {accelerator.name} ({enough.name})"
     smaller = replace(service, precision="fp8")
     if service.precision == "bf16" and accelerator.peak.fp8 and next(replicas(smaller), None):

@@ -45,16 +45,10 @@ class ServePlan(Result):
         return self.meeting[0] if self.meeting else self.throughput
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "service": self.service.to_dict(),
-            "latency": self.latency.to_dict(),
-            "throughput": self.throughput.to_dict(),
-            "meeting": [option.to_dict() for option in self.meeting],
-            "frontier": [option.to_dict() for option in self.frontier],
-            "crossing": self.crossing.to_dict() if self.crossing else None,
-            "options": [option.to_dict() for option in self.options],
-            "explanation": list(self.explanation),
-        }
+        def plain(value: Any) -> Any:
+            return list(map(plain, value)) if isinstance(value, tuple) else getattr(value, "to_dict", lambda: value)()
+
+        return {name: plain(value) for name, value in vars(self).items()}
 
     def blocks(self) -> Iterator[Block]:
         service = self.service
@@ -65,8 +59,11 @@ class ServePlan(Result):
         )
         yield self._choices()
         if len(self.frontier) > 1:
-            rows = [_row(option) for option in self._thinned()]
-            yield Table(HEADS, rows, title="From low latency to high throughput", caption=SEQUENCES)
+            last = len(self.frontier) - 1
+            few = min(MOST, last + 1)  # rows, evenly spaced where the frontier is long
+            rows = [_row(self.frontier[round(at * last / (few - 1))]) for at in range(few)]
+            caption = "sequences: replicas x sequences of each"
+            yield Table(HEADS, rows, title="From low latency to high throughput", caption=caption)
         yield self._parts()
         for sentence in self.explanation:
             yield Text(f"\n{sentence}")
@@ -83,30 +80,19 @@ class ServePlan(Result):
         rows = [[what, *(show(option) for option in chosen.values())] for what, show in FIGURES.items()]
         return Table(["", *(f">~{name}" for name in chosen)], rows)
 
-    def _thinned(self) -> list[ServingOption]:
-        """The frontier, in evenly spaced rows where it is long."""
-        every = self.frontier
-        if len(every) <= MOST:
-            return list(every)
-        return [every[round(at * (len(every) - 1) / (MOST - 1))] for at in range(MOST)]
-
     def _parts(self) -> Table:
-        chosen = (self.latency, self.throughput)
-        rows = [
-            [words, *(cell for one in chosen for cell in _share(getattr(one.parts, field), one.step))]
-            for field, words in BOUNDS.items()
-            if any(getattr(one.parts, field) > 0 for one in chosen)
-        ]
+        rows = []
+        for field, words in BOUNDS.items():
+            low, high = getattr(self.latency.parts, field), getattr(self.throughput.parts, field)
+            if low > 0 or high > 0:
+                shares = f"{low / self.latency.step:.0%}", f"{high / self.throughput.step:.0%}"
+                rows.append([words, milliseconds(low), shares[0], milliseconds(high), shares[1]])
         return Table(
             ["cause", ">lowest latency", ">share", ">highest throughput", ">share"],
             rows,
             title="Where a step's time goes",
             totals=[("a step", milliseconds(self.latency.step), "", milliseconds(self.throughput.step))],
         )
-
-
-def _sequences(one: ServingOption) -> str:
-    return f"{one.replicas} x {one.batch:,}" if one.replicas > 1 else f"{one.batch:,}"
 
 
 FIGURES: dict[str, Callable[[ServingOption], str]] = {
@@ -122,17 +108,12 @@ FIGURES: dict[str, Callable[[ServingOption], str]] = {
     "bound by": lambda one: BOUNDS[one.bound],
 }
 HEADS = ("layout", ">sequences", ">first token", ">per token", ">tokens/s", ">per GPU", ">cache GB", "~bound by")
-SEQUENCES = "sequences: replicas x sequences of each"
 
 
 def _row(one: ServingOption) -> list[str]:
-    rates = rate(one.tokens_per_second), rate(one.per_gpu)
-    times = milliseconds(one.ttft), milliseconds(one.token)
-    return [one.layout, _sequences(one), *times, *rates, f"{one.held.cache / 1e9:.1f}", BOUNDS[one.bound]]
-
-
-def _share(value: float, step: float) -> tuple[str, str]:
-    return milliseconds(value), f"{value / step:.0%}"
+    sequences = f"{one.replicas} x {one.batch:,}" if one.replicas > 1 else f"{one.batch:,}"
+    times, rates = map(milliseconds, (one.ttft, one.token)), map(rate, (one.tokens_per_second, one.per_gpu))
+    return [one.layout, sequences, *times, *rates, f"{one.held.cache / 1e9:.1f}", BOUNDS[one.bound]]
 
 
 def serve(
@@ -152,18 +133,8 @@ def serve(
     """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it."""
     job, _ = job_of(model, changes)
     machines = Cluster.read(cluster)
-    service = Service(
-        job.model,
-        machines.alike() or machines,
-        prompt,
-        output,
-        sequences,
-        precision,
-        cache_bytes,
-        ttft=ttft,
-        tpot=tpot,
-        graphs=graphs,
-    )
+    given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs)
+    service = Service(job.model, machines.alike() or machines, *given)
     if found := problems(service):
         raise UserError(found)
     every = options(service)

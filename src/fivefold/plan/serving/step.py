@@ -16,7 +16,7 @@ and a block of plain PyTorch takes it `Software.host`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from fivefold.hardware.efficiency import software
 from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, stages_of
-from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.kernels import Device, plus, times
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import MOVED, Attention
 from fivefold.spec.model import ModelSpec
@@ -62,12 +62,6 @@ class Parts(NamedTuple):
     pp: float = 0.0  # sends, and a stage's wait for a slower one
     host: float = 0.0  # the device waits for the host
 
-    def plus(self, other: "Parts") -> "Parts":
-        return Parts(*map(sum, zip(self, other, strict=True)))
-
-    def times(self, factor: float) -> "Parts":
-        return Parts(*(factor * part for part in self))
-
     @property
     def total(self) -> float:
         return sum(self)
@@ -78,8 +72,7 @@ class Parts(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-@dataclass(frozen=True)
-class Prefill:
+class Prefill(NamedTuple):
     """A prompt's way through the replica."""
 
     latency: float  # seconds from its first token in to the first token out
@@ -118,36 +111,30 @@ class Replica:
         return block(self.spec, self.tp)
 
     @cached_property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp)
-
-    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         return _stages(self.spec, self.pp)
 
     @cached_property
     def wires(self) -> Wires:
-        return Wires(self.device, self.gpus, self.layout)
+        return Wires(self.device, self.gpus, Layout(tp=self.tp, pp=self.pp))
 
     @cached_property
     def _fast(self) -> Wires:
         """The same links under the protocol of small messages."""
         own = self.device.accelerator
-        device = Device(
-            structs.replace(own, inside=_flagged(own.inside), across=_flagged(own.across)), self.device.reached
-        )
-        return Wires(device, self.gpus, self.layout)
+        flagged = structs.replace(own, inside=_flagged(own.inside), across=_flagged(own.across))
+        return replace(self.wires, device=Device(flagged, self.device.reached))
 
     def collective(self, kind: Kind, axis: str, payload: float) -> float:
         """Seconds under the better of the two protocols, as NCCL chooses."""
-        if getattr(self.layout, axis) == 1:
+        if getattr(self, axis) == 1:
             return 0.0
         base = self.device.reached.launch + NCCL_BASE * self.wires.across(axis)
         return base + min(self.wires.time(kind, axis, payload), self._fast.time(kind, axis, payload))
 
     # ---- parts of a pass -----------------------------------------------------------------------------------------
 
-    def _product(self, m: int, n: int, k: int, precision: str) -> Parts:
+    def _matmul(self, m: int, n: int, k: int, precision: str) -> Parts:
         launch = self.device.reached.launch
         whole = self.device.gemm(m, n, k, precision) - launch
         # A device whose tensor cores take no time: what remains is the bytes.
@@ -159,9 +146,7 @@ class Replica:
     def rows(self, rows: int) -> Parts:
         """Of a block, for so many tokens at once, without attention."""
         spec, device, attention = self.spec, self.device, self.block.attention
-        found = Parts()
-        for m, n, k in self.block.gemms(rows):
-            found = found.plus(self._product(m, n, k, self.precision))
+        matmuls = (self._matmul(*shape, self.precision) for shape in self.block.gemms(rows))
         moved = MOVED["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
         active = (moved.swiglu if spec.activation == "swiglu" else moved.gelu)[0]
@@ -171,7 +156,7 @@ class Replica:
         kernels = KERNELS + spec.qk_norm + (self.precision == "fp8")
         reduce = 2 * self.collective("all-reduce", "tp", 2.0 * rows * spec.hidden)
         rest = Parts(pointwise=device.stream(rows * size, 0), launch=kernels * device.reached.launch, tp=reduce)
-        return found.plus(rest)
+        return plus(*matmuls, rest)
 
     def _bottom(self, rows: int) -> Parts:
         """The embedding."""
@@ -182,11 +167,11 @@ class Replica:
     def _top(self, rows: int) -> Parts:
         """The last norm, the head and the choice of a token; every tp rank has all logits for that."""
         spec = self.spec
-        logits = self._product(rows, head(spec, self.tp).outputs, spec.hidden, "bf16")
+        logits = self._matmul(rows, head(spec, self.tp).outputs, spec.hidden, "bf16")
         gather = self.collective("all-gather", "tp", 2.0 * rows * spec.vocab)
         moved = LOGIT_BYTES * rows * spec.vocab
         rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
-        return logits.plus(rest)
+        return plus(logits, rest)
 
     # ---- a step, and a prompt ------------------------------------------------------------------------------------
 
@@ -201,20 +186,16 @@ class Replica:
         every stage reads its weights once for each group.
         """
         rows = math.ceil(batch / self.pp)
-        block = self.rows(rows).plus(Parts(cache=self.device.stream(rows * self.cache_read(context), 0)))
-        loads = []
-        for stage in self.stages:
-            load = block.times(len(stage.layers))
-            load = load.plus(self._bottom(rows)) if stage.first else load
-            loads.append(load.plus(self._top(rows)) if stage.last else load)
-        found = Parts()
-        for load in loads:
-            found = found.plus(load)
+        block = plus(self.rows(rows), Parts(cache=self.device.stream(rows * self.cache_read(context), 0)))
+        bottom, top = self._bottom(rows), self._top(rows)
+        loads = [
+            plus(times(block, len(stage.layers)), *[bottom] * stage.first, *[top] * stage.last) for stage in self.stages
+        ]
+        found = plus(*loads)
         # The last stage sends its tokens back to the first; a group waits where the one before it is not yet through.
         send = self.collective("send", "pp", 2.0 * rows * self.spec.hidden)
         slowest = min(self.pp, batch) * (max(load.total for load in loads) + send)
-        way = found.total + self.pp * send
-        found = found._replace(pp=self.pp * send + max(0.0, slowest - way))
+        found = found._replace(pp=self.pp * send + max(0.0, slowest - (found.total + self.pp * send)))
         host = BETWEEN if self.graphs else BETWEEN + max(0.0, self.spec.layers * software().host - found.total)
         return found._replace(host=host)
 
@@ -232,19 +213,15 @@ class Replica:
         spec, tokens = self.spec, prompt * count
         chunks = math.ceil(tokens / CHUNK)
         rows = math.ceil(tokens / chunks)
-        heads = self.block.attention.heads
-        attend, _ = self.device.attention(ATTENTION, count, heads, spec.head_dim, prompt, prompt / 2)
+        own = self.block.attention
+        attend, _ = self.device.attention(ATTENTION, count, own.heads, spec.head_dim, prompt, prompt / 2)
         block = self.rows(rows).total * chunks + attend
         if not self.graphs:
             block = max(block, software().host * chunks)
-        times = [
-            len(stage.layers) * block
-            + stage.first * self._bottom(rows).total * chunks
-            + stage.last * self._top(count).total
-            for stage in self.stages
-        ]
+        bottom, top = self._bottom(rows).total * chunks, self._top(count).total
+        spent = [len(stage.layers) * block + stage.first * bottom + stage.last * top for stage in self.stages]
         sends = (self.pp - 1) * self.collective("send", "pp", 2.0 * rows * spec.hidden)
-        return sum(times) / chunks + (chunks - 1) / chunks * max(times) + sends, max(times)
+        return sum(spent) / chunks + (chunks - 1) / chunks * max(spent) + sends, max(spent)
 
 
 def _flagged(link: Link) -> Link:
