@@ -1,11 +1,16 @@
 """The describing and planning side needs no torch and starts at once."""
 
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from fivefold import cli
+from fivefold.spec.hf_config import to_hf_config
+from fivefold.spec.presets import preset
 from tests.layers import pure_modules
 
 
@@ -46,6 +51,71 @@ for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', 'context 
 print('fine')
 """
     assert run(code).strip() == "fine"
+
+
+SENTENCE = 'error: this needs PyTorch: pip install "fivefold[train]"\n'
+# Every command, with words that bring it to what it needs; {} is a directory. What needs no torch ends with 0.
+NEED_TORCH = {
+    "dryrun": "tiny --layout dp=2", "train": "run.dir={}/runs", "verify": "--layout dp=2", "curve": "run.dir={}/runs",
+    "trace": "run.dir={}/runs -o {}/trace.json", "generate": "{}/hf --tokens 1,2", "calibrate": "",
+    "checkpoint show": "{}", "checkpoint reshard": "{} --layout tp=2 -o {}/x", "import hf": "{}/hf -o {}/x",
+    "export hf": "{} -o {}/x", "bench attention": "--tp 2", "bench pipeline": "", "bench checkpoint": "",
+    "bench steps": "llama3-8b", "bench overhead": "", "bench peers": "", "bench scaling": "", "bench train": "tiny",
+}  # fmt: skip
+NEED_NOTHING = {
+    "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "truth": "--sources", "models": "",
+    "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2",
+    "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
+    "checkpoint verify": "--help", "bench schedules": "--help", "bench plan": "--help",
+}  # fmt: skip
+
+
+def test_a_command_works_without_torch_or_says_in_a_sentence_that_it_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(to_hf_config(preset("tiny"), "float32")))
+    (tmp_path / "text.txt").write_text("a few words " * 100)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    lines = {**NEED_NOTHING, **NEED_TORCH}
+    asked = {f"{name} {words}".replace("{}", str(tmp_path)): name in NEED_TORCH for name, words in lines.items()}
+    code = f"""
+import contextlib, io, sys, typer
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch', 'tokenizers', 'safetensors', 'transformers'):
+            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+sys.meta_path.insert(0, NoTorch())
+from fivefold import cli
+def walk(group, path=()):
+    for name, command in group.commands.items():
+        yield from walk(command, (*path, name)) if hasattr(command, 'commands') else [' '.join((*path, name))]
+assert set(walk(typer.main.get_command(cli.app))) == set({list(lines)!r})
+wrong = []
+for line, needs_torch in {asked!r}.items():
+    sys.argv = ['fivefold', *line.split()]
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            cli.main()
+    except SystemExit as end:
+        code = end.code or 0
+    said = err.getvalue()
+    if code != (2 if needs_torch else 0) or (needs_torch and said != {SENTENCE!r}):
+        wrong.append((line, code, said or out.getvalue()[-200:]))
+print(*(wrong or ['fine']), sep='\\n')
+"""
+    assert run(code).strip() == "fine"
+
+
+def test_an_import_that_is_a_bug_stays_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (ModuleNotFoundError("No module named 'torch.nothing'", name="torch.nothing"), ImportError("torch")):
+
+        def broken(error: ImportError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "app", broken)
+        with pytest.raises(ImportError) as raised:
+            cli.main()
+        assert raised.value is error
 
 
 @pytest.mark.alone

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.spec.presets import preset
     from fivefold.support.errors import UserError
     from fivefold.train.trace import trace
+    from fivefold.train.train import train
     from fivefold.truth.truth import truth
     from fivefold.verify.curve import curve
     from fivefold.verify.verify import verify
@@ -54,6 +55,7 @@ __all__ = [
     "serve",
     "simulate",
     "trace",
+    "train",
     "truth",
     "verify",
 ]
@@ -77,6 +79,7 @@ _HOMES = {
     "serve": "fivefold.plan.serving.serve",
     "simulate": "fivefold.plan.plan",
     "trace": "fivefold.train.trace",
+    "train": "fivefold.train.train",
     "truth": "fivefold.truth.truth",
     "verify": "fivefold.verify.verify",
 }

@@ -8,16 +8,20 @@ from typing import Any, cast
 
 import msgspec
 
+from fivefold.calibrate.result import CalibrationResult, Row
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
 from fivefold.checkpoint.store import Manifest
 from fivefold.dryrun.result import DryRunResult
 from fivefold.dryrun.vs_plan import vs_plan
+from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.collective_cost import Traffic
 from fivefold.support.files import File
 from fivefold.trace.result import TraceResult
 from fivefold.trace.summary import Summary
+from fivefold.train.records import Evaluation, Step
+from fivefold.train.result import TrainResult
 from fivefold.verify.compare import Error
 from fivefold.verify.curve import CurveResult
 from fivefold.verify.layouts import LayoutCase
@@ -113,3 +117,31 @@ def held() -> CheckpointContents:
 
 def checked() -> CheckpointCheck:
     return CheckpointCheck({"step-00000006": ["__1_0.distcp is missing"], "step-00000008": []})
+
+
+def trained() -> TrainResult:
+    steps = [
+        Step(
+            step=at,
+            loss=5.0 / at,
+            grad_norm=1.5,
+            lr=1e-3,
+            tokens=1 << 20,
+            loss_tokens=1 << 20,
+            seconds=1.0,
+            tokens_per_second=1048576.0,
+            mfu=None,
+            memory=1 << 30,
+        )
+        for at in range(1, 40)
+    ]  # fmt: skip
+    return TrainResult(Path("runs/demo"), steps, Evaluation(step=39, held_out_loss=2.5, samples=8, loss_tokens=512))
+
+
+def calibrated() -> CalibrationResult:
+    rows = [
+        Row("gemm, sustained", "712.3 TFLOP/s", 0.72, note="nothing but large products, for seconds"),
+        Row("attention, flash2, forward and backward", "512.0 TFLOP/s", 0.5, 0.02, 0.11, "over 12 shapes of training"),
+        Row("launch", "2.12 us", note="from one tiny kernel to the next"),
+    ]
+    return CalibrationResult("NVIDIA H200", ACCELERATORS["H200"], rows, 1e-3, {"units": 132})

@@ -113,6 +113,8 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "CheckpointList": by_hand.listed,
     "CheckpointContents": by_hand.held,
     "CheckpointCheck": by_hand.checked,
+    "TrainResult": by_hand.trained,
+    "CalibrationResult": by_hand.calibrated,
 }
 
 

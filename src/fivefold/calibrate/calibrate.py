@@ -1,6 +1,6 @@
 """`fivefold calibrate`: the constants of `hardware.efficiency.Achieved`, measured on the device at hand.
 
-    calibration = calibrate(torch.device("cuda"), quick=False, told=print)
+    calibration = calibrate("cuda")
     calibration.accelerator                   # with them in it, for the planner
     calibration.rows                          # what was measured, of which ceiling, and how well it is reproduced
     usual_core(core_samples(16), 16)          # a core of this machine while sixteen are at work
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from msgspec import structs
 from fivefold.calibrate.block import BlockTiming
 from fivefold.calibrate.fit import (
     ATTENTION,
-    Row,
     fit_attention,
     fit_block,
     fit_eighths,
@@ -36,10 +35,12 @@ from fivefold.calibrate.fit import (
 )
 from fivefold.calibrate.kernels import AttentionTiming, Kernels, Matmul
 from fivefold.calibrate.links import Timing
+from fivefold.calibrate.result import CalibrationResult, Row
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.hardware.efficiency import achieved
 from fivefold.launch import ranks
 from fivefold.launch.cores import cores
+from fivefold.launch.device import choose_device
 from fivefold.plan.cost.memory import host_memory
 from fivefold.support.errors import UserError
 
@@ -68,21 +69,25 @@ class Samples:
     update: float  # of a parameter, on a CPU; 0 on a GPU, where memory bounds it
 
 
-@dataclass(frozen=True)
-class Calibration:
-    accelerator: Accelerator
-    rows: list[Row]
-    host: float  # seconds to launch a block's forward pass
-    samples: dict[str, Any]  # for scripts
+def calibrate(
+    device: str | torch.device = "auto",
+    quick: bool = False,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> CalibrationResult:
+    """Measure what kernels and collectives reach here, and fit the planner's constants to it.
 
+    `progress` is told how many of STEPS are done, of how many, and which one begins.
+    """
+    chosen = choose_device(device) if isinstance(device, str) else device
+    ceilings(chosen, 1.0, 1.0).rate("bf16")  # refused before minutes are spent: the planner counts in it
 
-def calibrate(device: torch.device, quick: bool, told: Callable[[str], None]) -> Calibration:
-    """All of it; `told` hears of every one of STEPS when it begins."""
-    ceilings(device, 1.0, 1.0).rate("bf16")  # refused before minutes are spent: the planner counts in it
-    samples = measure(device, quick, told)
+    def told(what: str) -> None:
+        progress(STEPS.index(what), len(STEPS), what)
+
+    samples = measure(chosen, quick, told)
     told(STEPS[-1])
-    world = torch.cuda.device_count() if device.type == "cuda" else min(2, cores())
-    return _fitted(device, samples, _links(device, quick, world))
+    world = torch.cuda.device_count() if chosen.type == "cuda" else min(2, cores())
+    return _fitted(chosen, samples, _links(chosen, quick, world))
 
 
 def core_samples(busy: int) -> list[Samples]:
@@ -110,7 +115,7 @@ def usual_core(found: list[Samples], busy: int) -> Accelerator:
     return _fitted(cpu, usual, _links(cpu, quick=True, world=busy)).accelerator
 
 
-def _fitted(device: torch.device, samples: Samples, links: tuple[int, list[Timing]]) -> Calibration:
+def _fitted(device: torch.device, samples: Samples, links: tuple[int, list[Timing]]) -> CalibrationResult:
     base = ceilings(device, max(p.rate for p in samples.products), max(samples.streams.values()))
     stream = short(median(samples.streams.values()) / base.memory_bandwidth)
     found = structs.replace(achieved(base.name), launch=short(samples.launch), units=samples.units, stream=stream)
@@ -138,7 +143,8 @@ def _fitted(device: torch.device, samples: Samples, links: tuple[int, list[Timin
     source += f"; kept from the catalogue: {', '.join([*kept, 'flash1', 'across'])}"
     found = structs.replace(within(found), source=source)
     told = asdict(samples) | {"collectives": links}
-    return Calibration(structs.replace(base, inside=inside, achieved=found), rows, samples.host[0], told)
+    accelerator = structs.replace(base, inside=inside, achieved=found)
+    return CalibrationResult(samples.name, accelerator, rows, samples.host[0], told)
 
 
 def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> Samples:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import cast
 
@@ -11,6 +10,7 @@ from msgspec import structs
 from fivefold.calibrate.block import BlockTiming
 from fivefold.calibrate.kernels import AttentionTiming, Matmul
 from fivefold.calibrate.links import Timing
+from fivefold.calibrate.result import Row
 from fivefold.hardware.accelerators import Accelerator, Link
 from fivefold.hardware.cluster import SHARE
 from fivefold.hardware.efficiency import Achieved
@@ -20,18 +20,6 @@ from fivefold.plan.cost.stack import Attention
 RAMPS = (0, 25, 50, 75, 100, 150, 200, 250, 300, 400, 500, 650, 800, 1000, 1300, 1700, 2200, 3000)
 NO_SHARES = ("ramp", "units", "launch", "host", "update", "source")
 ATTENTION = {"flash2": "torch's flash kernel", "flash3": "cuDNN's"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One thing that was measured."""
-
-    what: str
-    measured: str
-    share: float | None = None  # of the maker's ceiling
-    median: float | None = None  # error with which the planner's formula gives it back
-    worst: float | None = None
-    note: str = ""
 
 
 def row_of(what: str, measured: str, share: float, ratios: Iterable[float], note: str) -> Row:

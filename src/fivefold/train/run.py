@@ -34,6 +34,7 @@ from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.formatting import graphs_text, si
 from fivefold.trace.result import TraceFile
 from fivefold.train.checkpointing import Checkpoints
+from fivefold.train.directories import newest, next_number, numbered
 from fivefold.train.display import Display
 from fivefold.train.listeners import Listener, MetricsFile, TensorBoard, trim
 from fivefold.train.loop import Trainer
@@ -179,14 +180,11 @@ def run_directory(job: Job, fresh: bool) -> Path:
     What an earlier run left is never deleted.
     """
     parent, name = Path(job.run.dir).expanduser(), job.run.name
-    number = 1
-    while (parent / _numbered(name, number)).exists():
-        number += 1
-    newest = parent / _numbered(name, number - 1)
-    if number > 1 and Store(newest / "checkpoints").complete() and not (fresh and _other(newest)):
-        return newest
+    number, last = next_number(parent, name), newest(parent, name)
+    if number > 1 and Store(last / "checkpoints").complete() and not (fresh and _other(last)):
+        return last
     while True:
-        directory = parent / _numbered(name, number)
+        directory = parent / numbered(name, number)
         try:
             directory.mkdir(parents=True)
             if fresh:
@@ -203,10 +201,6 @@ def _other(directory: Path) -> bool:
     mark = directory / _FRESH
     mine = mark.is_file() and mark.read_text() == os.environ.get(RUN, "")
     return os.environ.get(RESTARTS, "0") == "0" or not mine
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number < 2 else f"{name}-{number}"
 
 
 def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:

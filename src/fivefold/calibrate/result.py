@@ -1,0 +1,42 @@
+"""What was measured on a device, as shares of its maker's ceilings, and the accelerator that comes of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from fivefold.hardware.accelerators import Accelerator
+from fivefold.report import Block, Result, Table, Text
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was measured."""
+
+    what: str
+    measured: str
+    share: float | None = None  # of the maker's ceiling
+    median: float | None = None  # error with which the planner's formula gives it back
+    worst: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class CalibrationResult(Result):
+    device: str
+    accelerator: Accelerator  # with the fitted constants, for the planner
+    rows: list[Row]
+    host: float  # seconds to launch a block's forward pass
+    samples: dict[str, Any]  # the timings themselves, for JSON
+
+    def to_dict(self) -> Any:
+        return {name: msgspec.to_builtins(getattr(self, name)) for name in ("accelerator", "rows", "host", "samples")}
+
+    def blocks(self) -> Iterator[Block]:
+        yield Text(f"{self.device}, as {self.accelerator.name}")
+        rows = []
+        for row in self.rows:
+            shares = ("" if x is None else f"{100 * x:.1f}%" for x in (row.share, row.median, row.worst))
+            rows.append([row.what, row.measured, *shares, row.note])
+        yield Table(["~", ">measured", ">of ceiling", ">error", ">worst", "~"], rows)

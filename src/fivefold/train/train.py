@@ -1,0 +1,59 @@
+"""Train a job from Python: `fivefold train` in processes of its own, and what it leaves."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fivefold.job.config import Job, read_job, to_toml
+from fivefold.job.preflight import preflight
+from fivefold.support.errors import TrainingError, UserError
+from fivefold.train.directories import newest
+from fivefold.train.result import TrainResult
+
+
+def train(
+    job: str | Path | Job | None = None,
+    changes: Sequence[str] = (),
+    *,
+    nproc: int | None = None,
+    restarts: int = 0,
+    fresh: bool = False,
+    progress: Callable[[str], object] = lambda line: None,
+) -> TrainResult:
+    """Train a job on ranks of this machine, and return its losses and its directory.
+
+    `job` is a job file or an object (default: a small Llama on Python's own source), `changes` are KEY=VALUE. `nproc`
+    is the number of ranks (default: as many as the layout has). A run that has a checkpoint resumes from it, unless
+    `fresh` asks for a new directory. `progress` gets every line that the run prints. A run that fails is a
+    TrainingError.
+
+    The ranks are other processes, so that a notebook holds neither their memory nor their process group.
+    """
+    resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
+    if isinstance(job, Job) and changes:
+        raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
+    ranks = resolved.layout.world if nproc is None else nproc
+    preflight(resolved, ranks)
+    with tempfile.TemporaryDirectory(prefix="fivefold-train-") as home:
+        file = Path(home, "job.toml")
+        file.write_text(to_toml(resolved))
+        command = [sys.executable, "-m", "fivefold", "train", str(file), "--nproc", str(ranks)]
+        command += [*(["--restarts", str(restarts)] if restarts else []), *(["--fresh"] if fresh else [])]
+        with Path(home, "errors").open("w+") as errors:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as run:
+                assert run.stdout is not None
+                for line in run.stdout:
+                    progress(line.rstrip("\n"))
+            errors.seek(0)
+            _judge(run.returncode, errors.read().splitlines())
+    return TrainResult.read(newest(Path(resolved.run.dir).expanduser(), resolved.run.name))
+
+
+def _judge(code: int, errors: list[str]) -> None:
+    sentences = [line.removeprefix("error: ") for line in errors if line.startswith("error: ")]
+    if code == 2:
+        raise UserError(sentences or errors[-1:])
+    if code:
+        raise TrainingError("\n".join(sentences or errors[-20:]) or f"the run ended with exit code {code}")
