@@ -15,8 +15,7 @@ from rich.cells import cell_len
 
 import fivefold as ff
 from fivefold.bench import attention, checkpoint, comparison, pipeline, plan, scaling, schedules, steps, train
-from fivefold.bench.harness import Machine, Times
-from fivefold.bench.result import BenchResult, RowsResult
+from fivefold.bench.harness import Machine, RowsResult, Times
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.plan.context.compare import context
 from fivefold.plan.zero import zero
@@ -121,7 +120,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
 def kinds(kind: type[Result] = Result) -> set[str]:
     """Every class of results in the source."""
     below = {name for child in kind.__subclasses__() for name in kinds(child)}
-    return below | {kind.__name__} - {"Result", BenchResult.__name__}
+    return below | {kind.__name__} - {"Result"}
 
 
 @cache

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.bench.harness import refuse, too_small
-from fivefold.bench.result import BenchResult
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
-from fivefold.report import Block, Table, Text
+from fivefold.report import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.formatting import did_you_mean
 
@@ -23,8 +22,6 @@ DTYPES = ("float32", "float64", "bfloat16")
 
 @dataclass(frozen=True)
 class Shape:
-    """The case."""
-
     tp: int
     hidden: int
     heads: int
@@ -37,14 +34,9 @@ class Shape:
     @property
     def spec(self) -> ModelSpec:
         """A decoder of one layer around the block; its MLP and vocabulary are not run."""
+        heads, kv_heads, ffn = self.heads, self.kv_heads, max(1, self.heads)
         return ModelSpec(
-            name="this block",
-            layers=1,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            ffn=max(1, self.heads),
-            vocab=2,
+            name="this block", layers=1, vocab=2, hidden=self.hidden, heads=heads, kv_heads=kv_heads, ffn=ffn
         )
 
     def check(self) -> None:
@@ -56,7 +48,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class AttentionResult(BenchResult):
+class AttentionResult(Result):
     shape: Shape
     errors: dict[str, float]  # max|a-b| / max|b| of the output, the input's gradient and every weight's
     close: bool  # torch.allclose at TOLERANCE, all of them
@@ -65,19 +57,12 @@ class AttentionResult(BenchResult):
     cores: int
 
     @property
-    def agrees(self) -> bool:
+    def ok(self) -> bool:  # type: ignore[override]
         return self.close
 
-    @property
-    def speed_up(self) -> float:
-        return self.alone / self.together
-
-    @property
-    def efficiency(self) -> float:
-        return self.speed_up / self.shape.tp
-
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"speed_up": self.speed_up, "efficiency": self.efficiency}
+        speed_up = self.alone / self.together
+        return asdict(self) | {"speed_up": speed_up, "efficiency": speed_up / self.shape.tp}
 
     def blocks(self) -> Iterator[Block]:
         shape, tp = self.shape, self.shape.tp
@@ -89,10 +74,10 @@ class AttentionResult(BenchResult):
         yield Table(["tensor", ">max|a-b| / max|b|"], [(name, f"{error:.1e}") for name, error in self.errors.items()])
         how = f"agree at {TOLERANCE:g}" if self.close else f"differ by more than {TOLERANCE:g}"
         yield Text(f"allclose: {tp} ranks and one process {how}\n", "good" if self.close else "bad")
-        speed = (f"{self.speed_up:.2f}", f"{self.efficiency:.0%}")
+        alone, together, speed_up = self.alone * 1e3, self.together * 1e3, self.alone / self.together
         rows = [
-            ("one process", f"{self.alone * 1e3:.1f} ms", "1.00", ""),
-            (f"tp={tp}", f"{self.together * 1e3:.1f} ms", *speed),
+            ("one process", f"{alone:.1f} ms", "1.00", ""),
+            (f"tp={tp}", f"{together:.1f} ms", f"{speed_up:.2f}", f"{speed_up / tp:.0%}"),
         ]
         yield Table(["", ">forward + backward", ">speed-up", ">efficiency"], rows)
         if tp > self.cores:
@@ -104,6 +89,5 @@ class AttentionResult(BenchResult):
 
 def measure(shape: Shape, timeout: float = 600.0) -> AttentionResult:
     shape.check()
-    found = ranks.run(shape.tp, "fivefold.bench.attention_rank:run", shape, timeout=timeout)[0]
-    assert isinstance(found, AttentionResult)
+    found: AttentionResult = ranks.run(shape.tp, "fivefold.bench.attention_rank:run", shape, timeout=timeout)[0]
     return found

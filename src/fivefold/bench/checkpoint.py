@@ -15,19 +15,18 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.bench.harness import Times, Told, refuse, too_small
-from fivefold.bench.result import BenchResult, conditions
+from fivefold.bench.harness import Times, Told, caveats, refuse, too_small
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import ranks
-from fivefold.report import Block, Table, Text
+from fivefold.report import Block, Result, Table, Text
 from fivefold.support.formatting import bytes_text, counted, si
 
 NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "torch": "torch.save: synced"}
 
 
 @dataclass(frozen=True)
-class CheckpointResult(BenchResult):
+class CheckpointResult(Result):
     """Seconds, a number for each round."""
 
     job: Job
@@ -59,34 +58,23 @@ class CheckpointResult(BenchResult):
             f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and beside the writing steps lose "
             f"{lost:.0f} ms in total ({lost / step:.2f} steps)"
         )
-        rows = [
-            (words, bytes_text(found["save"][name]), bytes_text(found["load"][name])) for name, words in NAMES.items()
-        ]
+        rows = [(words, *(bytes_text(found[way][name]) for way in ("save", "load"))) for name, words in NAMES.items()]
         yield Table(["per second", ">save", ">load"], rows)
-        files = {
-            f"{way} {name}": s for way, times in (("save", self.save), ("load", self.load)) for name, s in times.items()
-        }
-        yield from conditions(Times(files), rounds, world=1, cores=1)
+        yield from caveats([*self.save.values(), *self.load.values()], rounds, world=1, cores=1)
 
 
 def measure(
-    path: str | None,
-    changes: list[str],
-    rounds: int,
-    steps: int,
-    directory: Path | None,
-    timeout: float,
-    told: Told,
+    path: str | None, changes: list[str], rounds: int, steps: int, directory: Path | None, timeout: float, told: Told
 ) -> CheckpointResult:
     """On the job's ranks, started here, with files in `directory`; nothing is left there."""
     missing = [f"--directory {directory} is no directory"] if directory is not None and not directory.is_dir() else []
     refuse([*too_small(rounds=rounds, steps=steps), *missing])
     job = read_job(path, changes)
     job = structs.replace(job, train=structs.replace(job.train, steps=2 + 2 * rounds * steps, eval_samples=0))
-    preflight(job, job.layout.world)
-    told(f"{counted(rounds, 'round')} on {counted(job.layout.world, 'rank')}")
+    world = job.layout.world
+    preflight(job, world)
+    told(f"{counted(rounds, 'round')} on {counted(world, 'rank')}")
     with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
         function = "fivefold.bench.checkpoint_rank:run"
-        found = ranks.run(job.layout.world, function, job, scratch, rounds, steps, timeout=timeout)[0]
-    assert isinstance(found, CheckpointResult)
+        found: CheckpointResult = ranks.run(world, function, job, scratch, rounds, steps, timeout=timeout)[0]
     return found

@@ -13,8 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.bench.harness import HUGGING_FACE, OURS, Machine, Times, Told, choices, refuse, too_small
-from fivefold.bench.result import BenchResult, conditions, table
+from fivefold.bench.harness import HUGGING_FACE, OURS, Machine, Times, Told, caveats, choices, refuse, table, too_small
 from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import Job, read_job
@@ -23,7 +22,7 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.stack import ON_CPUS
 from fivefold.plan.cost.time import Case as Planned
 from fivefold.plan.cost.time import estimate
-from fivefold.report import Block, Text
+from fivefold.report import Block, Result, Text
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import counted
 
@@ -74,14 +73,14 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class ComparisonResult(BenchResult):
+class ComparisonResult(Result):
     case: Comparison
     seconds: Times
     losses: dict[str, list[float]]  # of the first two steps
     machine: Machine
 
     @property
-    def agrees(self) -> bool:
+    def ok(self) -> bool:  # type: ignore[override]
         wanted = next(iter(self.losses.values()))
         triples = [triple for losses in self.losses.values() for triple in zip(losses, wanted, AGREE, strict=True)]
         return all(abs(loss - right) <= most * abs(right) for loss, right, most in triples)
@@ -89,26 +88,24 @@ class ComparisonResult(BenchResult):
     def rows(self) -> list[dict[str, Any]]:
         """A row for each system: its step, as a fraction of its own step in one process and of the bare loop's, and
         the least fraction that several ranks could reach."""
-        found = []
-        for system, seconds in self.seconds.items():
-            base = system if system == HUGGING_FACE else OURS if system.startswith(OURS) else BARE
-            several = layout_of(self.case.job, system).world > 1
-            found.append(
-                {
-                    "system": system,
-                    "seconds": self.seconds.median(system),
-                    "fastest": min(seconds),
-                    "slowest": max(seconds),
-                    "of_its_single": self.seconds.ratio(system, base) if base in self.seconds else None,
-                    "of_bare": self.seconds.ratio(system, BARE) if BARE in self.seconds else None,
-                    "losses": self.losses[system],
-                    "limit": limit(self.case.job, system) if several else None,
-                }
-            )
-        return found
+        return [self._row(system) for system in self.seconds]
+
+    def _row(self, system: str) -> dict[str, Any]:
+        times, job = self.seconds, self.case.job
+        base = system if system == HUGGING_FACE else OURS if system.startswith(OURS) else BARE
+        return {
+            "system": system,
+            "seconds": times.median(system),
+            "fastest": min(times[system]),
+            "slowest": max(times[system]),
+            "of_its_single": times.ratio(system, base) if base in times else None,
+            "of_bare": times.ratio(system, BARE) if BARE in times else None,
+            "losses": self.losses[system],
+            "limit": limit(job, system) if layout_of(job, system).world > 1 else None,
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        return self.setup() | {"agree": self.agrees, "seconds": self.seconds, "systems": self.rows()}
+        return self.setup() | {"agree": self.ok, "seconds": self.seconds, "systems": self.rows()}
 
     def setup(self) -> dict[str, Any]:
         """What was measured, and where."""
@@ -150,11 +147,11 @@ class ComparisonResult(BenchResult):
 
 def verdict(*results: ComparisonResult) -> Iterator[Block]:
     """Whether the losses agree, and how far to trust the figures."""
-    agree = all(result.agrees for result in results)
+    agree = all(result.ok for result in results)
     yield Text(f"the losses of the first two steps {'agree' if agree else 'differ'}", "good" if agree else "bad")
-    times = Times({f"{at} {name}": s for at, one in enumerate(results) for name, s in one.seconds.items()})
-    case, most = results[0].case, max(result.case.world for result in results)
-    yield from conditions(times, case.rounds, most, results[0].machine.cores)
+    times = [seconds for result in results for seconds in result.seconds.values()]
+    most = max(result.case.world for result in results)
+    yield from caveats(times, results[0].case.rounds, most, results[0].machine.cores)
 
 
 def overhead(changes: list[str], rounds: int, told: Told) -> ComparisonResult:
@@ -191,20 +188,17 @@ def measured(cases: Sequence[Comparison], told: Told) -> Iterator[ComparisonResu
 
 def measure(case: Comparison) -> ComparisonResult:
     patience = _PATIENCE * (case.rounds + 2) * len(case.systems)
-    found = launched.run(case.world, "fivefold.bench.comparison_rank:run", case, timeout=patience)[0]
-    assert isinstance(found, ComparisonResult)
+    found: ComparisonResult = launched.run(case.world, "fivefold.bench.systems:run", case, timeout=patience)[0]
     return found
 
 
 def layout_of(job: Job, system: str) -> Layout:
     """The layout of a system's ranks; the global batch is cut into the same microbatches."""
-    _, _, text = system.rpartition(" ")
-    if "=" not in text:
-        return Layout(microbatches=job.layout.microbatches)
-    layout = Layout.parse(text)
+    text = system.rpartition(" ")[2] if "=" in system else ""
+    layout = Layout.parse(text) if text else Layout()
     if "microbatches" in text:
         return layout
-    return Layout.parse(f"{text},microbatches={max(1, job.layout.microbatches // layout.dp)}")
+    return structs.replace(layout, microbatches=max(1, job.layout.microbatches // layout.dp))
 
 
 def predicted(job: Job, text: str, core: Accelerator) -> float:

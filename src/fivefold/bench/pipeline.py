@@ -14,13 +14,13 @@ from importlib.metadata import version
 from statistics import median
 from typing import Any
 
-from fivefold.bench.harness import Times, ratio, refuse, too_small
-from fivefold.bench.result import BenchResult, conditions, table
+from fivefold.bench.harness import caveats, ratio, refuse, table, too_small
 from fivefold.job.config import DataConfig, Job, TrainConfig
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
-from fivefold.report import Block, Text
+from fivefold.report import Block, Result, Text
 from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
 
 # Ours, and the name that torch.distributed.pipelining has for it.
 SCHEDULES = {"1f1b": "Schedule1F1B", "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}
@@ -31,8 +31,6 @@ _VOCABULARY = 512  # small: the head is a layer that no split can balance
 
 @dataclass(frozen=True)
 class Shape:
-    """The case."""
-
     pp: int
     microbatches: int
     hidden: int
@@ -43,19 +41,12 @@ class Shape:
 
     @property
     def spec(self) -> ModelSpec:
-        return ModelSpec(
-            name="this model",
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=max(1, self.hidden // _HEAD),
-            vocab=_VOCABULARY,
-        )
+        heads = max(1, self.hidden // _HEAD)
+        return ModelSpec(name="this model", layers=self.layers, hidden=self.hidden, heads=heads, vocab=_VOCABULARY)
 
     def job(self, schedule: str | None) -> Job:
         """Under a schedule, or in one process."""
-        layout = Layout(microbatches=self.microbatches)
-        if schedule:
-            layout = Layout(pp=self.pp, schedule=schedule, microbatches=self.microbatches)
+        layout = Layout(pp=self.pp if schedule else 1, schedule=schedule or "1f1b", microbatches=self.microbatches)
         data, train = DataConfig(seq=self.seq), TrainConfig(batch=self.batch, device="cpu")
         return Job(model=self.spec, layout=layout, data=data, train=train)
 
@@ -71,14 +62,10 @@ class Shape:
         refuse([*found, *self.spec.problems()])
         layouts = [self.job(name).layout for name in SCHEDULES]
         refuse(list(dict.fromkeys(one for it in layouts for one in it.problems(self.spec, batch=self.batch))))
-        rounds = max(1, self.microbatches // self.pp)  # as torch's interleaved zero bubble counts them
-        if self.microbatches % rounds:
-            refuse(
-                [
-                    f"torch's zero bubble divides {self.microbatches} microbatches into {rounds} equal rounds, and "
-                    f"cannot; nearest: --microbatches {self.microbatches // self.pp * self.pp}"
-                ]
-            )
+        m, rounds = self.microbatches, max(1, self.microbatches // self.pp)  # as torch's interleaved zero bubble counts
+        if m % rounds:
+            reason = f"torch's zero bubble divides {m} microbatches into {rounds} equal rounds, and cannot"
+            raise UserError(f"{reason}; nearest: --microbatches {m // self.pp * self.pp}")
 
 
 COLUMNS = {
@@ -88,7 +75,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class PipelineResult(BenchResult):
+class PipelineResult(Result):
     """Seconds of every round, by system, in the order they were taken; a round holds one step of each."""
 
     shape: Shape
@@ -101,30 +88,29 @@ class PipelineResult(BenchResult):
     version: str  # of torch
 
     @property
-    def agrees(self) -> bool:
+    def ok(self) -> bool:  # type: ignore[override]
         return max(self.errors.values()) <= TOLERANCE
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each schedule. Ratios are medians of each round's own; `share` is of the ideal: 1 is its speed."""
-        found = []
-        for name, times in self.ours.items():
-            ideals = [alone / self.shape.pp / (1 - self.bubbles[name]) for alone in self.alone]
-            found.append(
-                {
-                    "schedule": name,
-                    "seconds": median(times),
-                    "bubble": self.bubbles[name],
-                    "ideal": median(ideals),
-                    "share": ratio(ideals, times),
-                    "torch": median(self.torch[name]),
-                    "ratio": ratio(times, self.torch[name]),
-                    "to_1f1b": ratio(times, self.ours["1f1b"]),
-                }
-            )
-        return found
+        return [self._row(name) for name in self.ours]
+
+    def _row(self, name: str) -> dict[str, Any]:
+        bubble, times, torchs = self.bubbles[name], self.ours[name], self.torch[name]
+        ideals = [alone / self.shape.pp / (1 - bubble) for alone in self.alone]
+        return {
+            "schedule": name,
+            "seconds": median(times),
+            "bubble": bubble,
+            "ideal": median(ideals),
+            "share": ratio(ideals, times),
+            "torch": median(torchs),
+            "ratio": ratio(times, torchs),
+            "to_1f1b": ratio(times, self.ours["1f1b"]),
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"schedules": self.rows(), "agree": self.agrees}
+        return asdict(self) | {"schedules": self.rows(), "agree": self.ok}
 
     def blocks(self) -> Iterator[Block]:
         shape = self.shape
@@ -135,20 +121,16 @@ class PipelineResult(BenchResult):
             f"{median(self.alone):.2f} s a step; {shape.rounds} rounds in turns, medians"
         )
         yield table(self.rows(), COLUMNS)
-        worst = max(self.errors, key=lambda name: self.errors[name])
-        how = "agree" if self.agrees else "differ"
-        yield Text(
-            f"gradients {how} with one process; the farthest, {worst}, by {self.errors[worst]:.1e}",
-            "good" if self.agrees else "bad",
-        )
+        worst = max(self.errors, key=self.errors.__getitem__)
+        far = f"with one process; the farthest, {worst}, by {self.errors[worst]:.1e}"
+        yield Text(f"gradients agree {far}", "good") if self.ok else Text(f"gradients differ {far}", "bad")
         fastest = ", ".join(f"{name} {min(one):.3f} / {min(self.torch[name]):.3f}" for name, one in self.ours.items())
         yield Text(f"fastest rounds, ours / torch's: {fastest}; one process {min(self.alone):.3f}")
-        times = Times({"one process": self.alone} | self.ours | {f"torch {k}": v for k, v in self.torch.items()})
-        yield from conditions(times, shape.rounds, shape.pp, self.cores)
+        times = [self.alone, *self.ours.values(), *self.torch.values()]
+        yield from caveats(times, shape.rounds, shape.pp, self.cores)
 
 
 def measure(shape: Shape, timeout: float = 3600.0) -> PipelineResult:
     shape.check()
-    found = ranks.run(shape.pp, "fivefold.bench.pipeline_rank:run", shape, timeout=timeout)[0]
-    assert isinstance(found, PipelineResult)
+    found: PipelineResult = ranks.run(shape.pp, "fivefold.bench.pipeline_rank:run", shape, timeout=timeout)[0]
     return found

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,18 +27,6 @@ from fivefold.train.engine import Engine
 from fivefold.verify.batches import plain_batch
 
 ALONE = "one process"
-Durations = dict[tuple[Kind, int], list[float]]
-
-
-class System(Protocol):
-    def step(self) -> object:
-        """Forward and backward passes of the batch, until its gradients are final."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Of this rank's stages, by global name."""
-
-    def reset(self) -> None:
-        """Drop the gradients."""
 
 
 class Ours:
@@ -48,7 +35,8 @@ class Ours:
     def __init__(self, shape: Shape, batch: Batch, schedule: str | None = None):
         job = shape.job(schedule)
         self.timing = False
-        self.durations: Durations = defaultdict(list)  # of compute on this rank, by kind and stage
+        # Seconds of compute on this rank, by kind and stage.
+        self.durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         self.engine, self.batch = Engine(job, Mesh.of(job.layout, CPU), self._watch), batch
 
     @contextmanager
@@ -59,12 +47,15 @@ class Ours:
             self.durations[action.kind, action.stage].append(time.perf_counter() - start)
 
     def step(self) -> object:
+        """Forward and backward passes of the batch, until its gradients are final."""
         return self.engine.accumulate(self.batch)
 
     def gradients(self) -> dict[str, Tensor]:
+        """Of this rank's stages, by global name."""
         return {name: whole(one) for name, one in self.engine.gradients().items()}
 
     def reset(self) -> None:
+        """Drop the gradients."""
         self.engine.weights.publish()
 
     def time_actions(self) -> None:
@@ -74,6 +65,16 @@ class Ours:
         self.step()
         self.reset()
         pipeline.channels, self.timing = channels, False
+
+    def costs(self) -> Costs:
+        """What compute costs on all ranks; collective."""
+        everyone: list[dict[tuple[Kind, int], float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, {place: median(times) for place, times in self.durations.items()})
+        known = {place: seconds for rank in everyone for place, seconds in rank.items()}
+        stages = range(self.engine.schedule.placement.stages)
+        kinds = (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+        f, i, w, b = (tuple(known.get((kind, stage), 0.0) for stage in stages) for kind in kinds)
+        return Costs(f, i, w, b, activation=(1.0,) * len(stages))
 
 
 class NoChannels(Channels):
@@ -85,21 +86,19 @@ class NoChannels(Channels):
     def receive(self, action: Action, shape: tuple[int, ...]) -> Tensor:  # type: ignore[override]
         return torch.randn(shape, dtype=self.dtype)
 
-    def send(self, action: Action, x: Tensor) -> None:
-        pass
+    def send(self, action: Action, x: Tensor) -> None: ...
 
-    def drain(self) -> None:
-        pass
+    def drain(self) -> None: ...
 
 
 class Torchs(TorchPipeline):
     """The schedule of the same name in torch.distributed.pipelining, with our loss."""
 
     def __init__(self, shape: Shape, batch: Batch, schedule: str):
-        super().__init__(shape.job(schedule), batch, SCHEDULES[schedule], _loss, LocalOps())
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            return loss_sum(logits, targets, torch.ones_like(targets, dtype=torch.bool))
 
-    def step(self) -> object:
-        return self.accumulate()
+        super().__init__(shape.job(schedule), batch, SCHEDULES[schedule], loss, LocalOps())
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
@@ -108,15 +107,11 @@ class Torchs(TorchPipeline):
         self.model.zero_grad(set_to_none=True)
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return loss_sum(logits, targets, torch.ones_like(targets, dtype=torch.bool))
-
-
 def run(rank: Rank, shape: Shape) -> PipelineResult:
     enter(rank)
     batch = plain_batch(shape.spec.vocab, shape.batch, shape.seq)
     ours = {name: Ours(shape, batch, name) for name in SCHEDULES}
-    systems: dict[str, System] = {ALONE: Ours(shape, batch)}
+    systems: dict[str, Ours | Torchs] = {ALONE: Ours(shape, batch)}
     for name in SCHEDULES:
         systems |= {name: ours[name], f"torch {name}": Torchs(shape, batch, name)}
     errors = _errors(systems)
@@ -134,14 +129,14 @@ def run(rank: Rank, shape: Shape) -> PipelineResult:
         alone=seconds[ALONE],
         ours={name: seconds[name] for name in SCHEDULES},
         torch={name: seconds[f"torch {name}"] for name in SCHEDULES},
-        bubbles={name: simulate(one.engine.schedule, _costs(one)).bubble_makespan for name, one in ours.items()},
+        bubbles={name: simulate(one.engine.schedule, one.costs()).bubble_makespan for name, one in ours.items()},
         errors=errors,
         cores=here.cores,
         version=here.torch,
     )
 
 
-def _errors(systems: dict[str, System]) -> dict[str, float]:
+def _errors(systems: dict[str, Ours | Torchs]) -> dict[str, float]:
     """How far every system's gradients lie from one process's; the first step of each is also its warm-up."""
     systems[ALONE].step()
     wanted, errors = systems[ALONE].gradients(), {}
@@ -157,16 +152,3 @@ def _errors(systems: dict[str, System]) -> dict[str, float]:
             system.reset()
     systems[ALONE].reset()
     return errors
-
-
-def _costs(ours: Ours) -> Costs:
-    """What compute costs on all ranks; collective."""
-    everyone: list[dict[tuple[Kind, int], float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {place: median(times) for place, times in ours.durations.items()})
-    known = {place: seconds for rank in everyone for place, seconds in rank.items()}
-    stages = range(ours.engine.schedule.placement.stages)
-    f, i, w, b = (
-        tuple(known.get((kind, stage), 0.0) for stage in stages)
-        for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
-    )
-    return Costs(f, i, w, b, activation=(1.0,) * len(stages))

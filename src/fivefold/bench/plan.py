@@ -5,7 +5,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from fivefold.bench.result import RowsResult
+from fivefold.bench.harness import RowsResult
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.time import Case

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, measured, predicted, verdict
-from fivefold.bench.harness import OURS, Told, choices
-from fivefold.bench.result import BenchResult, table
+from fivefold.bench.harness import OURS, Told, choices, table
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.kernels import Device
-from fivefold.report import Block, Text
+from fivefold.report import Block, Result, Text
 from fivefold.support.errors import Note, UserError
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
@@ -24,7 +23,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class ScalingResult(BenchResult):
+class ScalingResult(Result):
     """A comparison for each number of ranks that was measured so far."""
 
     chosen: Sequence[str]  # layouts, in the order in which they are shown
@@ -32,38 +31,32 @@ class ScalingResult(BenchResult):
     cores: Mapping[int, Accelerator]  # by the number of ranks at work; empty without a prediction
 
     @property
-    def agrees(self) -> bool:
-        return all(run.agrees for run in self.runs)
+    def ok(self) -> bool:  # type: ignore[override]
+        return all(run.ok for run in self.runs)
 
     def rows(self) -> list[dict[str, Any]]:
-        by_layout = {system: run for run in self.runs for system in run.case.systems[1:]}
-        alone = predicted(self.runs[0].case.job, OURS, self.cores[1]) if self.cores else None
-        rows = []
-        for text in self.chosen:
-            system = f"{OURS} {text}"
-            if system not in by_layout:
-                continue
-            run = by_layout[system]
-            times, world = run.seconds, run.case.world
-            speed_up = 1 / times.ratio(system, OURS)
-            seconds = predicted(run.case.job, text, self.cores[world]) if self.cores else None
-            rows.append(
-                {
-                    "layout": text,
-                    "ranks": world,
-                    "one_process_seconds": times.median(OURS),
-                    "seconds": times.median(system),
-                    "speed_up": speed_up,
-                    "efficiency": speed_up / world,
-                    "predicted_seconds": seconds,
-                    "predicted_one_process_seconds": alone,
-                    "predicted_speed_up": alone / seconds if alone and seconds else None,
-                }
-            )
-        return rows
+        runs = {system.removeprefix(f"{OURS} "): run for run in self.runs for system in run.case.systems[1:]}
+        return [self._row(layout, runs[layout]) for layout in self.chosen if layout in runs]
+
+    def _row(self, layout: str, run: ComparisonResult) -> dict[str, Any]:
+        times, world, system, job = run.seconds, run.case.world, f"{OURS} {layout}", run.case.job
+        speed_up = 1 / times.ratio(system, OURS)
+        alone = predicted(job, OURS, self.cores[1]) if self.cores else None
+        seconds = predicted(job, layout, self.cores[world]) if self.cores else None
+        return {
+            "layout": layout,
+            "ranks": world,
+            "one_process_seconds": times.median(OURS),
+            "seconds": times.median(system),
+            "speed_up": speed_up,
+            "efficiency": speed_up / world,
+            "predicted_seconds": seconds,
+            "predicted_one_process_seconds": alone,
+            "predicted_speed_up": alone / seconds if alone and seconds else None,
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        runs = [{"ranks": run.case.world, "agree": run.agrees, "seconds": run.seconds} for run in self.runs]
+        runs = [{"ranks": run.case.world, "agree": run.ok, "seconds": run.seconds} for run in self.runs]
         reached = {ranks: _reached(core, ranks) for ranks, core in sorted(self.cores.items())}
         found = self.runs[0].setup() | {"layouts": self.rows(), "runs": runs}
         return found | ({"cores_by_ranks": reached} if self.cores else {})
@@ -94,14 +87,7 @@ def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
 
 
 def scaling(
-    changes: list[str],
-    ranks: int,
-    least: int,
-    rounds: int,
-    batch: int | None,
-    only: str,
-    predict: bool,
-    told: Told,
+    changes: list[str], ranks: int, least: int, rounds: int, batch: int | None, only: str, predict: bool, told: Told
 ) -> Iterator[ScalingResult]:
     """The result after each number of ranks, with all that was measured until then."""
     if ranks < 2:

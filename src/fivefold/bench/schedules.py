@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from fivefold.bench.result import RowsResult
+from fivefold.bench.harness import RowsResult
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.check import check
 from fivefold.schedule.simulate import simulate

@@ -14,8 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-from fivefold.bench.harness import Told, refuse, too_small
-from fivefold.bench.result import RowsResult
+from fivefold.bench.harness import RowsResult, Told, refuse, too_small
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig

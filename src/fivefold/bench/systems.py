@@ -1,9 +1,12 @@
-"""What benchmarks compare: Fivefold's engine, a plain loop, Hugging Face's model, PyTorch's parallelisms."""
+"""What benchmarks compare: Fivefold's engine, a plain loop, Hugging Face's model, PyTorch's parallelisms.
+
+`run` is one rank of a comparison: every system that it is part of, a step of each in turns.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +21,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from fivefold.bench.rank import CPU
+from fivefold.bench.comparison import BARE, PEERS, Comparison, ComparisonResult, layout_of
+from fivefold.bench.harness import HUGGING_FACE, OURS
+from fivefold.bench.rank import CPU, enter, machine, take_turns
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, compiles
+from fivefold.launch.ranks import Rank
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
@@ -32,15 +38,9 @@ from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.hf_config import to_hf_config
 from fivefold.train.engine import Engine
+from fivefold.verify.batches import plain_batch
 
 RATE = 1e-3
-
-
-class System(Protocol):
-    sums: bool  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
-
-    def step(self) -> float:
-        """Take a training step; return its loss."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,13 @@ class Part:
 
 
 class Ours:
-    sums = False
+    sums = False  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
 
     def __init__(self, job: Job, layout: Layout, batch: Batch):
         self.engine, self.batch = Engine(structs.replace(job, layout=layout), Mesh.of(layout, CPU)), batch
 
     def step(self) -> float:
+        """Take a training step; return its loss."""
         loss = self.engine.accumulate(self.batch)
         self.engine.step(RATE, self.engine.gradient_norm())
         self.engine.weights.ready()
@@ -184,16 +185,12 @@ class TensorParallel(Loop):
     def __init__(self, job: Job, part: Part):
         model, mesh = decoder(job), init_device_mesh("cpu", (dist.get_world_size(),))
         columns, rows = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"), ("attention.o", "mlp.down")
-        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {
-            name: RowwiseParallel() for name in rows
-        }
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel() for name in rows}
         for block in model.layers.values():
             parallelize_module(block, mesh, plan)
-        ends = {
-            "embedding": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        }
-        parallelize_module(model, mesh, ends)
+        head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": head})
         super().__init__(model, part, job)
 
     def syncing(self, last: bool) -> AbstractContextManager[Any]:
@@ -225,20 +222,16 @@ class TorchPipeline:
         for parameter in job.model.parameters():
             if parameter.name in self.parameters:
                 draw(job.model, parameter, self.parameters[parameter.name], job.train.seed)
-        parts = [
-            PipelineStage(module, stage.index, len(stages), CPU) for module, stage in zip(self.model, mine, strict=True)
-        ]
-        made = getattr(schedules, kind)
-        single = issubclass(made, schedules.PipelineScheduleSingle)
-        count = batch.loss_tokens
-        self.schedule = made(
-            parts[0] if single else parts, layout.microbatches, lambda *pair: loss(*pair) / count, scale_grads=False
-        )
+        pairs = zip(self.model, mine, strict=True)
+        parts = [PipelineStage(module, stage.index, len(stages), CPU) for module, stage in pairs]
+        made, count = getattr(schedules, kind), batch.loss_tokens
+        taken = parts[0] if issubclass(made, schedules.PipelineScheduleSingle) else parts
+        self.schedule = made(taken, layout.microbatches, lambda *pair: loss(*pair) / count, scale_grads=False)
         tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
         self.inputs = [tokens] if any(stage.first for stage in mine) else []
         self.targets = targets if any(stage.last for stage in mine) else None
 
-    def accumulate(self) -> float:
+    def step(self) -> float:
         losses: list[Tensor] = []
         self.schedule.step(*self.inputs, target=self.targets, losses=losses, return_outputs=False)
         return sum(one.item() for one in losses)
@@ -255,7 +248,7 @@ class Pipelined(Loop):
         super().__init__(self.pipeline.model, Part.of(batch, layout), job)
 
     def accumulate(self) -> float:
-        return self.pipeline.accumulate()
+        return self.pipeline.step()
 
     def clip(self) -> None:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -264,3 +257,45 @@ class Pipelined(Loop):
         scale = (self.job.optimizer.clip / (total.sqrt() + 1e-6)).clamp(max=1.0)
         for grad in gradients:
             grad.mul_(scale)
+
+
+def run(rank: Rank, case: Comparison) -> ComparisonResult:
+    enter(rank, case.threads)
+    job = case.job
+    batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
+    built = {name: build(job, name, batch, rank.number) for name in case.systems}
+    # The first two steps are also the warm-up.
+    losses = {name: [_loss(system) for _ in range(2)] for name, system in built.items()}
+    steps = {name: system.step if system else None for name, system in built.items()}
+    return ComparisonResult(case, take_turns(steps, case.rounds), losses, machine())
+
+
+def build(job: Job, name: str, batch: Batch, rank: int) -> Ours | Loop | None:
+    """A system, on the ranks that it has; making one is collective, so all of its ranks make it now."""
+    layout = layout_of(job, name)
+    if rank >= layout.world:
+        return None
+    part = Part.of(batch, layout, rank % layout.dp)
+    makers: dict[str, Callable[[], Ours | Loop]] = {
+        OURS: lambda: Ours(job, layout, batch),
+        BARE: lambda: Loop(decoder(job), part, job),
+        HUGGING_FACE: lambda: HuggingFace(job, part),
+        PEERS["dp"]: lambda: DataParallel(job, part),
+        PEERS["zero"]: lambda: FullySharded(job, part),
+        PEERS["tp"]: lambda: TensorParallel(job, part),
+        PEERS["pp"]: lambda: Pipelined(job, layout, batch),
+    }
+    return makers[name if name in makers else name.partition(" ")[0]]()
+
+
+def _loss(system: Ours | Loop | None) -> float:
+    """The loss of a step, as all ranks together have it."""
+    mine = None if system is None else (system.step(), system.sums)
+    if not dist.is_initialized():
+        assert mine is not None
+        return mine[0]
+    found: list[tuple[float, bool] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    known = [one for one in found if one is not None]
+    total = sum(loss for loss, _ in known)
+    return total if known[0][1] else total / len(known)

@@ -17,13 +17,12 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.bench.comparison import of_one_process, only_ours
-from fivefold.bench.harness import HUGGING_FACE, OURS, Told, choices, ratio, refuse, too_small, turns
-from fivefold.bench.result import BenchResult, table
+from fivefold.bench.harness import HUGGING_FACE, OURS, Told, choices, ratio, refuse, table, too_small, turns
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TraceConfig, read_job
 from fivefold.job.preflight import run_directory_problems
 from fivefold.launch import ranks
-from fivefold.report import Block, Table, Text
+from fivefold.report import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text, counted, si
 
@@ -79,7 +78,7 @@ class Extras:
 
 
 @dataclass(frozen=True)
-class TrainBenchResult(BenchResult):
+class TrainBenchResult(Result):
     """The turns of each system, in the order they were taken."""
 
     job: Job
