@@ -226,17 +226,17 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
     _, run = whole
     monkeypatch.chdir(tmp_path)
     for words, said in [
-        (["generate", run], "give a --prompt, or --tokens"),
+        (["generate", run], "give either --prompt or --tokens"),
         (["generate", run, "--tokens", "a"], "is not a list of numbers"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere is no directory"),
-        (["export", "hf", run, "-o", "x", "--shard-size", "big"], "--shard-size big is no size"),
+        (["export", "hf", run, "-o", "x", "--shard-size", "big"], "--shard-size big is not a size"),
         (["export", "hf", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is none of"),
-        (["import", "hf", "nowhere", "-o", "x"], "nowhere is no directory"),
+        (["import", "hf", "nowhere", "-o", "x"], "nowhere is not a directory"),
         (["checkpoint", "reshard", run, "--layout", "tp=3", "-o", "x"], "does not divide the 4 attention heads"),
         (["generate", run, "--prompt", "x", "--temperature", "1e-320"], "must be 0, which is greedy, or at least"),
         (["generate", run, "--prompt", "x", "--seed", str(1 << 70)], "must lie between 0 and 2^63 - 1"),
         (["checkpoint", "show", run, "--step", "7"], "has no complete checkpoint of step 7; it has: 6, 8"),
-        (["train", "--restarts", "1"], "--restarts belongs to --nproc"),
+        (["train", "--restarts", "1"], "--restarts needs --nproc"),
         (["train", "checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
     ]:
         with pytest.raises(UserError) as error:

@@ -135,7 +135,7 @@ def test_ctrl_c_stops_all_ranks_in_a_sentence_and_keeps_the_metrics(
     finally:
         run.kill()
     assert run.returncode == 130
-    assert "stopped; the metrics up to here are kept" in out
+    assert "stopped; metrics and checkpoints up to here are kept" in out
     assert "Traceback" not in err
     assert nproc == 1 or len(ranks) == nproc
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

@@ -115,7 +115,7 @@ class CheckpointCheck(Result):
 
 
 def verify_checkpoints(
-    run: Path, step: int | None = None, progress: Callable[[int, int], object] = lambda done, total: None
+    run: Path, step: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CheckpointCheck:
     """Hash every file of every complete checkpoint, or of that of `step`, and compare it with the manifest.
 

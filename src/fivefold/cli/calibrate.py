@@ -9,8 +9,9 @@ import typer
 
 from fivefold.cli.progress import counting_bar
 from fivefold.report import show
-from fivefold.report.show import check_writable, write
+from fivefold.report.show import check_writable
 from fivefold.support.errors import UserError
+from fivefold.support.files import write
 
 SHORT = "Measure this device for the planner.  [dim]fivefold calibrate -o mine.toml[/]"
 

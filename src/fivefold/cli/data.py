@@ -1,4 +1,4 @@
-"""`fivefold data`: text into tokens, and whether they are still what they were."""
+"""`fivefold data`: turn text into token files, and check them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,16 +21,16 @@ def prepare(
     eos: Annotated[str | None, typer.Option(help="End-of-document token or its id, if not found by itself.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
     prompt_field: Annotated[str | None, typer.Option(help="Field whose text comes first and carries no loss.")] = None,
-    valid: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.0,
+    valid: Annotated[float, typer.Option(help="Share of documents to hold out for validation.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a token directory that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing token directory.")] = False,
 ) -> None:
     """Tokenize files into memory-mapped shards with an index and checksums.
 
     One document per text file or record, each followed by an end-of-document
-    token. A record may give "segments": \\[{"text": ..., "loss": false}, ...] in
-    place of its text: what has no loss is context only. For bytes, the disk and
-    SHA-256 limit the speed; for a tokenizer, its own library does.
+    token. A record may give "segments": \\[{"text": ..., "loss": false}, ...]
+    instead of its text: segments without loss are context only. For bytes, the
+    disk and SHA-256 limit the speed; for a tokenizer, its library does.
 
     [dim]Examples:[/]
 

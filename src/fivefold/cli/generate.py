@@ -1,4 +1,4 @@
-"""`fivefold generate`: what a model says."""
+"""`fivefold generate`: text from a trained model."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fivefold.support.errors import UserError
 
-SHORT = 'Let a model speak.  [dim]fivefold generate runs/demo --prompt "def "[/]'
+SHORT = 'Generate text.  [dim]fivefold generate runs/demo --prompt "def "[/]'
 
 
 def generate(
@@ -17,24 +17,26 @@ def generate(
         Path,
         typer.Argument(metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory.", show_default=False),
     ],
-    prompt: Annotated[list[str] | None, typer.Option(help="What it goes on from; may be given several times.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="The same as numbers: 1,2,3.")] = None,
-    count: Annotated[int, typer.Option("--count", "-n", help="The most tokens to say.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw among so many likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest with this much probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    layout: Annotated[str, typer.Option(help="tp and pp: ranks of this machine that share the model.")] = "dp=1",
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; without it the newest complete one.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
+    count: Annotated[int, typer.Option("--count", "-n", help="The largest number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always take the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
+    layout: Annotated[str, typer.Option(help="tp and pp: processes of this machine that share the model.")] = "dp=1",
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds for ranks of a layout.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Time limit in seconds when a layout needs several processes.")
+    ] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Go on from a prompt, with the weights of a run or of a Hugging Face directory.
+    """Continue a prompt, with the weights of a run or of a Hugging Face directory.
 
-    Keys and values of earlier tokens are kept. Greedy unless --temperature says
-    otherwise; the same seed draws the same tokens, in any layout.
+    Keys and values of earlier tokens are cached. Decoding is greedy unless
+    --temperature is set; the same seed samples the same tokens in any layout.
 
     [dim]Examples:[/]
 
@@ -48,7 +50,7 @@ def generate(
     from fivefold.generate.sampling import Sampling
 
     if bool(prompt) == bool(tokens):
-        raise UserError("give a --prompt, or --tokens, and not both")
+        raise UserError("give either --prompt or --tokens")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     question = Question(source.expanduser(), step, layout, dtype, device, count, sampling, timeout)
     console = Console(highlight=False, soft_wrap=True)

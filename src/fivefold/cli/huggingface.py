@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from fivefold.checkpoint.store import Checkpoint
     from fivefold.job.config import Job
 
-IMPORT = "Weights of others.  [dim]fivefold import hf DIR -o runs/llama[/]"
-EXPORT = "Weights for others.  [dim]fivefold export hf runs/demo -o demo-hf[/]"
+IMPORT = "Import Hugging Face weights.  [dim]fivefold import hf DIR -o runs/llama[/]"
+EXPORT = "Export weights for Hugging Face.  [dim]fivefold export hf runs/demo -o demo-hf[/]"
 
-importing = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Weights of others.")
-exporting = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Weights for others.")
+importing = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Import weights.")
+exporting = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Export weights.")
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
@@ -32,7 +32,7 @@ def _export() -> None:
     pass
 
 
-@importing.command("hf", short_help="A directory with config.json and safetensors.")
+@importing.command("hf", short_help="From a directory with config.json and safetensors.")
 def import_hf(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="config.json and *.safetensors.", show_default=False)
@@ -42,8 +42,8 @@ def import_hf(
     """Make a run directory whose step 0 has the weights of a Hugging Face directory.
 
     Llama, Qwen3 and GPT-2, in one file or many. Tensors are read one by one: the
-    whole model is never in memory. Train it further with the job.toml that is
-    written beside, or say something with it.
+    whole model is never in memory. The job.toml in the new directory continues
+    training; `fivefold generate` generates text.
 
     [dim]Examples:[/]
 
@@ -57,20 +57,20 @@ def import_hf(
     from fivefold.spec.hf_config import read_hf_config
 
     if not directory.is_dir():
-        raise UserError(f"{directory} is no directory")
+        raise UserError(f"{directory} is not a directory")
     count = read_hf_config(directory).parameter_count
     with bytes_bar("importing", 4 * count) as advance:
         checkpoint = take(directory, output, advance)
     typer.echo(f"{checkpoint.path}; train it with: fivefold train {output / 'job.toml'} data.path=TOKENS")
 
 
-@exporting.command("hf", short_help="What transformers' from_pretrained reads.")
+@exporting.command("hf", short_help="As a directory that transformers' from_pretrained reads.")
 def export_hf(
     run: Annotated[Path, typer.Argument(help="A run's directory, or one of its checkpoints.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; without it the newest complete one.")] = None,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    shard_size: Annotated[str, typer.Option(help="The most of one file: 4GB, 500MB.")] = "4GB",
+    shard_size: Annotated[str, typer.Option(help="Largest size of one file: 4GB, 500MB.")] = "4GB",
 ) -> None:
     """Write a checkpoint as config.json and safetensors.
 
@@ -89,7 +89,7 @@ def export_hf(
 
     widths = {"float32": 4, "bfloat16": 2, "float16": 2}
     if dtype not in widths:
-        raise UserError(f"--dtype {dtype} is none of {', '.join(widths)}")
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(widths)}")
     checkpoint = find(run, step)
     if damage := checkpoint.damage():
         raise UserError(damage)
@@ -106,18 +106,18 @@ def _bytes(text: str) -> int:
     try:
         size = float(digits) * _SIZES[unit]
     except (ValueError, KeyError):
-        raise UserError(f"--shard-size {text} is no size; write for example 4GB or 500MB") from None
+        raise UserError(f"--shard-size {text} is not a size; write for example 4GB or 500MB") from None
     if not size >= 1:
         raise UserError(f"--shard-size {text} holds nothing; write for example 4GB")
     return int(size)
 
 
 def _words(checkpoint: "Checkpoint", job: "Job") -> tuple[Path | None, int | None]:
-    """The run's tokenizer.json, if it has one, and the token that ends a text, if that is known."""
+    """The run's tokenizer.json, if it has one, and its end-of-text token, if that is known."""
     from fivefold.generate.text import text_of_run
 
     try:
         text = text_of_run(checkpoint, job)
-    except UserError:  # the data is gone, or it has words of its own
+    except UserError:  # the data is gone, or has its own tokens
         return None, None
     return text.file, text.end

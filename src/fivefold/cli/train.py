@@ -1,4 +1,4 @@
-"""`fivefold train`: a job file, changes on top, and a run."""
+"""`fivefold train`: run a job."""
 
 import os
 import signal
@@ -23,23 +23,21 @@ def train(
     job: JobWords = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
     restarts: Annotated[
-        int, typer.Option(help="With --nproc: how often to start again when a rank fails, from the last checkpoint.")
+        int, typer.Option(help="With --nproc: how often to restart from the last checkpoint when a rank fails.")
     ] = 0,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over in a new directory; what is there stays as it is.")
+        bool, typer.Option("--fresh", help="Start over in a new directory; existing runs are kept.")
     ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Check the job and print it resolved, without training.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the job and print it resolved; do not train.")] = False,
 ) -> None:
-    """Train a model as a job file says; without one, a small Llama on Python's own source.
+    """Train a model; without a job file, a small Llama on the Python standard library.
 
     A job has the sections model, layout, data, optimizer, train, checkpoint, trace
     and run, and every setting has a default. The resolved job is printed, and saved
-    with the run's metrics and checkpoints in a directory below run.dir. Where that
-    has a checkpoint, the run goes on from it, in whatever layout the job now says.
-    SIGTERM saves one more and ends with exit code 143. Under torchrun or Slurm's
-    srun the same command joins the ranks that they started.
+    with the run's metrics and checkpoints in a directory below run.dir. If that
+    directory has a checkpoint, the run resumes from it, in whatever layout the job
+    now has. SIGTERM saves one more checkpoint and ends with exit code 143. Under
+    torchrun or Slurm's srun, the same command joins the ranks that they started.
 
     [dim]Examples:[/]
 
@@ -86,9 +84,9 @@ def _check(nproc: int, restarts: int, world: "World") -> None:
             f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
         )
     if restarts < 0:
-        raise UserError(f"--restarts {restarts} is less than none; nearest: --restarts 0")
+        raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0")
     if restarts and nproc == 1:
-        raise UserError("--restarts belongs to --nproc: ranks of another launcher are started again by it")
+        raise UserError("--restarts needs --nproc: other launchers restart their own ranks")
 
 
 def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:
@@ -102,14 +100,14 @@ def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:
     try:
         run_job(job, sources, world, console, Options(fresh, lambda: stop.term))
     except Stopped as stopped:
-        saved = "; its checkpoint is saved, and the same command goes on from there" if job.checkpoint.save else ""
+        saved = "; its checkpoint is saved, and the same command resumes from it" if job.checkpoint.save else ""
         console.print(f"stopped by SIGTERM after step {stopped.step}{saved}")
         return TERMINATED
     except (KeyboardInterrupt, RuntimeError, PeerLost) as error:
         # A rank that is told to stop may first see the end of its connection to one that has stopped already.
         if not isinstance(error, KeyboardInterrupt) and not stop.asked:
             raise
-        console.print("stopped; the metrics up to here are kept, and the checkpoints")
+        console.print("stopped; metrics and checkpoints up to here are kept")
         return INTERRUPTED
     return 0
 

@@ -19,6 +19,9 @@ def mark(holds: bool) -> Cell:
     return Cell("ok", "good") if holds else Cell("FAILS", "bad")
 
 
+Row = Sequence[Any]  # strings and Cells, whose common type mypy would take for Sequence[str]
+
+
 class Column(NamedTuple):
     head: str
     right: bool  # aligned: numbers are, words are not
@@ -41,10 +44,10 @@ class Table:
     """
 
     heads: Sequence[str]
-    rows: Sequence[Sequence[str | Cell]]
+    rows: Sequence[Row]
     title: str = ""
     caption: str = ""
-    totals: Sequence[Sequence[str | Cell]] = field(default=())  # below a rule
+    totals: Sequence[Row] = field(default=())  # below a rule
 
     @property
     def columns(self) -> list[Column]:

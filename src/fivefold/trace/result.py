@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from fivefold.report import Block, Cell, Result, Table, Text
+from fivefold.report.blocks import Row
 from fivefold.report.terminal import render, width_of
 from fivefold.support.formatting import bytes_text, counted
 from fivefold.trace.chrome import write
@@ -54,7 +55,10 @@ class TraceResult(Result):
 
         ranks = [cells(time, self.summary.bubble_of(rank)) for rank, time in self._ranks]
         shares = [Cell(f"{_part(total, name) / total.step:.1%}", "dim") for name in _PARTS]
-        totals = [[Cell("mean", "bold"), *cells(total, self.summary.bubble)], [Cell("share", "dim"), *shares]]
+        totals: list[Row] = [
+            [Cell("mean", "bold"), *cells(total, self.summary.bubble)],
+            [Cell("share", "dim"), *shares],
+        ]
         return Table(heads, self._named(ranks), totals=totals)
 
     def _traffic(self) -> Table:

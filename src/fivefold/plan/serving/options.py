@@ -175,8 +175,8 @@ class ServingOption:
         return self.ttft <= (service.ttft or self.ttft) and self.token <= (service.tpot or self.token)
 
     def to_dict(self) -> dict[str, Any]:
-        nested = {"bound": self.bound, "parts": self.parts._asdict(), "held": asdict(self.held)}
-        nested["held"]["total"] = self.held.total
+        held = asdict(self.held) | {"total": self.held.total}
+        nested: dict[str, Any] = {"bound": self.bound, "parts": self.parts._asdict(), "held": held}
         return {name: value for name, value in vars(self).items() if name not in nested} | nested
 
 
