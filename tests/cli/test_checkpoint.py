@@ -230,7 +230,7 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
         (["generate", run, "--tokens", "a"], "is not a list of numbers"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere is no directory"),
         (["export", "hf", run, "-o", "x", "--shard-size", "big"], "--shard-size big is not a size"),
-        (["export", "hf", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is none of"),
+        (["export", "hf", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is not one of"),
         (["import", "hf", "nowhere", "-o", "x"], "nowhere is not a directory"),
         (["checkpoint", "reshard", run, "--layout", "tp=3", "-o", "x"], "does not divide the 4 attention heads"),
         (["generate", run, "--prompt", "x", "--temperature", "1e-320"], "must be 0, which is greedy, or at least"),

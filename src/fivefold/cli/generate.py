@@ -28,9 +28,7 @@ def generate(
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    timeout: Annotated[
-        float, typer.Option(help="Time limit in seconds when a layout needs several processes.")
-    ] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit, in seconds, of a layout with several ranks.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Continue a prompt, with the weights of a run or of a Hugging Face directory.

@@ -67,9 +67,10 @@ def _one(verdict: Verdict) -> Iterator[Block]:
         yield Text(verdict.details, "dim")
     else:
         yield _compared(verdict)
-        for part in filter(None, (verdict.traffic and _traffic(verdict), verdict.held and _held(verdict))):
-            yield Text("")
-            yield part
+        if verdict.traffic:
+            yield from (Text(""), _traffic(verdict))
+        if verdict.held:
+            yield from (Text(""), _held(verdict))
         if verdict.graphs is not None:
             yield Text("\n" + graphs_text(*verdict.graphs, blocks=job.layout.compiles_blocks))
     for problem in verdict.problems:
@@ -87,10 +88,10 @@ def _compared(verdict: Verdict) -> Table:
             numbers = (f"{found:.10g}", f"{wanted:.10g}", _size(error))
             rows.append([f"{what}, step {error.step}", *numbers, mark(error.holds)])
     for what in ("gradient", "parameter"):
-        if (found := verdict.worst(what)) is not None:
-            rows.append([f"worst {what}", found.name, f"step {found.step}", _size(found), mark(found.holds)])
-            if found.bound > bound:
-                rows.append(["allowed for it", "", "", f"{found.bound:.1e}"])
+        if (worst := verdict.worst(what)) is not None:
+            rows.append([f"worst {what}", worst.name, f"step {worst.step}", _size(worst), mark(worst.holds)])
+            if worst.bound > bound:
+                rows.append(["allowed for it", "", "", f"{worst.bound:.1e}"])
     rows.append(["allowed", "", "", f"{bound:.1e}"])
     return Table(["", ">layout", ">one process", ">error", ""], rows)
 
