@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from fivefold.bench import train as bench_train
 from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predicted
 from fivefold.bench.harness import OURS, Machine, Times, choices
-from fivefold.bench.profile import Profile
 from fivefold.bench.scaling import layouts
+from fivefold.bench.train_rank import Profile
 from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.report.terminal import to_text

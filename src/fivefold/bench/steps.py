@@ -7,12 +7,15 @@ combinations are cases.
 """
 
 import csv
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from fivefold.bench.harness import RowsResult, Told, refuse, too_small
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
@@ -81,9 +84,9 @@ class Timed:
 
     @property
     def row(self) -> dict[str, Any]:
-        of_run = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "case"}
-        rate = self.case.tokens / self.seconds if self.seconds else None
-        return {**asdict(self.case), **of_run, "tokens_per_second": round(rate, 1) if rate else None}
+        of_run = asdict(self)
+        rate = round(self.case.tokens / self.seconds, 1) if self.seconds else None
+        return of_run.pop("case") | of_run | {"tokens_per_second": rate}
 
 
 COLUMNS = {
@@ -121,11 +124,8 @@ def cases(word: str) -> list[Case]:
             problems.append(f"{word}: unknown key {key!r}; {did_you_mean(key, known)}")
         elif key in WORDS:
             choices[key] = text.split("/")
-            problems += [
-                f"{word}: {key}={value!r} is not a choice; {did_you_mean(value, WORDS[key])}"
-                for value in choices[key]
-                if value not in WORDS[key]
-            ]
+            wrong = [value for value in choices[key] if value not in WORDS[key]]
+            problems += [f"{word}: {key}={v!r} is not a choice; {did_you_mean(v, WORDS[key])}" for v in wrong]
         else:
             wrong = [value for value in text.split("/") if not (value.isdecimal() and 0 < int(value) < 1 << 31)]
             problems += [f"{word}: {key}={value!r} must be a whole number of at least 1" for value in wrong]
@@ -135,32 +135,28 @@ def cases(word: str) -> list[Case]:
 
 
 def measure(
-    words: Sequence[str],
-    steps: int,
-    warm: float,
-    accelerator: str | None,
-    device: str,
-    dtype: str,
-    told: Told,
-    keep: Callable[[list[Timed]], None] = lambda _: None,
+    words: list[str], steps: int, warm: float, file: Path | None, name: str | None, device: str, dtype: str, told: Told
 ) -> RowsResult:
-    """Each case in a process of its own: none finds memory that another has left. `keep` is given those so far."""
+    """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's."""
+    if file is not None and not file.parent.is_dir():
+        raise UserError(f"--csv {file}: there is no directory {file.parent}")
     problems = too_small(steps=steps)
-    for name, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
+    for option, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
         if value not in known:
-            problems.append(f"--{name} {value} is not a choice; known: {', '.join(known)}")
+            problems.append(f"--{option} {value} is not a choice; known: {', '.join(known)}")
     refuse(problems)
     wanted = [case for word in words for case in cases(word)]
-    planned = Cluster.parse(accelerator).groups[0].accelerator if accelerator else None
+    accelerator = Cluster.parse(name).groups[0].accelerator if name else None
     timed: list[Timed] = []
     for number, case in enumerate(wanted, start=1):
         told(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
         timed += ranks.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
-        keep(timed)
-    if planned is None:
+        if file is not None:  # after each case, so that what was measured is not lost
+            write(file, timed, " ".join(["fivefold", *sys.argv[1:]]))
+    if accelerator is None:
         with suppress(UserError):
-            planned = find_accelerator(timed[0].device)
-    return result(timed, planned)
+            accelerator = find_accelerator(timed[0].device)
+    return result(timed, accelerator)
 
 
 def predicted(case: Case, accelerator: Accelerator) -> float:
@@ -180,12 +176,6 @@ def read(path: Path) -> list[Timed]:
     """What `write` has written."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    whole, real = ("layers", "seq", "samples", "microbatches"), ("seconds", "fastest", "slowest")
-    found = []
-    for row in rows:
-        words: dict[str, Any] = {key: int(row[key]) if key in whole else row[key] for key in row}
-        case = Case(**{field.name: words[field.name] for field in fields(Case)})
-        numbers: dict[str, Any] = {key: float(row[key]) if row[key] else None for key in real}
-        numbers["memory"] = int(row["memory"]) if row["memory"] else None
-        found.append(Timed(case, row["device"], row["torch"], row["dtype"], int(row["steps"]), **numbers))
-    return found
+    # An empty cell is a figure that a case without enough memory does not have.
+    tables = [{key: text or None for key, text in row.items()} for row in rows]
+    return [msgspec.convert(table | {"case": table}, Timed, strict=False) for table in tables]

@@ -7,6 +7,7 @@ Two systems seldom fit into a GPU's memory at once, so that each turn is a proce
 
 import tempfile
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -90,10 +91,8 @@ class TrainBenchResult(Result):
 
     def faster(self, system: str) -> float:
         """Than the first system: the median of each round's own ratio."""
-        theirs, mine = (
-            [median(turn.seconds) for turn in self.turns[name]] for name in (next(iter(self.turns)), system)
-        )
-        return ratio(theirs, mine)
+        rounds = {name: [median(turn.seconds) for turn in turns] for name, turns in self.turns.items()}
+        return ratio(next(iter(rounds.values())), rounds[system])
 
     @property
     def any(self) -> Turn:
@@ -102,13 +101,10 @@ class TrainBenchResult(Result):
     @property
     def peak(self) -> float | None:
         """FLOP/s of the device in bf16 (or float32); 8-bit steps, too, are held against the bf16 peak."""
-        kind = "bf16" if self.job.train.dtype == "bfloat16" else "fp32"
-        if self.any.device.startswith(CPU):  # its entry in the catalogue is nominal
-            return None
-        try:
-            return find_accelerator(self.any.device).rate(kind)
-        except UserError:
-            return None
+        with suppress(UserError):
+            if not self.any.device.startswith(CPU):  # its entry in the catalogue is nominal
+                return find_accelerator(self.any.device).rate("bf16" if self.job.train.dtype == "bfloat16" else "fp32")
+        return None
 
     @property
     def tokens(self) -> int:
@@ -207,16 +203,15 @@ class TrainBenchResult(Result):
 
 
 def _profile(kernels: list[dict[str, Any]]) -> Table:
-    sums: dict[str, tuple[float, float]] = {}
+    milliseconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, float] = defaultdict(float)
     for one in kernels:
-        seconds, calls = sums.get(one["kind"], (0.0, 0.0))
-        sums[one["kind"]] = seconds + one["seconds"], calls + one["calls"]
-    total = sum(seconds for seconds, _ in sums.values())
-    rows = [
-        (kind, f"{1e3 * seconds:.1f}", f"{seconds / total:.1%}", f"{calls:,.0f}")
-        for kind, (seconds, calls) in sorted(sums.items(), key=lambda item: -item[1][0])
-    ]
-    title, totals = "a step on the device", [("total", f"{1e3 * total:.1f}")]
+        milliseconds[one["kind"]] += 1e3 * one["seconds"]
+        calls[one["kind"]] += one["calls"]
+    total = sum(milliseconds.values())
+    longest = sorted(milliseconds.items(), key=lambda item: -item[1])
+    rows = [(kind, f"{ms:.1f}", f"{ms / total:.1%}", f"{calls[kind]:,.0f}") for kind, ms in longest]
+    title, totals = "a step on the device", [("total", f"{total:.1f}")]
     return Table(["kernels", ">ms", ">share", ">calls"], rows, title=title, totals=totals)
 
 
@@ -242,35 +237,26 @@ def systems(job: Job, against: str) -> dict[str, Job]:
     for word in ("fp8", "deterministic"):
         if word in wanted and getattr(job.train, word):
             raise UserError(f"--against {word}: the job has train.{word}=true itself; leave one of the two out")
-    if "eager" in wanted and not _compiled(job):
-        raise UserError(f"--against eager: with train.compile={job.train.compile} the job is not compiled here itself")
-    changed: dict[str, dict[str, Any]] = {
-        "fp8": {"fp8": True},
-        "deterministic": {"deterministic": True},
-        "eager": {"compile": "off"},
-        "hf": {},
-    }
+    if "eager" in wanted:
+        from fivefold.launch.device import choose_device, compiles  # torch knows which device there is
+
+        if not compiles(job.train, choose_device(job.train.device)):
+            compile = job.train.compile
+            raise UserError(f"--against eager: with train.compile={compile} the job is not compiled here itself")
     found = {OURS: job}
+    changed: dict[str, dict[str, Any]] = {"hf": {}, "eager": {"compile": "off"}}
     for word in wanted:
-        found[AGAINST[word]] = structs.replace(job, train=structs.replace(job.train, **changed[word]))
+        train = structs.replace(job.train, **changed.get(word, {word: True}))
+        found[AGAINST[word]] = structs.replace(job, train=train)
     refuse([f"{name}: {problem}" for name, its in found.items() for problem in its.problems(world=1)])
     return found
-
-
-def _compiled(job: Job) -> bool:
-    if job.train.compile != "auto":
-        return job.train.compile == "on"
-    from fivefold.launch.device import choose_device, compiles  # torch knows which device there is
-
-    return compiles(job.train, choose_device(job.train.device))
 
 
 def measure(
     words: list[str], against: str, steps: int, rounds: int | None, extras: Extras, told: Told
 ) -> TrainBenchResult:
     jobs = systems(job_of(words), against)
-    if rounds is None:
-        rounds = 2 if len(jobs) > 1 else 1
+    rounds = min(2, len(jobs)) if rounds is None else rounds
     refuse(too_small(steps=steps, rounds=rounds))
     found: dict[str, list[Turn]] = {name: [] for name in jobs}
     for number, name in turns(jobs, rounds):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import tempfile
 import threading
 import time
@@ -16,8 +17,8 @@ from typing import Any
 
 import torch
 from msgspec import structs
+from torch.profiler import ProfilerActivity, profile
 
-from fivefold.bench.profile import Profile
 from fivefold.bench.steps import WARM, Case, Timed
 from fivefold.bench.systems import HuggingFace, Part
 from fivefold.bench.train import CPU, Extras, Saved, Turn
@@ -42,6 +43,17 @@ from fivefold.verify.batches import write_tokens
 _WARM = 5  # steps of a turn: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
 _BATCHES = 4  # of different tokens
 _PROFILED = 2  # steps
+# What kernels are for, by their names, first come first served; what the compiler fuses bears its name.
+KINDS = {
+    "attention": r"sdpa|fmha|flash|attention|dot_do_o|dq_to|convert_dq",
+    "products": r"nvjet|gemm|cutlass|xmma|cublas|::(add)?mm\b|::bmm\b|scaled_mm",
+    "AdamW": r"^_update|adam",
+    "the gradient norm": r"LpNorm|lpnorm|foreach_norm",
+    "gradients widened, weights rounded": r"multi_tensor_apply|foreach_copy",
+    "fused by the compiler": r"^triton_",
+    "embedding": r"embedding|indexing_backward|index_select|index_put",
+    "copies": r"[Mm]emcpy|[Mm]emset|copy|CatArray",
+}
 
 
 def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, path: Path) -> Turn:
@@ -145,9 +157,9 @@ def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extra
     saved = checkpointing.cost(watch.times[watch.last :]) if checkpointing else None
     kernels: list[dict[str, Any]] = []
     if extras.profile:
-        profile = Profile(trainer.done + 1, _PROFILED, device)
-        _until(trainer, profile.done, [metrics, profile])
-        kernels = profile.kernels
+        profiled = Profile(trainer.done + 1, _PROFILED, device)
+        _until(trainer, profiled.done, [metrics, profiled])
+        kernels = profiled.kernels
     return watch.turn(device, _parameters(job, "float32 masters"), saved=saved, kernels=kernels)
 
 
@@ -194,6 +206,47 @@ class Once(Checkpoints):
         self.saver.finish()
         size = sum(file.bytes for file in self.store.complete()[0].manifest.files)
         return Saved(size, self.snapshot, self.writing, beside)
+
+
+class Profile:
+    """A listener that profiles `steps` steps behind the first `after` of a run, by kernel."""
+
+    def __init__(self, after: int, steps: int, device: torch.device):
+        self.after, self.steps, self.device = after, steps, device
+        self.on_gpu = device.type == "cuda"
+        self.profiler = profile(activities=[ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU])
+        self.kernels: list[dict[str, Any]] = []  # none where the device's counters may not be read
+        self.over = False
+
+    def on_step(self, record: Step) -> None:
+        if record.step == self.after:
+            self._settle()
+            self.profiler.__enter__()
+        if record.step == self.after + self.steps:
+            self._settle()
+            self.profiler.__exit__(None, None, None)
+            self.kernels, self.over = self._read(), True
+
+    def on_evaluation(self, record: Evaluation) -> None: ...
+
+    def close(self) -> None: ...
+
+    def done(self) -> bool:
+        return self.over
+
+    def _settle(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def _read(self) -> list[dict[str, Any]]:
+        found = []
+        for row in self.profiler.key_averages():
+            time = row.self_device_time_total if self.on_gpu else row.self_cpu_time_total
+            if time > 0:
+                kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, row.key)), "others")
+                numbers = {"seconds": time / 1e6 / self.steps, "calls": row.count / self.steps}
+                found.append({"name": row.key, "kind": kind} | numbers)
+        return sorted(found, key=lambda kernel: -kernel["seconds"])
 
 
 def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch, steps: int) -> None:

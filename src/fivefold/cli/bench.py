@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -168,10 +168,7 @@ def checkpoint(
     """
     from fivefold.bench.checkpoint import measure
 
-    path, changes = split(job)
-    with _progress() as told:
-        result = measure(path, changes, rounds, steps, directory, timeout, told)
-    show(result, as_json)
+    _show(lambda told: [measure(*split(job), rounds, steps, directory, timeout, told)], as_json)
 
 
 @app.command(short_help="Training steps, measured and planned.  [dim]fivefold bench steps tiny,seq=128[/]")
@@ -204,18 +201,9 @@ def steps(
 
       fivefold bench steps llama3-8b,layers=4/8,seq=8192 --accelerator mine.toml
     """
-    from fivefold.bench.steps import Timed, measure, write
+    from fivefold.bench.steps import measure
 
-    if csv is not None and not csv.parent.is_dir():
-        raise UserError(f"--csv {csv}: there is no directory {csv.parent}")
-
-    def keep(timed: list[Timed]) -> None:  # after each case, so that what was measured is not lost
-        if csv is not None:
-            write(csv, timed, " ".join(["fivefold", *sys.argv[1:]]))
-
-    with _progress() as told:
-        result = measure(words, count, warm, accelerator, device, dtype, told, keep)
-    show(result, as_json)
+    _show(lambda told: [measure(words, count, warm, csv, accelerator, device, dtype, told)], as_json)
 
 
 @app.command(short_help="What Fivefold adds to a bare loop.  [dim]fivefold bench overhead[/]")
@@ -230,9 +218,7 @@ def overhead(changes: Changes = None, rounds: Rounds = 7, output: Output = None,
     """
     from fivefold.bench import comparison
 
-    with _progress() as told:
-        result = comparison.overhead(changes or [], rounds, told)
-    _end(result, output, as_json)
+    _show(lambda told: [comparison.overhead(changes or [], rounds, told)], as_json, output)
 
 
 @app.command(short_help="Against torch's own parallelisms.  [dim]fivefold bench peers --ranks 2[/]")
@@ -257,9 +243,7 @@ def peers(
     """
     from fivefold.bench import comparison
 
-    with _progress() as told:
-        result = comparison.peers(changes or [], ranks, rounds, only, told)
-    _end(result, output, as_json)
+    _show(lambda told: [comparison.peers(changes or [], ranks, rounds, only, told)], as_json, output)
 
 
 @app.command(short_help="One rank to many.  [dim]fivefold bench scaling --ranks 4[/]")
@@ -290,13 +274,9 @@ def scaling(
 
       fivefold bench scaling --ranks 16 --predict
     """
-    from fivefold.bench import scaling as bench_scaling
+    from fivefold.bench.scaling import scaling
 
-    with _progress() as told:
-        # After each number of ranks: a run that is stopped in the middle has left what it measured.
-        for result in bench_scaling.scaling(changes or [], ranks, least, rounds, batch, only, predict, told):
-            kept = _keep(result, output)
-    _end(result, None, as_json, kept)
+    _show(lambda told: scaling(changes or [], ranks, least, rounds, batch, only, predict, told), as_json, output)
 
 
 @app.command(short_help="Step time, MFU and memory of a job.  [dim]fivefold bench train llama3-8b[/]")
@@ -337,9 +317,18 @@ def train(
     """
     from fivefold.bench.train import Extras, measure
 
+    extras = Extras(checkpoint, profile)
+    _show(lambda told: [measure(words, against, steps, rounds, extras, told)], as_json, output)
+
+
+def _show(results: "Callable[[Told], Iterable[Result]]", as_json: bool, output: Path | None = None) -> None:
+    """Measure, and show the last result. Each of them is kept: a run that is stopped has left what it measured."""
     with _progress() as told:
-        result = measure(words, against, steps, rounds, Extras(checkpoint, profile), told)
-    _end(result, output, as_json)
+        for result in results(told):
+            kept = output is None or _keep(result, output)
+    show(result, as_json)
+    if not kept:
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -363,17 +352,8 @@ def _progress() -> "Iterator[Told]":
         finish()
 
 
-def _end(result: Result, output: Path | None, as_json: bool, kept: bool = True) -> None:
-    kept = _keep(result, output) and kept
-    show(result, as_json)
-    if not kept:
-        raise typer.Exit(1)
-
-
-def _keep(result: Result, output: Path | None) -> bool:
+def _keep(result: Result, output: Path) -> bool:
     """Write the figures; where that fails, say so, and they are still shown."""
-    if output is None:
-        return True
     command = shlex.join(["fivefold", *sys.argv[1:]])
     try:
         output.write_text(json.dumps({"command": command} | result.to_dict(), indent=1) + "\n")
