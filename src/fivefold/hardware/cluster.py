@@ -162,15 +162,11 @@ class Cluster(Struct, frozen=True):
 
 NESTED: dict[str, type[Struct]] = {"peak": Rates, "inside": Link, "across": Link, "achieved": Achieved}
 SHARE = 1.5  # no kernel reaches more of a ceiling, unless the ceiling is not one
-SECONDS = (0, 1, "seconds, at least 0 and below 1")
 LIMITS: dict[str, tuple[float, float, str]] = {  # the least, a bound above (1e30: neither infinite nor nan), in words
     "memory": (1, 1e30, "bytes, at least 1"),
-    "memory_bandwidth": (1, 1e30, "bytes/s, at least 1"),
-    "bandwidth": (1, 1e30, "bytes/s, at least 1"),
+    **dict.fromkeys(("memory_bandwidth", "bandwidth"), (1, 1e30, "bytes/s, at least 1")),
     "latency": (0, 1e30, "seconds, at least 0"),
-    "launch": SECONDS,
-    "host": SECONDS,
-    "update": SECONDS,
+    **dict.fromkeys(("launch", "host", "update"), (0, 1, "seconds, at least 0 and below 1")),
     "ramp": (0, 1e6, "steps, at least 0 and below a million"),
 }
 T = TypeVar("T", bound=Struct)

@@ -33,11 +33,8 @@ class Held:
     def of(cls, parameter: Parameter, shard: TensorShard, tp: int, rank: int) -> "Held":
         """On tp rank `rank` of `tp`."""
         sides = enumerate(parameter.shape)
-        return cls(
-            parameter,
-            shard,
-            tuple(chunk(size, tp, rank) if dim == shard.dim else range(size) for dim, size in sides),
-        )
+        box = tuple(chunk(size, tp, rank) if dim == shard.dim else range(size) for dim, size in sides)
+        return cls(parameter, shard, box)
 
     @property
     def name(self) -> str:
@@ -100,19 +97,19 @@ def buckets(
     `split`: the schedule computes the gradients of linears apart from the rest, so they have buckets of their own; so
     have tied parameters that are `shared` with another rank.
     """
+
+    def kind_of(one: Held) -> tuple[bool, bool, bool]:
+        return one.tp.partial, split and one.parameter.deferred, shared and one.parameter.tied
+
     units: dict[int, list[Held]] = {}
     for one in parameters:
         units.setdefault(one.parameter.unit, []).append(one)
     order = sorted(units, reverse=True)
     groups: list[Grouping] = []
     for kind in product((False, True), repeat=3):
-        chosen = {unit: [one for one in units[unit] if _kind(one, split, shared) == kind] for unit in order}
+        chosen = {unit: [one for one in units[unit] if kind_of(one) == kind] for unit in order}
         groups += [Grouping(members, numbers, *kind) for members, numbers in _join(chosen, minimum)]
     return sorted(groups, key=lambda group: -group.units[-1])
-
-
-def _kind(one: Held, split: bool, shared: bool) -> tuple[bool, bool, bool]:
-    return one.tp.partial, split and one.parameter.deferred, shared and one.parameter.tied
 
 
 def _join(units: dict[int, list[Held]], minimum: int) -> Iterator[tuple[tuple[Held, ...], tuple[int, ...]]]:

@@ -7,6 +7,7 @@
 A layout says nothing of the machine and nothing of the model; `problems` holds it against both.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 import msgspec
@@ -155,39 +156,31 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         found = [f"layout.{field}={value} must be at least 1; nearest: {field}=1" for field, value in absurd.items()]
         # The other rules divide by these: they are held against the nearest values that make sense.
         sane = msgspec.structs.replace(self, **dict.fromkeys(absurd, 1))
-        return [
-            *found,
-            *sane._tensor(spec),
-            *sane._context(spec, seq),
-            *sane._pipeline(spec),
-            *sane._data(batch),
-            *sane._world(world, ranks_by),
-        ]
+        found += (*sane._tensor(spec), *sane._context(spec, seq), *sane._pipeline(spec), *sane._data(batch))
+        return [*found, *sane._world(world, ranks_by)]
 
-    def _tensor(self, spec: ModelSpec) -> list[str]:
-        tp, found = self.tp, []
+    def _tensor(self, spec: ModelSpec) -> Iterator[str]:
+        tp = self.tp
         legal = [n for n in range(1, spec.heads + 1) if tp_fits(spec, n)]
         nearest = f"nearest: {_around('tp', tp, legal)}"
         if spec.heads % tp:
-            found.append(f"layout.tp={tp} does not divide the {spec.heads} attention heads of {spec.name}; {nearest}")
+            yield f"layout.tp={tp} does not divide the {spec.heads} attention heads of {spec.name}; {nearest}"
         elif spec.kv_heads % tp and tp % spec.kv_heads:
-            found.append(
+            yield (
                 f"layout.tp={tp} neither divides the {spec.kv_heads} kv heads of {spec.name} nor is a multiple; "
                 f"{nearest}"
             )
         if spec.ffn % tp:
-            found.append(f"layout.tp={tp} does not divide the feed-forward width {spec.ffn} of {spec.name}; {nearest}")
+            yield f"layout.tp={tp} does not divide the feed-forward width {spec.ffn} of {spec.name}; {nearest}"
         if self.sp and tp == 1:
-            found.append("layout.sp shards the sequence over tp, and tp=1; nearest: sp=false, or tp=2")
-        return found
+            yield "layout.sp shards the sequence over tp, and tp=1; nearest: sp=false, or tp=2"
 
-    def _context(self, spec: ModelSpec, seq: int | None) -> list[str]:
-        found = []
+    def _context(self, spec: ModelSpec, seq: int | None) -> Iterator[str]:
         if self.cp > 1 and self.cp_kind == "ulysses":
             ranks = self.cp * self.tp
             if spec.heads % ranks:
                 legal = [n for n in range(1, spec.heads + 1) if spec.heads % (n * self.tp) == 0]
-                found.append(
+                yield (
                     f"cp_kind=ulysses deals the heads out over cp x tp = {ranks} ranks, which does not divide the "
                     f"{spec.heads} heads of {spec.name}; nearest: "
                     + (f"{_around('cp', self.cp, legal)}, or cp_kind=ring" if legal else "cp_kind=ring")
@@ -197,50 +190,46 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             pieces = self.cp * (2 if zigzag else 1) * (self.tp if self.sp else 1)  # sp cuts a cp rank's share over tp
             if seq % pieces:
                 near = [n for n in (seq // pieces * pieces, -(-seq // pieces) * pieces) if n]
-                found.append(
+                yield (
                     f"a sequence of {seq} tokens does not divide into the {pieces} equal pieces that {self} needs; "
                     f"nearest: {either([f'seq={n}' for n in near])}"
                 )
-        return found
 
-    def _pipeline(self, spec: ModelSpec) -> list[str]:
+    def _pipeline(self, spec: ModelSpec) -> Iterator[str]:
         try:
             record = self.record
         except UserError as error:
-            return error.problems
-        if record.schedule is not None and (found := self._file(record.schedule)):
-            return found
-        found = []
+            yield from error.problems
+            return
+        if record.schedule is not None and (wrong := [*self._file(record.schedule)]):
+            yield from wrong
+            return
         if not record.any_chunks and self.chunks != record.chunks:
             others = either([one.name for one in RECORDS if one.any_chunks])
-            found.append(
+            yield (
                 f"layout.chunks={self.chunks}, and schedule={self.schedule} has {record.chunks} per rank; "
                 f"nearest: chunks={record.chunks}, or schedule={others}"
             )
         least = record.least * self.pp
         if self.microbatches < least:
-            found.append(
+            yield (
                 f"layout.microbatches={self.microbatches}, and schedule={self.schedule} and pp={self.pp} need at least "
                 f"{least}; nearest: microbatches={least}, or schedule={'zb-v' if self.chunks == 2 else '1f1b'}"
             )
-        if any(layers < 0 for layers in self.split):
-            found.append(f"layout.split={_commas(self.split)} has a negative number of layers; the least is 0")
         if self.split:
+            split = f"layout.split={','.join(map(str, self.split))}"
+            if min(self.split) < 0:
+                yield f"{split} has a negative number of layers; the least is 0"
             if len(self.split) != self.stages:
-                found.append(
-                    f"layout.split={_commas(self.split)} names {len(self.split)} stages, and pp={self.pp} x "
-                    f"chunks={self.chunks} makes {self.stages}"
-                )
+                made = f"pp={self.pp} x chunks={self.chunks} makes {self.stages}"
+                yield f"{split} names {len(self.split)} stages, and {made}"
             if sum(self.split) != spec.layers:
-                found.append(
-                    f"layout.split={_commas(self.split)} adds up to {sum(self.split)} layers, and {spec.name} has "
-                    f"{spec.layers}"
-                )
+                yield f"{split} adds up to {sum(self.split)} layers, and {spec.name} has {spec.layers}"
         elif self.stages > spec.layers + 2:
             # The embedding and the head may each be a stage without layers, as in Llama 3's 405B run.
             most = (spec.layers + 2) // self.chunks
             nearest = f"pp={most}" if most else f"chunks={(spec.layers + 2) // self.pp}"
-            found.append(
+            yield (
                 f"pp={self.pp} x chunks={self.chunks} makes {self.stages} stages, and {spec.name} has {spec.layers} "
                 f"layers, an embedding and a head to fill them; nearest: {nearest}"
             )
@@ -249,66 +238,57 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             why = "gathers the weights of each stage by itself"
             if self.zero == 2:
                 why = "keeps no whole gradient between two stages' passes"
-            found.append(
+            yield (
                 f"zero={self.zero} {why}, and schedule={self.schedule} has the tied embedding of {spec.name} in two "
                 f"stages of one rank; nearest: zero=1, or schedule=zb-h1"
             )
-        return found
 
-    def _file(self, schedule: Schedule) -> list[str]:
+    def _file(self, schedule: Schedule) -> Iterator[str]:
         """Why a schedule of a file cannot train in this layout: other numbers, or what the trainer does not do."""
         name, placement = self.schedule, schedule.placement
-        found = [
-            f"layout.{field}={asked}, and {name} is a schedule for {field}={held}; nearest: {field}={held}"
-            for field, asked, held in (("pp", self.pp, schedule.p), ("microbatches", self.microbatches, schedule.m))
-            if asked != held
-        ]
+        for field, asked, held in (("pp", self.pp, schedule.p), ("microbatches", self.microbatches, schedule.m)):
+            if asked != held:
+                yield f"layout.{field}={asked}, and {name} is a schedule for {field}={held}; nearest: {field}={held}"
         if len(set(map(len, placement.of_rank))) > 1:
             counts = ", ".join(f"{len(stages)} on rank {rank}" for rank, stages in enumerate(placement.of_rank))
-            found.append(f"{name} has {counts}: training needs the same number of stages on every pipeline rank")
+            yield f"{name} has {counts}: training needs the same number of stages on every pipeline rank"
         if placement.owner[0] != 0:
-            found.append(
-                f"{name} has stage 0 on rank {placement.owner[0]}: training reads its input on pipeline rank 0"
-            )
+            yield (f"{name} has stage 0 on rank {placement.owner[0]}: training reads its input on pipeline rank 0")
         if schedule.count(*COLLECTIVES):
-            found.append(
+            yield (
                 f"{name} places GATHER, REDUCE or STEP: training does these by layout.zero; leave them out of the file"
             )
-        return found
 
-    def _data(self, batch: int | None) -> list[str]:
-        found = []
+    def _data(self, batch: int | None) -> Iterator[str]:
         if self.zero not in (0, 1, 2, 3):
-            found.append(f"layout.zero={self.zero} is not a ZeRO stage; nearest: zero={min(max(self.zero, 0), 3)}")
+            yield f"layout.zero={self.zero} is not a ZeRO stage; nearest: zero={min(max(self.zero, 0), 3)}"
         if self.replicate > 1 and self.zero != 3:
-            found.append(
+            yield (
                 f"layout.replicate={self.replicate} copies the shards of zero=3, and zero={self.zero}; nearest: "
                 "replicate=1, or zero=3"
             )
         if self.dp % self.replicate:
             legal = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
-            found.append(
+            yield (
                 f"layout.replicate={self.replicate} does not divide dp={self.dp}; nearest: "
                 f"{_around('replicate', self.replicate, legal)}"
             )
         share = self.size("batch") * self.microbatches
         if batch is not None and batch % share:
             near = [n for n in (batch // share * share, -(-batch // share) * share) if n]
-            found.append(
+            yield (
                 f"a global batch of {batch} sequences does not divide over dp={self.dp} x "
                 f"microbatches={self.microbatches}; nearest: batch={either(near)}"
             )
-        return found
 
-    def _world(self, world: int | None, ranks_by: str) -> list[str]:
-        if world is None or world == self.world:
-            return []
-        inner = self.world // self.dp
-        fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"{ranks_by} {self.world}"
-        return [
-            f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} ({' x '.join(self.degrees)}), and there "
-            f"{'is' if world == 1 else 'are'} {world}; nearest: {fit}"
-        ]
+    def _world(self, world: int | None, ranks_by: str) -> Iterator[str]:
+        if world is not None and world != self.world:
+            inner = self.world // self.dp
+            fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"{ranks_by} {self.world}"
+            yield (
+                f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} ({' x '.join(self.degrees)}), and "
+                f"there {'is' if world == 1 else 'are'} {world}; nearest: {fit}"
+            )
 
 
 def tp_fits(spec: ModelSpec, tp: int) -> bool:
@@ -321,7 +301,3 @@ def _around(field: str, value: int, legal: list[int]) -> str:
     """The legal values on either side: 'tp=2 or tp=4'."""
     below, above = [n for n in legal if n < value], [n for n in legal if n > value]
     return either([f"{field}={n}" for n in (*below[-1:], *above[:1])] or [f"{field}=1"])
-
-
-def _commas(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))

@@ -6,6 +6,7 @@ schedule_of(spec, layout, seq)    # in which order the ranks do what, with these
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from fivefold.layout.layout import Layout
 from fivefold.schedule.catalogue import build
@@ -38,12 +39,9 @@ class Stage:
 def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     """The stages of a layout: as its `split` says, or balanced."""
     sizes = layout.split or balanced(spec, layout.stages, seq)
-    found, start = [], 0
-    for index, size in enumerate(sizes):
-        layers = range(start, start + size)
-        found.append(Stage(index, layers, first=index == 0, last=index == len(sizes) - 1))
-        start += size
-    return tuple(found)
+    ends = [0, *accumulate(sizes)]
+    layers = [range(*pair) for pair in pairwise(ends)]
+    return tuple(Stage(n, mine, first=n == 0, last=n == len(sizes) - 1) for n, mine in enumerate(layers))
 
 
 @lru_cache(maxsize=4096)
@@ -100,11 +98,11 @@ def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> C
     f = [len(stage.layers) * layer + end for stage, end in zip(every, ends, strict=True)]
     i = [len(stage.layers) * (layer + scores) + end for stage, end in zip(every, ends, strict=True)]
     w = [len(stage.layers) * (layer - scores) + top * stage.last for stage in every]
-    unit = max(f)
     b = [x + y for x, y in zip(i, w, strict=True)]
     shares = tuple(len(stage.layers) / max(1, spec.layers) * p for stage in every)
-    each = {name: tuple(one / unit for one in times) for name, times in {"f": f, "i": i, "w": w, "b": b}.items()}
-    return Costs(f=each["f"], i=each["i"], w=each["w"], b=each["b"], activation=shares)
+    unit = max(f)
+    forward, inputs, weights, whole = (tuple(one / unit for one in times) for times in (f, i, w, b))
+    return Costs(forward, inputs, weights, whole, activation=shares)
 
 
 def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:

@@ -26,7 +26,7 @@ def lines(table: Table, width: int | None) -> Iterator[Line]:
         height = max(map(len, heads))
         for at in range(height):
             texts = [head[at - height + len(head)] if at >= height - len(head) else "" for head in heads]
-            yield [(_line(columns, widths, texts), "bold")]
+            yield [((" " * GAP).join(_aligned(columns, widths, texts)).rstrip(), "bold")]
     for number, row in enumerate(rows):
         if number == len(table.rows) and number:
             yield [("─" * (sum(widths) + GAP * (len(widths) - 1)), "dim")]
@@ -39,11 +39,10 @@ def _row(columns: list[Column], widths: list[int], row: list[Cell]) -> Iterator[
         for cell, size, column in zip(row, widths, columns, strict=True)
     ]
     for at in range(max(map(len, broken))):
+        aligned = _aligned(columns, widths, [texts[at] if at < len(texts) else "" for texts in broken])
         pieces: Line = []
-        for column, size, cell, texts in zip(columns, widths, row, broken, strict=True):
-            text = texts[at] if at < len(texts) else ""
-            pieces.append((text.rjust(size) if column.right else text.ljust(size), cell.style))
-            pieces.append((" " * GAP, ""))
+        for text, cell in zip(aligned, row, strict=True):
+            pieces += (text, cell.style), (" " * GAP, "")
         while pieces and not pieces[-1][0].strip():
             pieces.pop()
         if pieces:
@@ -51,12 +50,9 @@ def _row(columns: list[Column], widths: list[int], row: list[Cell]) -> Iterator[
         yield pieces
 
 
-def _line(columns: list[Column], widths: list[int], texts: list[str]) -> str:
-    aligned = (
-        text.rjust(size) if column.right else text.ljust(size)
-        for column, size, text in zip(columns, widths, texts, strict=True)
-    )
-    return (" " * GAP).join(aligned).rstrip()
+def _aligned(columns: list[Column], widths: list[int], texts: list[str]) -> list[str]:
+    cells = zip(columns, widths, texts, strict=True)
+    return [text.rjust(size) if column.right else text.ljust(size) for column, size, text in cells]
 
 
 def _widths(columns: list[Column], rows: list[list[Cell]], width: int | None) -> list[int] | None:
@@ -88,9 +84,8 @@ def _widths(columns: list[Column], rows: list[list[Cell]], width: int | None) ->
 def _records(columns: list[Column], rows: list[list[Cell]], width: int) -> Iterator[Line]:
     """A row each: its first words on a line of their own, the rest as `head value` pairs below."""
     for row in rows:
-        title = next(
-            (at for at, (column, cell) in enumerate(zip(columns, row, strict=True)) if _names(column, cell)), 0
-        )
+        names = [column.head and cell.text and not column.right for column, cell in zip(columns, row, strict=True)]
+        title = next((at for at, is_name in enumerate(names) if is_name), 0)
         ahead = [cell for cell in row[:title] if cell.text]
         opening = " ".join(cell.text for cell in (*ahead, row[title]))
         for at, text in enumerate(_broken(opening, width)):
@@ -112,10 +107,6 @@ def _records(columns: list[Column], rows: list[list[Cell]], width: int) -> Itera
                 line.append((text, cell.style))
         if len(line) > 1:
             yield line
-
-
-def _names(column: Column, cell: Cell) -> bool:
-    return bool(column.head and cell.text and not column.right)
 
 
 def _pieces(text: str) -> list[str]:

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from operator import mul
+from typing import Any, Literal, Self
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
 from fivefold.schedule.schedule import Placement
@@ -120,12 +121,9 @@ class Costs:
         if strange:
             raise UserError(f"rank {strange[0]} cannot be slowed: ranks are 0 to {placement.ranks - 1}")
         scale = [factors.get(rank, 1.0) for rank in placement.owner]
-
-        def scaled(times: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(time * factor for time, factor in zip(times, scale, strict=True))
-
-        pair = None if self.pair is None else scaled(self.pair)
-        return replace(self, f=scaled(self.f), i=scaled(self.i), w=scaled(self.w), b=scaled(self.b), pair=pair)
+        times = {"f": self.f, "i": self.i, "w": self.w, "b": self.b} | ({"pair": self.pair} if self.pair else {})
+        slower: dict[str, Any] = {name: tuple(map(mul, stages, scale)) for name, stages in times.items()}
+        return replace(self, **slower)
 
     def of(self, kind: Kind) -> tuple[float, ...]:
         """The durations per stage of one kind of compute."""
@@ -140,9 +138,8 @@ class Costs:
 
 def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float, ...]:
     if isinstance(times, int | float):
-        values = tuple(times / len(placement.of_rank[rank]) for rank in placement.owner)
-    else:
-        values = tuple(times)
+        return tuple(times / len(placement.of_rank[rank]) for rank in placement.owner)
+    values = tuple(times)
     if len(values) != placement.stages:
         raise UserError(
             f"{name} has {len(values)} times, and there are {placement.stages} stages; give one time, or one per stage"

@@ -86,8 +86,18 @@ class Reader:
         ranks = max(owner, default=-1) + 1
         peak = self.numbers("peak", default=[], count=ranks or None, least=0)
         slots = self.numbers("slots", default=[], count=1)
-        name, implied = self.name(), self.implied()
-        self.all_ranks_listed(ranks)
+        name, messages = " ".join(self.values.get("schedule", ["unnamed"])), self.values.get("messages")
+        if problem := name_problem(name):
+            self.problem(self.places["schedule"], problem)
+        implied = messages is not None
+        if messages not in (None, ["implied"]):
+            self.problem(self.places["messages"], "the only value of messages is 'implied'; without it, list them")
+        for rank in range(ranks):
+            if rank not in self.tokens:
+                self.problems.append(f"{self.source}: rank {rank} owns a stage, and there is no 'rank {rank}' line")
+        for rank, where in self.rank_places.items():
+            if rank >= ranks > 0:
+                self.problem(where, f"rank {rank} owns no stage; the stages live on ranks 0 to {ranks - 1}")
         read = [self.order(rank, len(owner), microbatches, implied) for rank in range(ranks)]
         listed = sum(map(len, read))
         if not self.problems and microbatches > listed:
@@ -114,13 +124,6 @@ class Reader:
             return []
         return owner
 
-    def name(self) -> str:
-        name = " ".join(self.values.get("schedule", ["unnamed"]))
-        problem = name_problem(name)
-        if problem is not None:
-            self.problem(self.places["schedule"], problem)
-        return name
-
     def numbers(
         self, key: str, default: list[int] | None = None, count: int | None = None, least: int = 1
     ) -> list[int]:
@@ -142,20 +145,6 @@ class Reader:
             numbers.append(number)
         return numbers
 
-    def implied(self) -> bool:
-        words = self.values.get("messages")
-        if words not in (None, ["implied"]):
-            self.problem(self.places["messages"], "the only value of messages is 'implied'; without it, list them")
-        return words is not None
-
-    def all_ranks_listed(self, ranks: int) -> None:
-        for rank in range(ranks):
-            if rank not in self.tokens:
-                self.problems.append(f"{self.source}: rank {rank} owns a stage, and there is no 'rank {rank}' line")
-        for rank, where in self.rank_places.items():
-            if rank >= ranks > 0:
-                self.problem(where, f"rank {rank} owns no stage; the stages live on ranks 0 to {ranks - 1}")
-
     def order(self, rank: int, stages: int, microbatches: int, implied: bool) -> list[tuple[str, Action]]:
         read: list[tuple[str, Action]] = []
         for where, token in self.tokens.get(rank, []):
@@ -165,17 +154,14 @@ class Reader:
                 self.problem(where, str(error))
                 continue
             for action in actions:
-                self.in_range(where, action, stages, microbatches)
+                if stages and action.stage >= stages:
+                    self.problem(where, f"{action} is of stage {action.stage}, and stages go from 0 to {stages - 1}")
+                if microbatches and action.microbatch != ALL and action.microbatch >= microbatches:
+                    self.problem(where, f"{action}: microbatches go from 0 to {microbatches - 1}")
                 if implied and action.kind in MESSAGES:
                     self.problem(where, f"{action} is listed, and messages are implied; leave out one or the other")
                 read.append((where, action))
         return read
-
-    def in_range(self, where: str, action: Action, stages: int, microbatches: int) -> None:
-        if stages and action.stage >= stages:
-            self.problem(where, f"{action} is of stage {action.stage}, and stages go from 0 to {stages - 1}")
-        if microbatches and action.microbatch != ALL and action.microbatch >= microbatches:
-            self.problem(where, f"{action}: microbatches go from 0 to {microbatches - 1}")
 
     def problem(self, where: str, sentence: str) -> None:
         self.problems.append(f"{self.source}, {where}: {sentence}")

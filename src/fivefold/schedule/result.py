@@ -16,7 +16,7 @@ from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.draw.paint import PICTURES, save_picture, to_svg
 from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.terminal import legend_text, timeline
-from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.schedule import Placement, Schedule
 from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.schedule.text import SUFFIXES, save
 from fivefold.schedule.times import Times, parse_slow
@@ -24,8 +24,6 @@ from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text, figure
 
 Sends = Literal["eager", "blocking"]
-
-
 OPTIONS = ("chunks", "group", "memory")
 
 
@@ -51,9 +49,12 @@ class Query:
             if value is not None and value < 1:
                 raise UserError(f"--{option} is {value}, and must be at least 1")
 
-    def simulate(self, name: str) -> Simulation:
-        """A schedule of the catalogue, or of a file, on the clock."""
-        schedule = self.load(name) if is_file(name) else self.build(name)
+    def simulate(self, one: str | Path | Schedule) -> Simulation:
+        """A schedule on the clock: of the catalogue, of a file, or as it is, once it is proven."""
+        if isinstance(one, Schedule):
+            schedule = prove(one)
+        else:
+            schedule = self.load(str(one)) if is_file(str(one)) else self.build(str(one))
         return simulate(schedule, self.times.costs(schedule.placement))
 
     def compare(self) -> dict[str, Simulation | UserError]:
@@ -157,14 +158,7 @@ def draw(
         raise UserError("there is no schedule to draw; give a name, for example '1f1b', a file or a Schedule")
     names = tuple(str(one) for one in schedules if not isinstance(one, Schedule))
     query = Query(names, pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
-    return DrawResult(
-        tuple(
-            simulate(prove(one), query.times.costs(one.placement))
-            if isinstance(one, Schedule)
-            else query.simulate(str(one))
-            for one in schedules
-        )
-    )
+    return DrawResult(tuple(map(query.simulate, schedules)))
 
 
 def schedule(name: str | Path, pp: int | None = None, microbatches: int | None = None, **options: Any) -> Schedule:
@@ -203,9 +197,8 @@ class CompareResult(Result):
     def blocks(self) -> Iterator[Block]:
         query, n = self.query, self.group
         yield Text(f"p={query.pp}, m={query.microbatches}{f', N={n}' if n else ''}, {query.times}")
-        sent = (
-            "bytes that a rank sends per step" if "bytes" in query.times.values else "messages per rank and microbatch"
-        )
+        by_size = "bytes" in query.times.values
+        sent = "bytes that a rank sends per step" if by_size else "messages per rank and microbatch"
         yield Text(f"bubble: of the makespan; peak: in A; sends: {sent}\n")
         heads = ["schedule", ">v", ">makespan", ">bubble", ">of span", ">peak A", ">sends", "~bubble by formula"]
         found = {name: one for name, one in self.results.items() if isinstance(one, Simulation)}
@@ -244,13 +237,13 @@ def compare(
     overlap: bool = True,
 ) -> CompareResult:
     """Compare all schedules: bubble, memory, messages, and what each one needs. Arguments are those of `draw`."""
-    durations = _times(times, slow, sends, overlap)
-    query = Query(tuple(CATALOGUE), pp, microbatches, chunks, group, memory, durations)
+    query = Query(tuple(CATALOGUE), pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
     return CompareResult(query, query.compare())
 
 
 class Published(NamedTuple):
-    """One model of the paper: its pipeline, its measured durations, and the bubble rate of each schedule."""
+    """One model of the zero-bubble paper (Qi et al. 2023): its pipeline, its measured durations in milliseconds of one
+    rank, and the bubble rate of each schedule, which is the bubble of the span."""
 
     model: str
     p: int
@@ -272,12 +265,8 @@ PUBLISHED = (
 
 def reproduce(row: Published) -> dict[str, float]:
     """The bubble rates that our schedules have on the paper's durations."""
-    rates = {}
-    for name in row.rates:
-        schedule = build(name, row.p, row.m)
-        costs = Costs.even(schedule.placement, row.f, row.i, row.w, link=Link(latency=row.comm))
-        rates[name] = simulate(schedule, costs).bubble_span
-    return rates
+    costs = Costs.even(Placement.single(row.p), row.f, row.i, row.w, link=Link(latency=row.comm))
+    return {name: simulate(build(name, row.p, row.m), costs).bubble_span for name in row.rates}
 
 
 @dataclass(frozen=True)
@@ -333,9 +322,8 @@ def _figures(simulation: Simulation) -> dict[str, Any]:
 
 def _details(simulation: Simulation) -> dict[str, Any]:
     """Where the time of each rank goes, and the whole timeline as [action, start, end]."""
-    ranks = [{"busy": rank.busy, "wait": rank.wait, "idle": rank.idle} for rank in simulation.ranks]
     timeline = [[[str(action), start, end] for action, start, end in spans] for spans in simulation.timeline]
-    return {"ranks": ranks, "timeline": timeline}
+    return {"ranks": [rank._asdict() for rank in simulation.ranks], "timeline": timeline}
 
 
 def _cells(simulation: Simulation) -> Iterator[str]:

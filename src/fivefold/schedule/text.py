@@ -146,9 +146,8 @@ def load(path: Path) -> Schedule:
     problems = check(reading.schedule, reading.numbers)
     if problems:
         places = [reading.place(problem.rank, problem.place) for problem in problems]
-        sentences = [
-            f"{path}{f', {place}' if place else ''}: {problem}" for place, problem in zip(places, problems, strict=True)
-        ]
+        located = [f"{path}, {place}" if place else str(path) for place in places]
+        sentences = [f"{at}: {problem}" for at, problem in zip(located, problems, strict=True)]
         raise UserError(shortened(sentences, str(path)))
     return reading.schedule
 

@@ -11,7 +11,7 @@ A value may be one number per stage, separated by colons: `f=1:1:1.5:1`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement
@@ -67,23 +67,12 @@ class Times:
     def costs(self, placement: Placement) -> Costs:
         """The costs of the stages of one placement."""
         single = {key: self.values[key][0] for key in SINGLE if key in self.values}
-        link = Link(
-            latency=single.get("comm", 0.0),
-            bandwidth=single.get("bandwidth", float("inf")),
-            message=single.get("bytes", 0.0),
-            sends=self.sends,
-            overlap=self.overlap,
-        )
-        spread = {
-            key: values[0] if len(values) == 1 else values for key, values in self.values.items() if key in PER_STAGE
-        }
-        costs = replace(
-            Costs.even(placement, **spread, link=link),
-            gather=single.get("gather", 0.0),
-            reduce=single.get("reduce", 0.0),
-            step=single.get("step", 0.0),
-        )
-        return costs.slowed(placement, self.slow) if self.slow else costs
+        travel = single.get("comm", 0.0), single.get("bandwidth", float("inf")), single.get("bytes", 0.0)
+        link = Link(*travel, self.sends, self.overlap)
+        per_stage = {key: values for key, values in self.values.items() if key in PER_STAGE}
+        spread = {key: values[0] if len(values) == 1 else values for key, values in per_stage.items()}
+        once: dict[str, Any] = {key: single.get(key, 0.0) for key in ("gather", "reduce", "step")}
+        return replace(Costs.even(placement, **spread, link=link), **once).slowed(placement, self.slow)
 
 
 def parse_slow(text: str) -> dict[int, float]:

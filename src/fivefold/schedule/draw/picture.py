@@ -6,24 +6,10 @@ Several simulations are stacked on one time scale, so that a longer schedule loo
 import math
 from collections.abc import Sequence
 
-from fivefold.schedule.actions import ALL, STEP, Action, Kind
+from fivefold.schedule.actions import ALL, STEP, Kind
 from fivefold.schedule.clock import Span
-from fivefold.schedule.draw.scene import (
-    GREY,
-    HUES,
-    INK,
-    NAMES,
-    Area,
-    Hatch,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    hexed,
-    shade,
-    text_on,
-    text_width,
-)
+from fivefold.schedule.draw.palette import HUES, NAMES, colour_of, hexed, shade, text_on
+from fivefold.schedule.draw.scene import GREY, INK, Area, Hatch, Line, Rect, Scene, Text, text_width
 from fivefold.schedule.simulate import Simulation
 from fivefold.support.formatting import figure
 
@@ -123,7 +109,10 @@ class _Panel:
         u, chunks = self.unit, self.schedule.placement.chunks
         size, box = 11 * u, 11 * u
         x = self.left + self.width
-        for name, kind in self.legend():
+        present = {span.action.kind for spans in self.simulation.timeline for span in spans}
+        legend: list[tuple[str, Kind | None]] = [("idle", None)]
+        legend += [(f"{kind} {NAMES[kind]}", kind) for kind in reversed(HUES) if kind in present]
+        for name, kind in legend:
             x -= text_width(name, size) + 2 * u
             scene.shapes.append(Text(x, y + 4 * u, name, size, fill=GREY))
             shades = 1 if kind in (None, STEP) else chunks
@@ -139,10 +128,6 @@ class _Panel:
             x -= text_width(CHUNKS_ARE_SHADES, size)
         return x
 
-    def legend(self) -> list[tuple[str, Kind | None]]:
-        present = {span.action.kind for spans in self.simulation.timeline for span in spans}
-        return [("idle", None), *((f"{kind} {NAMES[kind]}", kind) for kind in reversed(HUES) if kind in present)]
-
     # ---- rows ------------------------------------------------------------------------------------------------------
 
     def paint_rank(self, scene: Scene, rank: int, y: float) -> None:
@@ -152,12 +137,8 @@ class _Panel:
         scene.shapes.append(Hatch(self.left, y, self.end - self.left, inner))
         joined = False
         for span in self.simulation.timeline[rank]:
-            if span.action.joined:
-                self.paint_span(scene, span, y, inner / 2)
-            elif joined:
-                self.paint_span(scene, span, y + inner / 2, inner / 2)
-            else:
-                self.paint_span(scene, span, y, inner)
+            pair = span.action.joined or joined
+            self.paint_span(scene, span, y + inner / 2 if joined else y, inner / 2 if pair else inner)
             joined = span.action.joined
 
     def paint_span(self, scene: Scene, span: Span, y: float, height: float) -> None:
@@ -165,7 +146,7 @@ class _Panel:
         x, width = self.left + start * self.scale, (end - start) * self.scale
         if width <= 0:
             return
-        colour = self.colour(action)
+        colour = colour_of(self.schedule, action)
         seam = min(1.0, 0.12 * width)  # a hair of paper between neighbours
         hint = f"{action}  {figure(start)} - {figure(end)}" if self.labelled else ""
         scene.shapes.append(Rect(x, y, width - seam, height, hexed(colour), hint))
@@ -187,10 +168,6 @@ class _Panel:
             scene.shapes.append(number._replace(size=in_line))
         else:
             self.left_out = True
-
-    def colour(self, action: Action) -> tuple[int, int, int]:
-        placement = self.schedule.placement
-        return shade(action.kind, placement.chunk[action.stage], placement.chunks)
 
     def paint_axis(self, scene: Scene, y: float) -> None:
         u, makespan = self.unit, self.simulation.makespan

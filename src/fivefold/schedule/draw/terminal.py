@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from fivefold.schedule.actions import Action
 from fivefold.schedule.clock import Span
-from fivefold.schedule.draw.scene import HUES, NAMES, hexed, mix, shade, text_on
+from fivefold.schedule.draw.palette import HUES, NAMES, colour_of, hexed, mix, shade, text_on
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation
 
@@ -40,7 +39,8 @@ def to_terminal(simulation: Simulation, columns: int = 100, colour: bool = True)
     text = Text()
     for rank in range(simulation.schedule.p):
         text.append(f"rank {rank} ".rjust(label), "dim")
-        text.append_text(_row(simulation, rank, width, slice_, colour))
+        for span, columns in groupby(_columns([*_side_by_side(simulation.timeline[rank])], width, slice_)):
+            text.append_text(_cell(simulation.schedule, span, len([*columns]), colour))
         text.append("\n")
     text.append("memory\n".rjust(label), "dim")
     most = max(simulation.peak_activations) or 1.0
@@ -49,13 +49,6 @@ def to_terminal(simulation: Simulation, columns: int = 100, colour: bool = True)
         text.append(_bars(simulation.memory[rank], width, slice_, most), Style(color="#5b7fae"))
         text.append(f" {peak:.3g}\n")
     return text
-
-
-def _row(simulation: Simulation, rank: int, width: int, slice_: float, colour: bool) -> Text:
-    row = Text()
-    for span, columns in groupby(_columns([*_side_by_side(simulation.timeline[rank])], width, slice_)):
-        row.append_text(_cell(simulation.schedule, span, len([*columns]), colour))
-    return row
 
 
 def _columns(spans: list[Span], width: int, slice_: float) -> list[Span | None]:
@@ -91,16 +84,11 @@ def _cell(schedule: Schedule, span: Span | None, width: int, colour: bool) -> Te
     if not colour:
         full = f"{action.kind[0]}{number}"
         return Text((full if len(full) <= width else action.kind[0]).ljust(width, "-"))
-    background = _background(schedule, action)
+    background = colour_of(schedule, action)
+    if action.microbatch % 2:  # neighbours of the same kind touch here, so every other microbatch is a touch darker
+        background = mix(background, (0, 0, 0), 0.16)
     style = Style(color=text_on(background), bgcolor=hexed(background))
     return Text((number if len(number) <= width else "").center(width), style)
-
-
-def _background(schedule: Schedule, action: Action) -> tuple[int, int, int]:
-    placement = schedule.placement
-    base = shade(action.kind, placement.chunk[action.stage], placement.chunks)
-    # Neighbours of the same kind touch here, so every other microbatch is a touch darker.
-    return mix(base, (0, 0, 0), 0.16) if action.microbatch % 2 else base
 
 
 def _bars(steps: list[tuple[float, float]], width: int, slice_: float, most: float) -> str:
