@@ -6,6 +6,7 @@ The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in 
 fitted to published runs by `fivefold truth --fit`, or measured on a device by `fivefold calibrate`; it says which.
 """
 
+import json
 import re
 import tomllib
 from functools import cache
@@ -52,19 +53,8 @@ class Software(Struct, frozen=True, kw_only=True):
 
 
 # A device that nobody has measured reaches what the nearest of its kind does.
-LIKE = {
-    "A100-40": "A100-80",
-    "V100": "A100-80",
-    "TPU-v4": "A100-80",
-    "L40S": "A100-80",
-    "RTX4090": "A100-80",
-    "H100-96": "H100",
-    "H200": "H100",
-    "B200": "H100",
-    "GB200": "H100",
-    "B300": "H100",
-    "GB300": "H100",
-}
+LIKE = dict.fromkeys(("A100-40", "V100", "TPU-v4", "L40S", "RTX4090"), "A100-80")
+LIKE |= dict.fromkeys(("H100-96", "H200", "B200", "GB200", "B300", "GB300"), "H100")
 
 
 @cache
@@ -79,11 +69,10 @@ def write(tables: dict[str, dict[str, Any]], path: Path = FILE) -> None:
     for name, table in sorted((known() | tables).items()):
         key = f'"{name}"' if re.search(r"[^\w-]", name) else name
         lines += ["", f"[{key}]"]
-        for field, value in table.items():
-            text = (
-                f'"{value}"' if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
-            )
-            lines.append(f"{field} = {text}")
+        lines += [
+            f"{field} = {f'{value:.4g}' if isinstance(value, float) else json.dumps(value, ensure_ascii=False)}"
+            for field, value in table.items()
+        ]
     path.write_text("\n".join(lines) + "\n")
     known.cache_clear()
 

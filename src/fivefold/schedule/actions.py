@@ -46,8 +46,9 @@ GATHER, REDUCE, STEP = Kind.GATHER, Kind.REDUCE, Kind.STEP
 COMPUTE = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD})
 SENDS = frozenset({SEND_ACTIVATION, SEND_GRADIENT})
 RECEIVES = frozenset({RECV_ACTIVATION, RECV_GRADIENT})
-MESSAGES = SENDS | RECEIVES
-COLLECTIVES = frozenset({GATHER, REDUCE, STEP})  # what belongs to the parameters of a stage, not to its data
+MESSAGES = (RECV_ACTIVATION, SEND_ACTIVATION, RECV_GRADIENT, SEND_GRADIENT)
+HALVES = (INPUT_GRAD, WEIGHT_GRAD)  # of a backward
+COLLECTIVES = (GATHER, REDUCE, STEP)  # what belongs to the parameters of a stage, not to its data
 LAST_READERS = frozenset({BACKWARD, WEIGHT_GRAD})  # after these a microbatch's activations are free
 GRADIENT_MAKERS = frozenset({BACKWARD, INPUT_GRAD})  # these make the gradient that the stage before needs
 

@@ -4,24 +4,7 @@ stepped once, and gathered if any is."""
 
 from collections.abc import Iterator
 
-from fivefold.schedule.actions import (
-    ALL,
-    BACKWARD,
-    COLLECTIVES,
-    FORWARD,
-    GATHER,
-    INPUT_GRAD,
-    RECV_ACTIVATION,
-    RECV_GRADIENT,
-    REDUCE,
-    SEND_ACTIVATION,
-    SEND_GRADIENT,
-    SENDS,
-    STEP,
-    WEIGHT_GRAD,
-    Action,
-    Kind,
-)
+from fivefold.schedule.actions import ALL, BACKWARD, COLLECTIVES, FORWARD, GATHER, HALVES, MESSAGES, STEP, Action, Kind
 from fivefold.schedule.check.index import ABSENT, Index, Problem
 
 
@@ -70,7 +53,7 @@ def _strays(index: Index) -> Iterator[Problem]:
 def _compute(index: Index, stage: int) -> Iterator[Problem]:
     rank = index.schedule.placement.owner[stage]
     forward, backward = index.places(FORWARD, stage), index.places(BACKWARD, stage)
-    halves = {kind: index.places(kind, stage) for kind in (INPUT_GRAD, WEIGHT_GRAD)}
+    halves = {kind: index.places(kind, stage) for kind in HALVES}
     for k in range(index.schedule.m):
         if forward[k] == ABSENT:
             yield Problem(f"rank {rank} never runs {Action(FORWARD, stage, k)}", rank)
@@ -84,7 +67,7 @@ def _compute(index: Index, stage: int) -> Iterator[Problem]:
             why = f"never runs a backward of {Action(FORWARD, stage, k)}: neither B nor I and W"
             yield Problem(f"rank {rank} {why}", rank, forward[k])
         elif len(present) == 1:
-            missing = WEIGHT_GRAD if present[0] is INPUT_GRAD else INPUT_GRAD
+            missing = next(kind for kind in HALVES if kind not in present)
             why = f"runs {Action(present[0], stage, k)} but never {Action(missing, stage, k)}"
             yield Problem(f"rank {rank} {why}", rank, halves[present[0]][k])
 
@@ -92,13 +75,15 @@ def _compute(index: Index, stage: int) -> Iterator[Problem]:
 def _messages(index: Index) -> Iterator[Problem]:
     """One of each message per microbatch where the neighbouring stage is on another rank, none where it is not."""
     owner, channels = index.schedule.placement.owner, index.schedule.placement.channels
-    other = {(channel.send, channel.source): channel.target for channel in channels}
-    other |= {(channel.receive, channel.target): channel.source for channel in channels}
+    needed: dict[tuple[Kind, int], str] = {}  # by kind and stage, why
+    for channel in channels:
+        source, target = channel.source, channel.target
+        needed[channel.send, source] = f"stage {target} on rank {owner[target]} waits for it"
+        needed[channel.receive, target] = f"stage {source} on rank {owner[source]} sends it"
     for stage, rank in enumerate(owner):
-        for kind in (RECV_ACTIVATION, SEND_ACTIVATION, RECV_GRADIENT, SEND_GRADIENT):
+        for kind in MESSAGES:
             places = index.places(kind, stage)
-            if (end := other.get((kind, stage))) is not None:
-                why = f"stage {end} on rank {owner[end]} {'waits for it' if kind in SENDS else 'sends it'}"
+            if why := needed.get((kind, stage)):
                 for k in range(index.schedule.m):
                     if places[k] == ABSENT:
                         yield Problem(f"rank {rank} never has {Action(kind, stage, k)}, and {why}", rank)
@@ -111,7 +96,7 @@ def _messages(index: Index) -> Iterator[Problem]:
 def _parameters(index: Index) -> Iterator[Problem]:
     """Where any stage has one of GATHER, REDUCE and STEP, each is reduced and stepped; and gathered, if any is."""
     present = {kind for kind, _ in (*index.whole, *index.sequence) if kind in COLLECTIVES}
-    due = [kind for kind in (GATHER, REDUCE, STEP) if kind is not GATHER or kind in present]
+    due = [kind for kind in COLLECTIVES if kind is not GATHER or kind in present]
     for stage in range(index.schedule.placement.stages if present else 0):
         for kind in due:
             yield from _once(index, kind, stage)

@@ -22,7 +22,10 @@ def deadlock(index: Index) -> Iterator[Problem]:
 def deadlock_sentence(blocks: list[Block]) -> str:
     """Who waits for whom."""
     circle = _circle(blocks)
-    return f"{'; '.join(map(_waits, circle))}; {_verdict(circle)}"
+    verdict = f"and rank {circle[-1].peer} has nothing more to send or receive"
+    if circle[-1].peer == circle[0].rank:
+        verdict = f"that is a circle of {len(circle)}, and nobody in it can move"
+    return f"{'; '.join(map(_waits, circle))}; {verdict}"
 
 
 def _circle(blocks: list[Block]) -> list[Block]:
@@ -38,18 +41,7 @@ def _circle(blocks: list[Block]) -> list[Block]:
 
 
 def _waits(block: Block) -> str:
+    waits, message = f"rank {block.rank} waits at {block.action}", f"message {block.message} of the {block.channel}"
     if block.action.kind in SENDS:
-        return (
-            f"rank {block.rank} waits at {block.action} until rank {block.peer} posts the receive of message "
-            f"{block.message} of the {block.channel}"
-        )
-    return (
-        f"rank {block.rank} waits at {block.action} for message {block.message} of the {block.channel} from rank "
-        f"{block.peer}"
-    )
-
-
-def _verdict(circle: list[Block]) -> str:
-    if circle[-1].peer == circle[0].rank:
-        return f"that is a circle of {len(circle)}, and nobody in it can move"
-    return f"and rank {circle[-1].peer} has nothing more to send or receive"
+        return f"{waits} until rank {block.peer} posts the receive of {message}"
+    return f"{waits} for {message} from rank {block.peer}"
