@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.bench.steps import Case, cases, predicted, read
-from fivefold.calibrate.accelerator_file import to_toml
+from fivefold.calibrate.result import to_toml
 from fivefold.cli import app
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster

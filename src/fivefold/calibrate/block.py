@@ -7,6 +7,7 @@ in a step, until matmuls have the part of the time that they have in training.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,23 @@ PRODUCTS = 0.68  # of a step's time, in training at 64% of the peak; the rest is
 
 
 @dataclass(frozen=True)
+class AttentionTiming:
+    """Causal attention, and its seconds forward and backward."""
+
+    samples: int
+    heads: int
+    seq: int
+    head_dim: int
+    forward: float
+    backward: float
+
+    @property
+    def flops(self) -> float:
+        """Forward, of the scores that the mask leaves."""
+        return 2.0 * self.samples * self.heads * self.seq**2 * self.head_dim
+
+
+@dataclass(frozen=True)
 class BlockTiming:
     """Seconds of one pass forward and backward through a block, and what it is."""
 
@@ -46,6 +64,11 @@ class BlockTiming:
         forward = block(self.spec).gemms(self.samples * self.seq, apart=True)
         return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (n, k, m))]
 
+    @property
+    def attention(self) -> AttentionTiming:
+        spec = self.spec
+        return AttentionTiming(self.samples, spec.heads, self.seq, spec.head_dim, self.attend, self.attend_back)
+
 
 class TimedOps(LocalOps):
     """The plain ops; matmuls and attention are timed."""
@@ -53,13 +76,7 @@ class TimedOps(LocalOps):
     def __init__(self, clock: Clock):
         super().__init__()
         self.clock = clock
-        self.clear()
-
-    def clear(self) -> None:
-        self.log: dict[str, list[tuple[Any, Any]]] = {"products": [], "attend": [], "attend_back": []}
-
-    def seconds(self, what: str) -> float:
-        return sum(self.clock.between(start, end) for start, end in self.log[what])
+        self.log: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -131,29 +148,25 @@ def in_block(clock: Clock, dtype: torch.dtype, seconds: float, quick: bool) -> B
     output_grad = torch.randn_like(x)
     streams = torch.empty(1 << 27 if clock.on_gpu else 1 << 12, device=device, dtype=dtype)
 
-    def rounds(count: int, rest: int) -> tuple[float, float, float, float]:
-        ops.clear()
-        begin = clock.now()
-        for _ in range(count):
-            forward().backward(output_grad)
-            x.grad = None
-            block.zero_grad(set_to_none=True)
-            for _ in range(rest):
-                streams.mul_(1.0)
-        ops.log["whole"] = [(begin, clock.now())]
+    def rounds(count: int, rest: int) -> dict[str, float]:
+        ops.log.clear()
+        with ops.timing("whole"):
+            for _ in range(count):
+                forward().backward(output_grad)
+                x.grad = None
+                block.zero_grad(set_to_none=True)
+                for _ in range(rest):
+                    streams.mul_(1.0)
         clock.synchronize()
-        products, ahead, back, whole = (
-            ops.seconds(what) / count for what in ("products", "attend", "attend_back", "whole")
-        )
-        return products, ahead, back, whole
+        return {what: sum(clock.between(*pair) for pair in pairs) / count for what, pairs in ops.log.items()}
 
     rounds(1, 0)
     rest = 0
     if clock.on_gpu:
-        products, _, _, alone = rounds(3, 0)
-        each = (rounds(3, 50)[-1] - alone) / 50
-        rest = max(0, round((products / PRODUCTS - alone) / each))
+        alone = rounds(3, 0)
+        each = (rounds(3, 50)["whole"] - alone["whole"]) / 50
+        rest = max(0, round((alone["products"] / PRODUCTS - alone["whole"]) / each))
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         rounds(1, rest)
-    return BlockTiming(spec, samples, seq, *rounds(ROUNDS[device.type], rest))
+    return BlockTiming(spec, samples, seq, **rounds(ROUNDS[device.type], rest))

@@ -1,16 +1,26 @@
-"""How long kernels take on a device: many calls at once, so that neither the host nor the first call counts."""
+"""How long kernels take on a device: many calls at once, so that neither the host nor the first call counts.
+
+And how long collectives take among the ranks of this machine.
+"""
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from fivefold.launch.device import choose_device
+from fivefold.launch.ranks import Rank
+from fivefold.parallel.mesh import backend
 
 # A GPU's second-level cache: operands that are used again within so many bytes are not read from memory, and in
 # training they would be.
 CACHE = 256 << 20
 
 Calls = Sequence[Callable[[], object]]
+Timing = tuple[str, int, float]  # kind, payload in bytes as layout.collective_cost counts it, seconds
 
 
 class Clock:
@@ -56,3 +66,30 @@ class Clock:
 def sets(size: int) -> int:
     """How many operand sets of `size` bytes must take turns, for none to be found in the cache; at most a few."""
     return max(1, min(8, -(-CACHE // max(1, size))))
+
+
+def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, wanted: str) -> list[Timing]:
+    """On one rank: every collective at every size, in turns; a payload is all that the ranks end up with."""
+    device = choose_device(wanted, rank.number)
+    rank.join(backend(device, rank.world))
+    clock, found = Clock(device, 0.0), []
+    for size in sizes:
+        whole = torch.ones(max(1, size // 4 // rank.world) * rank.world, device=device)
+        mine = whole.chunk(rank.world)[rank.number].clone()
+        times: dict[str, list[float]] = {"all-reduce": [], "all-gather": []}
+        for number in range(rounds + 2):
+            for kind in times:
+                dist.barrier()
+                clock.synchronize()
+                start = time.perf_counter()
+                if kind == "all-reduce":
+                    dist.all_reduce(whole)
+                else:
+                    dist.all_gather_into_tensor(whole, mine)
+                clock.synchronize()
+                if number > 1:  # the first ones connect and allocate
+                    times[kind].append(time.perf_counter() - start)
+            whole.fill_(1.0)
+        found += [(kind, whole.nbytes, median(seconds)) for kind, seconds in times.items()]
+    dist.destroy_process_group()
+    return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.calibrate.block import BlockTiming, block_of, in_block
+from fivefold.calibrate.block import AttentionTiming, BlockTiming, block_of, in_block
 from fivefold.calibrate.clock import Clock, sets
 from fivefold.model.ops import LocalOps
 from fivefold.spec.presets import preset
@@ -67,23 +67,6 @@ class Matmul:
     @property
     def rate(self) -> float:
         return 2.0 * self.m * self.n * self.k / self.seconds
-
-
-@dataclass(frozen=True)
-class AttentionTiming:
-    """Causal attention, and its seconds forward and backward."""
-
-    samples: int
-    heads: int
-    seq: int
-    head_dim: int
-    forward: float
-    backward: float
-
-    @property
-    def flops(self) -> float:
-        """Forward, of the scores that the mask leaves."""
-        return 2.0 * self.samples * self.heads * self.seq**2 * self.head_dim
 
 
 class Kernels:

@@ -40,8 +40,8 @@ def calibrate(
     check_writable(output, ".toml")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("calibrate starts its own ranks, one for each GPU of this machine; run it without a launcher")
-    from fivefold.calibrate.accelerator_file import to_toml
     from fivefold.calibrate.calibrate import calibrate as measure
+    from fivefold.calibrate.result import to_toml
 
     with counting_bar() as progress:
         found = measure(device, quick, progress)
