@@ -18,7 +18,7 @@ from fivefold.checkpoint.find import find
 from fivefold.checkpoint.hf import HuggingFace, export_hf, import_hf
 from fivefold.checkpoint.job import job_of
 from fivefold.checkpoint.store import Store
-from fivefold.generate.rank import alone
+from fivefold.generate.generator import alone
 from fivefold.job.config import Job, TrainConfig
 from fivefold.model.decoder import Decoder
 from fivefold.spec.hf_config import read_hf_config, spec_from_hf, to_hf_config

@@ -1,4 +1,4 @@
-"""What a model says: token for token that of `transformers`, on one process and on many."""
+"""What a model generates: token for token that of `transformers`, on one process and on many."""
 
 from pathlib import Path
 
@@ -6,21 +6,20 @@ import pytest
 import torch
 import transformers
 
-from fivefold.generate.choose import Chooser
-from fivefold.generate.request import Question, ask
-from fivefold.generate.sampling import Sampling
+from fivefold.generate.generator import Chooser
+from fivefold.generate.request import Request, Sampling, generate
 from fivefold.support.errors import UserError
 from tests.checkpoint.test_hf import made
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def question(source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **how: float) -> Question:
-    return Question(source, None, layout, dtype, "cpu", count, Sampling(**how), 60.0)  # type: ignore[arg-type]
+def request(source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **how: float) -> Request:
+    return Request(source, None, layout, dtype, "cpu", count, Sampling(**how), 60.0)  # type: ignore[arg-type]
 
 
-def said(*arguments, **settings) -> list[int]:
-    return ask(question(*arguments, **settings), [], PROMPT, lambda _: None)[0].tokens
+def generated(*arguments, **settings) -> list[int]:
+    return generate(request(*arguments, **settings), [], PROMPT, lambda _: None)[0].tokens
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("qwen3", True), ("gpt2", True)])
@@ -34,14 +33,14 @@ def test_greedy_is_that_of_transformers_in_every_layout(tmp_path: Path, kind: st
     assert end is None or end not in want
     assert len(set(want)) > 1, "a model that repeats one token would prove little"
     for layout in ("dp=1", "tp=2", "tp=2,pp=2", "pp=2,split=1,2" if kind != "gpt2" else "pp=2"):
-        assert said(directory, layout) == want, layout
+        assert generated(directory, layout) == want, layout
 
 
 def test_the_same_seed_draws_the_same_in_every_layout(tmp_path: Path) -> None:
     directory = made("llama", False, tmp_path / "in")
-    one = said(directory, dtype="float64", temperature=1.0, seed=1)
-    assert one == said(directory, "tp=2,pp=2", dtype="float64", temperature=1.0, seed=1)
-    assert one != said(directory, dtype="float64", temperature=1.0, seed=2)
+    one = generated(directory, dtype="float64", temperature=1.0, seed=1)
+    assert one == generated(directory, "tp=2,pp=2", dtype="float64", temperature=1.0, seed=1)
+    assert one != generated(directory, dtype="float64", temperature=1.0, seed=2)
 
 
 def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
@@ -61,14 +60,14 @@ def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
     assert drawn(temperature=0.5)[0] > 0.7
 
 
-def test_bad_questions_are_refused(tmp_path: Path) -> None:
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
     directory = made("gpt2", True, tmp_path / "in")
-    with pytest.raises(UserError, match="dp, zero does not help to speak; tp and pp do"):
-        ask(question(directory, "dp=2,zero=1"), [], PROMPT, lambda _: None)
+    with pytest.raises(UserError, match="dp, zero does not help to generate; tp and pp do"):
+        generate(request(directory, "dp=2,zero=1"), [], PROMPT, lambda _: None)
     with pytest.raises(UserError) as error:
-        ask(question(directory, "tp=3", count=80, temperature=-1.0), [], [999], lambda _: None)
+        generate(request(directory, "tp=3", count=80, temperature=-1.0), [], [999], lambda _: None)
     assert len(error.value.problems) == 5  # temperature, heads and kv heads, token, positions
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-        ask(question(directory), ["hello"], None, lambda _: None)
+        generate(request(directory), ["hello"], None, lambda _: None)
     with pytest.raises(UserError, match="is no directory"):
-        ask(question(tmp_path / "nowhere"), [], PROMPT, lambda _: None)
+        generate(request(tmp_path / "nowhere"), [], PROMPT, lambda _: None)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fivefold.train.chart import chart
-from fivefold.train.display import Display
-from fivefold.train.listeners import MetricsFile
-from fivefold.train.records import Evaluation, Step
+from fivefold.train.display import Display, chart
+from fivefold.train.records import Evaluation, MetricsFile, Step
 from fivefold.train.run import verdict
 
 

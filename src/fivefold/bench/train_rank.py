@@ -35,9 +35,8 @@ from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import UserError
 from fivefold.train.checkpointing import Checkpoints
-from fivefold.train.listeners import Listener, MetricsFile
 from fivefold.train.loop import Stopped, Trainer
-from fivefold.train.records import Evaluation, Step
+from fivefold.train.records import Evaluation, Listener, MetricsFile, Step
 from fivefold.verify.batches import write_tokens
 
 _WARM = 5  # steps of a turn: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle

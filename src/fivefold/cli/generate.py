@@ -1,6 +1,7 @@
 """`fivefold generate`: text from a trained model."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -44,13 +45,13 @@ def generate(
 
       fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
     """
-    from fivefold.generate.request import Question, ask
-    from fivefold.generate.sampling import Sampling
+    from fivefold.generate.request import Request, Sampling
+    from fivefold.generate.request import generate as run
 
     if bool(prompt) == bool(tokens):
         raise UserError("give either --prompt or --tokens")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    question = Question(source.expanduser(), step, layout, dtype, device, count, sampling, timeout)
+    request = Request(source.expanduser(), step, layout, dtype, device, count, sampling, timeout)
     console = Console(highlight=False, soft_wrap=True)
 
     def stream(text: str) -> None:
@@ -59,9 +60,9 @@ def generate(
             console.file.write(text.encode(encoding, "replace").decode(encoding))
             console.file.flush()
 
-    answers = ask(question, prompt or [], _numbers(tokens), stream)
+    answers = run(request, prompt or [], _numbers(tokens), stream)
     if as_json:
-        typer.echo(json.dumps([answer.as_json() for answer in answers]))
+        typer.echo(json.dumps([asdict(answer) for answer in answers]))
 
 
 def _numbers(text: str | None) -> list[int] | None:

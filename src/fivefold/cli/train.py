@@ -93,12 +93,12 @@ def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:
     """As the one rank that this process is; the exit code."""
     from fivefold.launch.local import INTERRUPTED, TERMINATED
     from fivefold.train.loop import Stopped
-    from fivefold.train.run import Options, run_job
+    from fivefold.train.run import run_job
 
     console = Console(highlight=False, quiet=world.rank > 0)
     stop = _Stop()
     try:
-        run_job(job, sources, world, console, Options(fresh, lambda: stop.term))
+        run_job(job, sources, world, console, fresh, lambda: stop.term)
     except Stopped as stopped:
         saved = "; its checkpoint is saved, and the same command resumes from it" if job.checkpoint.save else ""
         console.print(f"stopped by SIGTERM after step {stopped.step}{saved}")

@@ -49,7 +49,7 @@ class DryRunResult(Result):
 
 
 def _rank(one: RankVsPlan) -> Iterator[Block]:
-    from fivefold.train.chart import chart
+    from fivefold.train.display import chart
 
     dry = one.dry
     place = ", ".join(f"{axis} {at}" for axis, at in dry.place.items())

@@ -1,24 +1,83 @@
-"""A model over the ranks of a layout that goes on from a prompt: forward through the pipeline, a token at a time."""
+"""A model over the ranks of a layout that continues a prompt: forward through the pipeline, one token at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from fivefold.checkpoint.hf import HuggingFace
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.state import held
 from fivefold.checkpoint.store import MANIFEST, Checkpoint
-from fivefold.generate.cache import Cache
-from fivefold.generate.choose import Chooser
+from fivefold.generate.request import Sampling
 from fivefold.job.config import Job
+from fivefold.launch.device import choose_device
+from fivefold.launch.ranks import Rank
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.collectives import all_gather, wait
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.train.network import Network
+from fivefold.train.engine import Network
+
+
+class Cache:
+    """Attention that keeps the keys and values of earlier tokens, so that each new one costs one token's work.
+
+    Blocks attend in turn, always in the same order.
+    """
+
+    def __init__(self, length: int):
+        """`length` is the most tokens, prompt and answer."""
+        self.length = length
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.turn = 0
+
+    def forget(self) -> None:
+        self.kept = []
+
+    def attention_mask(self, positions: TokenPositions) -> int:
+        """How many tokens came before."""
+        self.turn = 0
+        return int(positions.position_ids[0, 0])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        first, last = mask, mask + q.shape[2]
+        if self.turn == len(self.kept):
+            room = k.new_empty(*k.shape[:2], self.length, k.shape[3])
+            self.kept.append((room, torch.empty_like(room)))
+        keys, values = self.kept[self.turn]
+        self.turn += 1
+        keys[:, :, first:last], values[:, :, first:last] = k, v
+        keys, values = keys[:, :, :last], values[:, :, :last]
+        mask = None
+        if first and q.shape[2] > 1:
+            places = torch.arange(last, device=q.device)
+            mask = places[first:, None] >= places[None, :]
+        grouped = k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(q, keys, values, mask, is_causal=first == 0, enable_gqa=grouped)
+
+
+class Chooser:
+    def __init__(self, sampling: Sampling):
+        self.sampling = sampling
+        self.random = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits: Tensor) -> int:
+        """A token from logits [V]. The same logits and seed choose the same token on every rank."""
+        sampling = self.sampling
+        if sampling.temperature == 0:
+            return int(logits.argmax())
+        chances = torch.softmax(logits.double().cpu() / sampling.temperature, dim=0)
+        sorted_chances, order = chances.sort(descending=True, stable=True)
+        if sampling.top_k:
+            sorted_chances[sampling.top_k :] = 0.0
+        before = sorted_chances.cumsum(0) - sorted_chances
+        sorted_chances[before >= sampling.top_p * sorted_chances.sum()] = 0.0
+        return int(order[torch.multinomial(sorted_chances, 1, generator=self.random)])
 
 
 class Generator:
@@ -39,7 +98,7 @@ class Generator:
             stage.eval()
 
     @torch.no_grad()
-    def speak(self, prompt: list[int], count: int, choose: Chooser, ends: set[int]) -> Iterator[int]:
+    def generate(self, prompt: list[int], count: int, choose: Chooser, ends: set[int]) -> Iterator[int]:
         """Up to `count` tokens, the same on every rank; one of `ends` is the last, if it comes."""
         self.cache.forget()
         tokens, before = prompt, 0
@@ -72,3 +131,17 @@ class Generator:
         if pp.size > 1:
             dist.broadcast(token, src=pp.ranks[-1], group=pp.group)
         return int(token)
+
+
+def generate_rank(
+    rank: Rank, job: Job, weights: Path, prompts: list[list[int]], count: int, sampling: Sampling, ends: set[int]
+) -> list[list[int]]:
+    """One of several ranks that generate together."""
+    rank.join("gloo")
+    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number))
+    generator = Generator(job, mesh, weights, max(map(len, prompts)) + count)
+    return [list(generator.generate(prompt, count, Chooser(sampling), ends)) for prompt in prompts]
+
+
+def alone(job: Job, weights: Path, length: int) -> Generator:
+    return Generator(job, Mesh(job.layout, choose_device(job.train.device)), weights, length)

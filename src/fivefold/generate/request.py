@@ -1,16 +1,15 @@
 """Generates text for prompts, in this process or on the ranks of a layout."""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from fivefold.checkpoint.find import find, run_of
 from fivefold.checkpoint.job import job_of
-from fivefold.generate.sampling import Sampling
 from fivefold.generate.text import Text, text_of, text_of_run
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import ranks
@@ -21,8 +20,30 @@ from fivefold.support.errors import UserError
 _ALLOWED = {"tp", "pp", "split"}
 
 
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Temperature 0 takes the likeliest token. Otherwise one of the `top_k` likeliest (0: all) that together have the
+    probability `top_p` is drawn."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        rules = [
+            (
+                self.temperature == 0 or 1e-3 <= self.temperature < math.inf,
+                f"--temperature {self.temperature:g} must be 0, which is greedy, or at least 0.001",
+            ),
+            (0 <= self.seed < 1 << 63, f"--seed {self.seed} must lie between 0 and 2^63 - 1"),
+            (self.top_k >= 0, f"--top-k {self.top_k} must not be negative; 0 means all"),
+            (0 < self.top_p <= 1, f"--top-p {self.top_p:g} is a probability above 0, and at most 1"),
+        ]
+        return [sentence for holds, sentence in rules if not holds]
+
+
 @dataclass(frozen=True)
-class Question:
+class Request:
     source: Path
     step: int | None
     layout: str
@@ -40,47 +61,44 @@ class Answer:
     prompt_tokens: list[int]
     tokens: list[int]
 
-    def as_json(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("prompt", "text", "prompt_tokens", "tokens")}
 
-
-def ask(
-    question: Question, prompts: list[str], numbers: list[int] | None, stream: Callable[[str], None]
+def generate(
+    request: Request, prompts: list[str], numbers: list[int] | None, stream: Callable[[str], None]
 ) -> list[Answer]:
     """`numbers` is a prompt in tokens, for models whose tokenizer is not here. `stream` gets text as it comes."""
-    job, weights, words, job_directory = _model(question, needs_text=numbers is None)
+    job, weights, words, directory = _model(request, needs_text=numbers is None)
     given = [numbers] if numbers is not None else [words.encode(prompt) for prompt in prompts if words]
-    _check(question, job, given)
+    _check(request, job, given)
 
-    def said(ids: list[int]) -> str:
+    def decoded(ids: list[int]) -> str:
         return words.decode(ids) if words else " ".join(map(str, ids))
 
-    spoken = [said(ids) for ids in given]
-    end = _ends(job_directory) or ({words.end} if words else set())
+    ends = _ends(directory) or ({words.end} if words else set())
+    found: Iterable[Iterable[int]]
     if job.layout.world == 1:
-        from fivefold.generate.choose import Chooser
-        from fivefold.generate.rank import alone
+        from fivefold.generate.generator import Chooser, alone
 
-        generator = alone(job, weights, max(map(len, given)) + question.count)
-        found = []
-        for prompt, ids in zip(spoken, given, strict=True):
-            stream(prompt if words else f"{prompt} ")
-            answer: list[int] = []
-            shown = ""
-            for token in generator.speak(ids, question.count, Chooser(question.sampling), end):
-                answer.append(token)
-                text = said(answer)
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits for its other half
-                    stream(text[len(shown) :])
-                    shown = text
-            stream(said(answer)[len(shown) :] + "\n")
-            found.append(answer)
+        generator = alone(job, weights, max(map(len, given)) + request.count)
+        found = (generator.generate(ids, request.count, Chooser(request.sampling), ends) for ids in given)
     else:
-        arguments = (job, str(weights), given, question.count, question.sampling, end)
-        found = ranks.run(job.layout.world, "fivefold.generate.rank:speak", *arguments, timeout=question.timeout)[0]
-        for prompt, answer in zip(spoken, found, strict=True):
-            stream(f"{prompt}{'' if words else ' '}{said(answer)}\n")
-    return [Answer(prompt, said(answer), ids, answer) for prompt, ids, answer in zip(spoken, given, found, strict=True)]
+        arguments = (job, weights, given, request.count, request.sampling, ends)
+        function = "fivefold.generate.generator:generate_rank"
+        found = ranks.run(job.layout.world, function, *arguments, timeout=request.timeout)[0]
+    answers = []
+    for ids, tokens in zip(given, found, strict=True):
+        answer: list[int] = []
+        prompt, shown = decoded(ids), ""
+        stream(prompt if words else f"{prompt} ")
+        for token in tokens:
+            answer.append(token)
+            text = decoded(answer)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits for its other half
+                stream(text[len(shown) :])
+                shown = text
+        text = decoded(answer)
+        stream(text[len(shown) :] + "\n")
+        answers.append(Answer(prompt, text, ids, answer))
+    return answers
 
 
 def _ends(directory: Path) -> set[int]:
@@ -93,45 +111,45 @@ def _ends(directory: Path) -> set[int]:
     return set()
 
 
-def _model(question: Question, needs_text: bool) -> tuple[Job, Path, Text | None, Path]:
+def _model(request: Request, needs_text: bool) -> tuple[Job, Path, Text | None, Path]:
     """The job to generate with, its weights, its tokenizer, and the directory of the run or Hugging Face model."""
-    layout = Layout.parse(question.layout)
+    layout = Layout.parse(request.layout)
     if strange := sorted(set(layout.given()) - _ALLOWED):
-        raise UserError(f"--layout {question.layout}: {', '.join(strange)} does not help to speak; tp and pp do")
-    source = question.source
+        raise UserError(f"--layout {request.layout}: {', '.join(strange)} does not help to generate; tp and pp do")
+    source = request.source
     if (source / "config.json").is_file():
         spec, weights, directory = read_hf_config(source), source, source
         words = text_of(source, None, spec.vocab) if needs_text else None
     else:
-        checkpoint = find(source, question.step)
+        checkpoint = find(source, request.step)
         if damage := checkpoint.damage():
             raise UserError(damage)
         made_by = job_of(checkpoint)
         spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
         words = text_of_run(checkpoint, made_by) if needs_text else None
-    if question.dtype not in ("float32", "bfloat16", "float64"):
-        raise UserError(f"--dtype {question.dtype} is none of float32, bfloat16, float64")
-    if question.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {question.device} is none of auto, cpu, cuda")
+    if request.dtype not in ("float32", "bfloat16", "float64"):
+        raise UserError(f"--dtype {request.dtype} is none of float32, bfloat16, float64")
+    if request.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {request.device} is none of auto, cpu, cuda")
     # Not compiled: every length of text is another shape.
-    train = msgspec.convert({"dtype": question.dtype, "device": question.device, "compile": "off"}, TrainConfig)
+    train = msgspec.convert({"dtype": request.dtype, "device": request.device, "compile": "off"}, TrainConfig)
     job = Job(model=spec, layout=msgspec.structs.replace(layout, microbatches=1), train=train)
     return job, weights, words, directory
 
 
-def _check(question: Question, job: Job, prompts: list[list[int]]) -> None:
-    problems = question.sampling.problems()
+def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
+    problems = request.sampling.problems()
     problems += job.layout.problems(job.model, seq=job.data.seq, batch=job.layout.microbatches)
-    if question.count < 1:
-        problems.append(f"--count {question.count} says nothing; nearest: --count 1")
+    if request.count < 1:
+        problems.append(f"--count {request.count} generates nothing; nearest: --count 1")
     vocab, longest = job.model.vocab, max(map(len, prompts), default=0)
     if any(not prompt for prompt in prompts):
-        problems.append("an empty prompt has no token to go on from; give at least one")
+        problems.append("an empty prompt has no token to continue; give at least one")
     if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocab]:
         problems.append(f"token {strange[0]} is not in the vocabulary of {vocab}: 0 to {vocab - 1}")
-    if job.model.positions == "learned" and longest + question.count > job.model.context:
+    if job.model.positions == "learned" and longest + request.count > job.model.context:
         problems.append(
-            f"{longest} tokens and {question.count} more are beyond the {job.model.context} positions of "
+            f"{longest} tokens and {request.count} more are beyond the {job.model.context} positions of "
             f"{job.model.name}; nearest: --count {max(1, job.model.context - longest)}"
         )
     if problems:

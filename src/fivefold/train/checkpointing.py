@@ -13,7 +13,6 @@ from fivefold.checkpoint.state import held, optimizer_of, written
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.data.index import NAME as INDEX
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources
 from fivefold.optimizers import OPTIMIZERS
 from fivefold.parallel.control import Control
 from fivefold.support.errors import UserError
@@ -23,13 +22,14 @@ _LONG = 1.0  # seconds of waiting that are worth a word
 
 
 class Checkpoints:
-    """The `Checkpointing` of a run that has a directory."""
+    """Saves the trainer's state. Where a rank knows that a save has failed (`saver.failed`), all ranks stop."""
 
     def __init__(self, store: Store, control: Control, trainer: Trainer, say: Say):
         self.store, self.control, self.trainer, self.say = store, control, trainer, say
         self.saver = Saver(store, control, trainer.job.checkpoint, trainer.mesh.device)
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
-        self.data = fingerprint(trainer.sources)
+        index = (trainer.sources.path / INDEX).read_bytes()  # which has the sha256 of every file of the data
+        self.data = hashlib.sha256(index).hexdigest()
         self.saved = 0  # the last step of which a save was begun, or that was loaded
         self.told = False  # that steps wait for the disk
 
@@ -52,11 +52,13 @@ class Checkpoints:
         return checkpoint
 
     def prepare(self) -> None:
+        """Before the first step: do what can be done by then."""
         config = self.trainer.job.checkpoint
         if config.save and config.every:
             self.saver.staging.prepare(self.pieces())
 
     def after(self, step: int, must: bool) -> None:
+        """A step is done. `must` says that it is the last one of this start."""
         config = self.trainer.job.checkpoint
         if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
             if not must:
@@ -65,15 +67,8 @@ class Checkpoints:
         if must:
             self.saver.finish()
 
-    @property
-    def failed(self) -> bool:
-        return self.saver.failed
-
-    def settle(self) -> None:
-        self.saver.finish()
-
     def _finish_last(self, step: int) -> None:
-        """If steps have to wait for the save before this one, that is said, once, with how many between would do."""
+        """Finish the save before this one. The first time that steps wait for it, a note says how to avoid that."""
         last, start = self.saver.saving, time.monotonic()
         self.saver.finish()
         waited = time.monotonic() - start
@@ -88,28 +83,21 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Collective. Returns when the snapshot is taken, or under way."""
-        self.saved = step
-        self.trainer.engine.copied = self.saver.start(self.pieces(), self.manifest(step))
+        self.saved, engine = step, self.trainer.engine
+        manifest = Manifest(
+            step=step,
+            samples=self.trainer.samples,
+            updates=engine.optimizer.updates,
+            optimizer=True,
+            data=self.data,
+            job=msgspec.to_builtins(self.trainer.job),
+        )
+        engine.copied = self.saver.start(self.pieces(), manifest)
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank writes."""
         engine = self.trainer.engine
         return written(engine.weights, self.shapes, engine.optimizer)
-
-    def manifest(self, step: int) -> Manifest:
-        return Manifest(
-            step=step,
-            samples=self.trainer.samples,
-            updates=self.trainer.engine.optimizer.updates,
-            optimizer=True,
-            data=self.data,
-            job=msgspec.to_builtins(self.trainer.job),
-        )
-
-
-def fingerprint(sources: Sources) -> str:
-    """Of prepared data: its index has the sha256 of every file."""
-    return hashlib.sha256((sources.path / INDEX).read_bytes()).hexdigest()
 
 
 def conflicts(manifest: Manifest, job: Job) -> list[str]:

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.support.formatting import bytes_text, si
-from fivefold.train.chart import chart
 from fivefold.train.records import Evaluation, Step
+
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille cell, by column and row
 
 
 class Display:
@@ -36,7 +37,8 @@ class Display:
         self.losses.append(record.loss)
         self.steps_here += 1
         if self.live:
-            self.live.update(Group(self._progress(record), _numbers(record, self.held_out), *self.curve()))
+            held_out = f"  held-out {self.held_out.held_out_loss:.3f}" if self.held_out else ""
+            self.live.update(Group(self._progress(record), Text(_line(record) + held_out), *self.curve()))
         elif self.steps_here == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.console.print(
                 f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {_line(record)}", soft_wrap=True
@@ -67,14 +69,48 @@ class Display:
         return grid
 
 
-def _numbers(record: Step, held_out: Evaluation | None) -> Text:
-    text = _line(record)
-    return Text(text + (f"  held-out {held_out.held_out_loss:.3f}" if held_out else ""))
-
-
 def _line(record: Step) -> str:
     mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
     return (
         f"loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
         f"{si(record.tokens_per_second)} tokens/s{mfu}  memory {bytes_text(record.memory)}"
     )
+
+
+def chart(values: Sequence[float], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
+    """The curve of `values` in braille, two points a column and four a row, with a dashed line and a label at each mark.
+
+    Returns rows of text, top first.
+    """
+    top, bottom = max(*values, *marks.values()), min(*values, *marks.values())
+    span = (top - bottom) or 1.0
+
+    def row_of(value: float, rows: int) -> int:
+        return round((top - value) / span * (rows - 1))
+
+    cells = [[0] * width for _ in range(height)]
+    points = [_mean_between(values, i, 2 * width) for i in range(2 * width)]
+    for x, value in enumerate(points):
+        y = row_of(value, 4 * height)
+        before = row_of(points[x - 1], 4 * height) if x else y
+        for dot in range(min(y, before), max(y, before) + 1):  # join the points, so that a steep fall is a line
+            cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
+    labels = {0: f"{top:.2f}", height - 1: f"{bottom:.2f}"}
+    dashed: dict[int, str] = {}
+    for name, value in marks.items():
+        row = row_of(value, height)
+        labels[row], dashed[row] = f"{value:.2f}", name
+    return [_row(cells[y], labels.get(y, ""), dashed.get(y)) for y in range(height)]
+
+
+def _mean_between(values: Sequence[float], point: int, points: int) -> float:
+    """The mean of the share of `values` that falls on one of `points` places; its nearest where none does."""
+    start, stop = point * len(values) // points, (point + 1) * len(values) // points
+    share = values[start : max(stop, start + 1)]
+    return sum(share) / len(share)
+
+
+def _row(cells: list[int], label: str, mark: str | None) -> str:
+    empty = "╌" if mark else " "
+    line = "".join(chr(0x2800 + cell) if cell else empty for cell in cells)
+    return f"{label:>6} {'┼' if label else '│'}{line}{' ' + mark if mark else ''}"

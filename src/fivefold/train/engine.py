@@ -1,4 +1,4 @@
-"""The engine: a model and its optimizer over the ranks of a mesh, one global batch at a time.
+"""The network is a job's model on this rank. The engine adds its optimizer and runs one global batch at a time.
 
 global batch -> this dp rank's samples -> microbatches -> this cp rank's tokens -> the schedule's actions on this pp
       rank's stages -> loss sums, each divided once by the global count of target tokens -> gradients, summed once
@@ -10,15 +10,65 @@ from torch import Tensor
 
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job
+from fivefold.launch.device import DTYPES, compiles
+from fivefold.layout.stages import schedule_of, stages_of
+from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
+from fivefold.model.ops import AttentionOps
 from fivefold.model.positions import TokenPositions
+from fivefold.parallel.channels import Channels
 from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.context import Context
+from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.ops import ops_of
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.peer_errors import waiting
-from fivefold.parallel.pipeline import Microbatch, Watch
-from fivefold.train.network import Network
+from fivefold.parallel.pipeline import Microbatch, Pipeline, Watch
+from fivefold.parallel.zero import spread
+
+
+class Network:
+    """A job's model on this rank: its stages, their weights, and the pipeline that runs them.
+
+    `watch` surrounds every action of the pipeline; `attention` replaces the layout's.
+    """
+
+    def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None, attention: AttentionOps | None = None):
+        self.job, self.mesh = job, mesh
+        layout, compute = job.layout, DTYPES[job.train.dtype]
+        self.compiled = compiles(job.train, mesh.device)
+        self.schedule = schedule_of(job.model, layout, job.data.seq)
+        later, split = WeightGradQueue(), self.schedule.splits
+        put_off, fp8 = later if split else None, job.train.fp8
+        self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, fp8=fp8)
+        self.stages = self._stages()
+        self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
+        later.report = self.weights.add
+        channels = Channels(self.schedule, mesh, compute)
+        self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, later, channels, watch)
+
+    def _stages(self) -> dict[int, Decoder]:
+        """This rank's, on the meta device: no weights are drawn that would be thrown away."""
+        job = self.job
+        every = stages_of(job.model, job.layout, job.data.seq)
+        mine = [every[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
+        with torch.device("meta"):
+            made = {
+                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.ops, stage, self.compiled)
+                for stage in mine
+            }
+        if job.model.tied and len(mine) > 1 and mine[0].first and mine[-1].last:
+            made[mine[-1].index].embedding = made[mine[0].index].embedding  # both ends are here: one weight
+        for model in made.values():
+            self.ops.adopt(model)
+        return made
+
+    @property
+    def model(self) -> Decoder:
+        """The whole model, where one stage is all of it."""
+        (model,) = self.stages.values()
+        return model
 
 
 class Engine(Network):

@@ -6,9 +6,9 @@ Every rank runs it, and all ranks report the same numbers of a step.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,26 +25,11 @@ from fivefold.support.errors import PeerLost, TrainingError
 from fivefold.trace.records import Trace
 from fivefold.trace.tracer import tracer_of
 from fivefold.train.engine import Engine
-from fivefold.train.listeners import Listener
-from fivefold.train.records import Evaluation, Step
-from fivefold.train.step_counters import Counted
+from fivefold.train.memory_ledger import Counted
+from fivefold.train.records import Evaluation, Listener, Step
 
-
-class Checkpointing(Protocol):
-    """Saves the trainer's state."""
-
-    def prepare(self) -> None:
-        """Do before the first step what can be done by then."""
-
-    def after(self, step: int, must: bool) -> None:
-        """A step is done. `must` says that it is the last one of this start."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank knows of a failed save. All ranks then stop."""
-
-    def settle(self) -> None:
-        """Finish the save that is under way, and raise its error. No rank does another step."""
+if TYPE_CHECKING:
+    from fivefold.train.checkpointing import Checkpoints
 
 
 class Stopped(Exception):
@@ -66,7 +51,7 @@ class Trainer:
         self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
         self.samples = 0  # of the data order that they were trained on
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
-        self.checkpointing: Checkpointing | None = None
+        self.checkpointing: Checkpoints | None = None
         self.stopped = False  # whether any has, and so all do, after this step
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
@@ -75,29 +60,26 @@ class Trainer:
         self,
         listeners: list[Listener],
         on_trace: Callable[[Trace], None] | None = None,
-        checkpointing: Checkpointing | None = None,
+        checkpointing: "Checkpoints | None" = None,
     ) -> Evaluation | None:
         """Do all steps that are left. Returns the last evaluation on held-out data, if there is any.
 
         On rank 0 `on_trace` gets the trace of the steps that the job asks to be traced.
         """
+        self.checkpointing = checkpointing
         try:
-            return self._run(listeners, on_trace, checkpointing)
+            return self._run(listeners, on_trace)
         except TrainingError as error:
             if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
-                checkpointing.settle()
+                checkpointing.saver.finish()
             raise
 
-    def _run(
-        self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None, checkpointing: Checkpointing | None
-    ) -> Evaluation | None:
-        self.checkpointing = checkpointing
-        if checkpointing is not None:
-            checkpointing.prepare()
+    def _run(self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None) -> Evaluation | None:
+        if self.checkpointing is not None:
+            self.checkpointing.prepare()
         every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
-        with ExitStack() as stack:
-            batches = stack.enter_context(closing(prefetch(self.reads())))
-            evaluation = None
+        evaluation = None
+        with closing(prefetch(self.reads())) as batches:
             for step, batch in enumerate(batches, start=first):
                 with self.tracer.step(step - first + 1), self.counted.step(step - first + 1):
                     record = self.step(step, batch)
@@ -112,8 +94,8 @@ class Trainer:
                     if evaluation is not None:
                         for listener in listeners:
                             listener.on_evaluation(evaluation)
-                if checkpointing is not None:
-                    checkpointing.after(step, must=self.stopped or step == steps)
+                if self.checkpointing is not None:
+                    self.checkpointing.after(step, must=self.stopped or step == steps)
                 if self.stopped and step < steps:
                     raise Stopped(step)
         if not self.engine.optimizer.updates:  # of the whole run, also before the checkpoint that this start resumes
@@ -124,10 +106,9 @@ class Trainer:
 
     def reads(self) -> Iterator[partial[Batch]]:
         """One call per step that reads its global batch: the samples after those before, whatever the layout."""
-        data, size = self.job.data, self.job.train.batch
-        first, left = self.samples, self.job.train.steps - self.done
-        for number in range(left):
-            wanted = range(first + number * size, first + (number + 1) * size)
+        data, size, left = self.job.data, self.job.train.batch, self.job.train.steps - self.done
+        for first in range(self.samples, self.samples + left * size, size):
+            wanted = range(first, first + size)
             yield partial(read_batch, self.sources.train, data.seq, data.seed, wanted, self.job.model.vocab)
 
     def step(self, step: int, batch: Batch) -> Step:
@@ -143,7 +124,7 @@ class Trainer:
         if faults.strike("step", step=step):
             next(p.grad for p in self.engine.weights.masters.values() if p.grad is not None).fill_(math.nan)
         with self.tracer.update("norm"):
-            asked = self.stopping() or (self.checkpointing is not None and self.checkpointing.failed)
+            asked = self.stopping() or (self.checkpointing is not None and self.checkpointing.saver.failed)
             wish = torch.full((), float(asked), dtype=torch.float64, device=self.mesh.device)
             norm = self.engine.gradient_norm(wish)
             mean, norm_value, wishes = torch.stack((loss, norm, wish)).tolist()  # the step's one wait for the device

@@ -22,25 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
+from fivefold.report import Block, Table, Text
+from fivefold.support.formatting import bytes_text
 from fivefold.train.engine import Engine
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_cudnn_attention,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._flash_attention_forward,
-}
-_ATTENTION_BACKWARD = {
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward,
-    _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._flash_attention_backward,
-}
+_SDPA = ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
+_ATTENTION = {getattr(_aten, f"_scaled_dot_product_{kernel}") for kernel in _SDPA} | {_aten._flash_attention_forward}
+_ATTENTION_BACKWARD = {getattr(_aten, f"_scaled_dot_product_{kernel}_backward") for kernel in _SDPA}
+_ATTENTION_BACKWARD.add(_aten._flash_attention_backward)
 
 
 class Moment(NamedTuple):
@@ -70,8 +63,7 @@ class Ledger(TorchDispatchMode):
         self.held = self.peak = self.peak_here = 0
         self.flops = 0.0
         self.moments: list[Moment] = []
-        self.peak_moment = "before the step"
-        self._name = "before the step"
+        self.peak_moment = self._name = "before the step"
         self._sizes: dict[int, int] = {}  # bytes by piece of memory
         self._readers: dict[int, weakref.ref[Any]] = {}
         self._entered: dict[int, int] = {}  # in which order they came
@@ -103,12 +95,11 @@ class Ledger(TorchDispatchMode):
                 continue
             if not isinstance(tensor, FakeTensor) and tensor.is_meta:
                 continue
-            size = memory.nbytes()
             self._sizes[key] = 0
             self._entries += 1
             self._entered[key] = self._entries
             self._readers[key] = weakref.ref(memory, self._struck(key))
-            self._enter(key, size)
+            self._enter(key, memory.nbytes())
 
     def _enter(self, key: int, size: int) -> None:
         self.held += size - self._sizes[key]
@@ -159,10 +150,6 @@ class Ledger(TorchDispatchMode):
         keys = {tensor.untyped_storage()._cdata for tensor in self.engine.weights.gradient_memory()}
         return sum(self._sizes[key] for key in keys if self._entered.get(key, 0) <= self._entries_at_peak)
 
-    @property
-    def at_peak(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.peak)
-
 
 def _state_of(engine: Engine) -> Iterator[Tensor]:
     """What exists between steps."""
@@ -179,11 +166,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Of products and attention, as executed: a causal mask leaves half of the scores."""
     packet = getattr(func, "overloadpacket", None)
     if packet in _ATTENTION:
-        query, key = args[0], args[1]
-        return _scores(query, key) * _seen(args, kwargs)
-    if packet in _ATTENTION_BACKWARD:
-        _, query, key = args[:3]
-        return 2.5 * _scores(query, key) * _seen(args, kwargs)
+        return _scores(*args[:2]) * _seen(args, kwargs)
+    if packet in _ATTENTION_BACKWARD:  # the gradient of the output comes before query and key
+        return 2.5 * _scores(*args[1:3]) * _seen(args, kwargs)
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))
     return 0.0
@@ -201,3 +186,55 @@ def _scores(query: Tensor, key: Tensor) -> float:
 def _seen(args: Any, kwargs: Any) -> float:
     """One half with a causal flag, whose place differs from operator to operator; it is the only True there."""
     return 0.5 if any(value is True for value in (*args[3:], kwargs.get("is_causal"))) else 1.0
+
+
+class Counted:
+    """Counts the second step of a real run: `train.count=true`. The first step also allocates what later ones reuse.
+
+    The counters are those of the dry run, and must agree with it.
+    """
+
+    def __init__(self, engine: Engine, mesh: Mesh, wanted: bool, steps: int):
+        self.engine, self.mesh = engine, mesh
+        self.which = min(2, steps) if wanted else 0
+        self.ledger: Ledger | None = None
+        self.counter: TrafficCounter | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step, from 1."""
+        if number != self.which:
+            yield
+            return
+        self.counter = TrafficCounter(self.mesh)
+        self.ledger = Ledger(self.engine, self.counter)
+        with self.ledger:
+            yield
+
+    def to_dict(self) -> dict[str, Any]:
+        assert self.ledger is not None
+        assert self.counter is not None
+        return {
+            "step": self.which,
+            "rank": self.mesh.world.rank,
+            "state_bytes": self.ledger.state,
+            "peak_bytes": self.ledger.peak,
+            "flops": self.ledger.flops,
+            "live": self.engine.pipeline.peak,
+            "traffic": [row.to_dict() for row in self.counter.rows()],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        """What was counted, if anything was."""
+        if self.ledger is None or self.counter is None:
+            return
+        yield Text(
+            f"step {self.which} of this rank: {bytes_text(self.ledger.state)} of state, {bytes_text(self.ledger.peak)} "
+            f"at the peak, {self.ledger.flops / 1e9:,.1f} GFLOP"
+        )
+        rows = [
+            [row.axis, row.kind, f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire))]
+            for row in self.counter.rows()
+        ]
+        if rows:
+            yield Table(["axis", "collective", ">calls", ">payload", ">wire"], rows)

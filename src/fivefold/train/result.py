@@ -9,7 +9,7 @@ import msgspec
 
 from fivefold.report import Block, Result, Table, Text
 from fivefold.report.svg import COLOURS, document, path, text
-from fivefold.train.chart import chart
+from fivefold.train.display import chart
 from fivefold.train.records import Evaluation, Step
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 240, 48, 16  # of the picture

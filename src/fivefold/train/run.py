@@ -6,8 +6,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +27,7 @@ from fivefold.launch.world import RESTARTS, RUN
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh, backend
+from fivefold.report.terminal import render, width_of
 from fivefold.schedule.text import save, to_text
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.formatting import graphs_text, si
@@ -36,29 +35,24 @@ from fivefold.trace.result import TraceFile
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.directories import newest, next_number, numbered
 from fivefold.train.display import Display
-from fivefold.train.listeners import Listener, MetricsFile, TensorBoard, trim
 from fivefold.train.loop import Trainer
-from fivefold.train.records import Evaluation
+from fivefold.train.records import Evaluation, Listener, MetricsFile, TensorBoard, trim
 
 _CLAIMS: list[IO[str]] = []  # open as long as this process lives
 _FRESH = "fresh"  # the file that says which run --fresh made a directory for
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is asked of one start of a run, and is no part of its job."""
-
-    fresh: bool = False  # in a new directory, whatever checkpoints there are
-    stopping: Callable[[], bool] = lambda: False  # whether this rank was asked to stop, and save
-
-
 def run_job(
-    job: Job, sources: Sources, world: worlds.World, console: Console, options: Options | None = None
+    job: Job, sources: Sources, world: worlds.World, console: Console, fresh: bool, stopping: Callable[[], bool]
 ) -> Path | None:
-    """Train. Rank 0 alone prints, and returns the run's directory."""
+    """Train. Rank 0 alone prints, and returns the run's directory.
+
+    `fresh`: in a new directory, whatever checkpoints there are. `stopping`: whether this rank was asked to stop and
+    save.
+    """
     try:
-        return _run_job(job, sources, world, console, options or Options())
+        return _run_job(job, sources, world, console, fresh, stopping)
     except RuntimeError as error:
         why = lost_peer(error) if world.size > 1 else None
         if why is None:
@@ -66,20 +60,26 @@ def run_job(
         raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
 
 
-def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, options: Options) -> Path | None:
+def _run_job(
+    job: Job, sources: Sources, world: worlds.World, console: Console, fresh: bool, stopping: Callable[[], bool]
+) -> Path | None:
     device = choose_device(job.train.device, world.local_rank)
     check_memory(job, device, world)
     make_repeatable(job.train)
     slow = check_bfloat16(device, job.train.dtype)
     worlds.join(world, backend(device, world.local_size), job.train.timeout)
+
+    def note(sentence: str) -> None:
+        console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
+
     try:
         mesh = Mesh.of(job.layout, device, job.train.timeout)
         control = Control(mesh)
-        directory = _agreed_directory(job, options.fresh, control)
+        directory = _agreed_directory(job, fresh, control)
         job = _with_its_schedule(job, directory, control)
         trainer = Trainer(job, sources, mesh)
-        trainer.stopping = options.stopping
-        checkpointing = Checkpoints(Store(directory / "checkpoints"), control, trainer, partial(_note, console))
+        trainer.stopping = stopping
+        checkpointing = Checkpoints(Store(directory / "checkpoints"), control, trainer, note)
         if world.rank > 0:
             checkpointing.restore()
             if trainer.done < job.train.steps:
@@ -88,11 +88,11 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
         show_job(console, job, directory)
         begun = checkpointing.restore()
         if begun is not None:
-            console.print(f"[bold]goes on[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
+            console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
         if trainer.done >= job.train.steps:
             console.print(
                 f"all {trainer.done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
-                f"train.steps={trainer.done + job.train.steps} goes on",
+                f"train.steps={trainer.done + job.train.steps} continues it",
                 soft_wrap=True,
             )
             return directory
@@ -100,7 +100,7 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
         (directory / "environment.json").write_text(json.dumps(environment(mesh, sources), indent=2) + "\n")
         marks = show_corpus(console, sources)
         if slow:
-            _note(console, slow)
+            note(slow)
         earlier = trim(directory / "metrics.jsonl", trainer.done)
         display = Display(console, job.train.steps, marks, job.train.log_every, earlier)
         listeners: list[Listener] = [MetricsFile(directory / "metrics.jsonl"), display]
@@ -113,20 +113,23 @@ def _run_job(job: Job, sources: Sources, world: worlds.World, console: Console, 
         finally:
             for listener in listeners:
                 listener.close()
-        show_end(console, display, evaluation, time.monotonic() - start, directory)
+        for row in display.curve():
+            console.print(row, soft_wrap=True)
+        seconds = time.monotonic() - start
+        steps = f"{display.steps_here} steps in {seconds:.1f} s"
+        console.print(f"{steps}; job, metrics and environment in {directory}", markup=False)
+        if evaluation is not None:
+            loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
+            console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
         traced.show(console)
         if trainer.engine.compiled:
             console.print(graphs_text(*compilation(), blocks=job.layout.compiles_blocks), soft_wrap=True)
         if job.train.count:
-            trainer.counted.show(console.print)
+            render(trainer.counted.blocks(), console, width_of(console))
             (directory / "counts.json").write_text(json.dumps(trainer.counted.to_dict(), indent=2) + "\n")
         return directory
     finally:
         worlds.leave(world)
-
-
-def _note(console: Console, sentence: str) -> None:
-    console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
 
 
 def _agreed_directory(job: Job, fresh: bool, control: Control) -> Path:
@@ -175,7 +178,7 @@ def _claim(directory: Path) -> None:
 
 
 def run_directory(job: Job, fresh: bool) -> Path:
-    """The newest of the run's name, NAME, NAME-2, NAME-3 ..., if it has checkpoints to go on from; else a new one.
+    """The newest of the run's name, NAME, NAME-2, NAME-3 ..., if it has checkpoints to resume from; else a new one.
 
     What an earlier run left is never deleted.
     """
@@ -226,13 +229,10 @@ def show_job(console: Console, job: Job, directory: Path) -> None:
     )
     grid = Table.grid(padding=(0, 2))
     for section, table in msgspec.to_builtins(job).items():
-        settings = " ".join(f"{key}={_plain(value)}" for key, value in table.items() if value is not None)
+        plain = {key: ",".join(map(str, value)) if isinstance(value, list) else value for key, value in table.items()}
+        settings = " ".join(f"{key}={value}" for key, value in plain.items() if value is not None)
         grid.add_row(f"[bold]{section}[/]", Text(settings, style="dim"))
     console.print(grid)
-
-
-def _plain(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def show_corpus(console: Console, sources: Sources) -> dict[str, float]:
@@ -250,21 +250,6 @@ def show_corpus(console: Console, sources: Sources) -> dict[str, float]:
         f"[bold]corpus[/]  {text} nats per token: what guessing by frequency, knowing 0 or 1 tokens, can reach"
     )
     return marks
-
-
-def show_end(
-    console: Console, display: Display, evaluation: Evaluation | None, seconds: float, directory: Path
-) -> None:
-    for row in display.curve():
-        console.print(row, soft_wrap=True)
-    console.print(
-        f"{display.steps_here} steps in {seconds:.1f} s; job, metrics and environment in {directory}", markup=False
-    )
-    if evaluation is None:
-        return
-    console.print(
-        f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/] nats per token, {verdict(evaluation, display.marks)}"
-    )
 
 
 def verdict(evaluation: Evaluation, marks: dict[str, float]) -> str:

@@ -9,6 +9,7 @@ from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import ranks
 from fivefold.support.errors import UserError
+from fivefold.trace.records import Trace
 from fivefold.trace.result import TraceFile, TraceResult
 
 STEPS = 3
@@ -30,7 +31,7 @@ def trace(
         raise UserError(f"--output {output}: there is no directory {file.path.parent}")
     short = shortened(job if isinstance(job, Job) else read_job(job and str(job), list(changes)))
     preflight(short, short.layout.world)
-    file(ranks.run(short.layout.world, "fivefold.train.trace_rank:run", short, timeout=timeout)[0])
+    file(ranks.run(short.layout.world, "fivefold.train.trace:trace_rank", short, timeout=timeout)[0])
     assert file.result is not None
     return file.result
 
@@ -41,3 +42,18 @@ def shortened(job: Job) -> Job:
     traced = replace(job.trace, steps=job.trace.steps or STEPS)
     train = replace(job.train, steps=max(0, traced.after) + max(1, traced.steps), eval_samples=0)
     return replace(job, train=train, trace=traced)
+
+
+def trace_rank(rank: ranks.Rank, job: Job) -> Trace | None:
+    """One rank of the traced run. Rank 0 returns the trace of all ranks."""
+    from fivefold.launch.device import choose_device, make_repeatable
+    from fivefold.parallel.mesh import Mesh, backend
+    from fivefold.train.loop import Trainer
+
+    device = choose_device(job.train.device, rank.number)
+    make_repeatable(job.train)
+    if rank.world > 1:
+        rank.join(backend(device, rank.world))
+    kept: list[Trace] = []
+    Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device)).run([], kept.append)
+    return kept[0] if kept else None
