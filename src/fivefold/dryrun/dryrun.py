@@ -13,8 +13,7 @@ from msgspec import structs
 from fivefold.dryrun.result import DryRunResult
 from fivefold.dryrun.vs_plan import RankVsPlan, case_of, vs_plan
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job
-from fivefold.job.from_model import job_of
+from fivefold.job.config import Job, job_of
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError

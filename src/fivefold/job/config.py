@@ -8,13 +8,14 @@ No torch here: a bad job is refused before anything heavy is imported and before
 import math
 import tomllib
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from fivefold.layout.layout import Layout
-from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer, OptimizerConfig
+from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
@@ -25,7 +26,6 @@ from fivefold.support.reading import read, unknown_key
 Compile = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Table = dict[str, Any]
-T = TypeVar("T")
 EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
 
 
@@ -68,7 +68,7 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""  # empty: the job file's, or "run"
-    dir: str = "runs"  # the run's own directory is made inside, and found there to go on from its last checkpoint
+    dir: str = "runs"  # the run's own directory is made inside, and found there to resume from its last checkpoint
     tensorboard: bool = False
 
 
@@ -159,18 +159,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return [sentence for holds, sentence in rules if not holds]
 
 
-SECTIONS: dict[str, type[Any]] = {
-    "layout": Layout,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "train": TrainConfig,
-    "checkpoint": CheckpointConfig,
-    "trace": TraceConfig,
-    "run": RunConfig,
-}
+SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 
 
-def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...] = ()) -> Job:
+def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job:
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
     table = _read_toml(_found(Path(path).expanduser())) if path is not None else {}
     of_its_own = "model" in table
@@ -179,9 +171,7 @@ def read_job(path: str | Path | None = None, changes: list[str] | tuple[str, ...
         _apply(table, change, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     model = _model(table.get("model", {}), of_its_own, problems)
-    sections: dict[str, Any] = {
-        name: _section(kind, table.get(name, {}), name, problems) for name, kind in SECTIONS.items()
-    }
+    sections = {name: _section(name, table.get(name, {}), problems) for name in SECTIONS}
     if problems or model is None:
         raise UserError(problems)
     if not sections["run"].name:
@@ -214,7 +204,7 @@ def _read_toml(path: Path) -> Table:
 
 
 def _apply(table: Table, change: str, problems: list[str]) -> None:
-    """One `section.key=value` from the command line, laid over the table."""
+    """Lay one `section.key=value` of the command line over the table."""
     key, equals, text = change.partition("=")
     if not equals or not key:
         problems.append(f"{change!r} is not of the form section.key=value")
@@ -249,30 +239,24 @@ def _spread(section: str, text: str, problems: list[str]) -> Table:
     return {"preset": text} if section == "model" else {}
 
 
-def _section(kind: type[T], value: Any, name: str, problems: list[str]) -> T | Layout | OptimizerConfig | None:
+def _section(section: str, value: Any, problems: list[str]) -> Any:
+    """An object of the section's class; None where there are problems."""
+    kind = SECTIONS[section]
     try:
-        if kind is Layout and isinstance(value, str):
-            return Layout.parse(value)
-        if kind is Layout and isinstance(value, dict):
-            return Layout.from_dict(value)
+        if kind is Layout and isinstance(value, str | dict):
+            return Layout.parse(value) if isinstance(value, str) else Layout.from_dict(value)
+        if not isinstance(value, dict):
+            raise UserError(f"{section}={value!r} is not a table of settings")
+        if section == "optimizer":  # its name decides which settings there are
+            name = value.get("name", AdamW().name)
+            if name not in OPTIMIZERS:
+                hint = did_you_mean(str(name), list(OPTIMIZERS))
+                raise UserError(f"optimizer.name={name!r} is not a choice; {hint}")
+            kind, value = OPTIMIZERS[name], {key: it for key, it in value.items() if key != "name"}
     except UserError as error:
         problems += error.problems
         return None
-    if not isinstance(value, dict):
-        problems.append(f"{name}={value!r} is not a table of settings")
-        return None
-    if kind is OptimizerConfig:
-        return _optimizer(value, problems)
-    return read(kind, value, name, problems)
-
-
-def _optimizer(value: Table, problems: list[str]) -> OptimizerConfig | None:
-    """`optimizer.name` decides which settings there are."""
-    name = value.get("name", AdamW().name)
-    if name not in OPTIMIZERS:
-        problems.append(f"optimizer.name={name!r} is not a choice; {did_you_mean(str(name), list(OPTIMIZERS))}")
-        return None
-    return read(OPTIMIZERS[name], {key: it for key, it in value.items() if key != "name"}, "optimizer", problems)
+    return read(kind, value, section, problems)
 
 
 def job_from(table: Table) -> Job:
@@ -324,10 +308,33 @@ def to_toml(job: Job) -> str:
         nested = {key: value for key, value in table.items() if isinstance(value, dict)}
         for name, values in [(section, table), *((f"{section}.{key}", value) for key, value in nested.items())]:
             lines.append(f"[{name}]")
-            lines += [f"{k} = {_toml(v)}" for k, v in values.items() if v is not None and not isinstance(v, dict)]
+            plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, dict)}
+            # Scalars and lists of them read the same in TOML as in JSON.
+            lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in plain.items()]
             lines.append("")
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
-    return msgspec.json.encode(value).decode()  # scalars and lists of them read the same in TOML
+def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> tuple[Job, set[str]]:
+    """A job for commands that ask about a model, and the keys that were given.
+
+    A job file gives its batch and its sequence length.
+    `model` is a preset's name, a config.json or its directory, a job file, or an object; `changes` are KEY=VALUE.
+    """
+    strange = [change for change in changes if "=" not in change]
+    if strange:
+        raise UserError(f"{strange[0]!r} is not a change; write KEY=VALUE, for example model.layers=40")
+    named = {change.partition("=")[0] for change in changes}
+    whole = named | {"data.seq", "train.batch"}
+    if isinstance(model, (ModelSpec, Job)):
+        if changes:
+            raise UserError(f"{changes[0]!r} changes a model that is given by name; change the object instead")
+        return (Job(model=model), named) if isinstance(model, ModelSpec) else (model, whole)
+    name = str(model)
+    if "=" in name:
+        raise UserError(f"{name!r} is a change, and the model comes first; for example llama3-8b {name}")
+    if name.endswith(".toml"):
+        return read_job(name, changes), whole
+    path = Path(name).expanduser()
+    kind = "model.config" if path.exists() or name.endswith(".json") else "model"
+    return read_job(None, [f"{kind}={name}", *changes]), named

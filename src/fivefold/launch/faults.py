@@ -36,15 +36,10 @@ def parse(text: str) -> Fault | None:
     kind, _, rest = text.partition("@")
     words = dict(word.partition("=")[::2] for word in rest.split(",") if word)
     try:
-        fault = Fault(
-            kind,
-            words.pop("at", "step"),
-            int(words.pop("rank")) if "rank" in words else None,
-            int(words.pop("step")) if "step" in words else None,
-        )
-        if words or kind not in KINDS or fault.at not in PLACES:
+        fault = Fault(kind, words.pop("at", "step"), **{word: int(value) for word, value in words.items()})
+        if kind not in KINDS or fault.at not in PLACES:
             raise ValueError
-    except ValueError:
+    except (ValueError, TypeError):  # no number, or no such word
         raise UserError(
             f"FIVEFOLD_FAULT={text!r} is not KIND@rank=R,step=S,at=PLACE, with KIND of {', '.join(KINDS)} and PLACE of "
             f"{', '.join(PLACES)}"
@@ -57,9 +52,8 @@ def strike(at: str, step: int | None = None) -> bool:
     fault = parse(os.environ.get("FIVEFOLD_FAULT", ""))
     if fault is None or fault.at != at or os.environ.get(RESTARTS, "0") != "0":
         return False
-    if fault.rank not in (None, int(os.environ.get("RANK", "0"))):
-        return False
-    if fault.step is not None and step is not None and fault.step != step:
+    elsewhere = fault.rank not in (None, int(os.environ.get("RANK", "0")))
+    if elsewhere or (step is not None and fault.step not in (None, step)):
         return False
     if fault.kind == "raise":
         raise RuntimeError(f"FIVEFOLD_FAULT={os.environ['FIVEFOLD_FAULT']} was asked for, and happens")

@@ -113,7 +113,7 @@ class Processes:
         process, pipe = self._ranks[rank]
         with suppress(EOFError, OSError):
             if pipe.poll(0.1):  # what a rank said before it died counts
-                end = _receive(pipe)
+                end: End = pickle.loads(pipe.recv_bytes())
                 if end.kind == "raised":
                     self._kill_group(process.pid)  # now: its peers see that it is gone
                 return end
@@ -189,23 +189,15 @@ def _live(
 
             torch.set_num_threads(threads)
         function, args = pickle.loads(call)
-        _send(pipe, End(rank, "returned", value=named(function)(*args)))
+        end = End(rank, "returned", value=named(function)(*args))
+        message = pickle.dumps(end)  # by value: multiprocessing's own pickler would share tensors' memory
     except Exception as error:
         known = error if isinstance(error, UserError) else None
         text = f"{type(error).__name__}: {error}"
-        _send(pipe, End(rank, "raised", text, traceback.format_exc(), time.monotonic(), known))
+        message = pickle.dumps(End(rank, "raised", text, traceback.format_exc(), time.monotonic(), known))
+    pipe.send_bytes(message)
     if home is not None:
         threading.Event().wait()
-
-
-def _send(pipe: Connection, end: End) -> None:
-    """The one message of a rank. It travels by value: multiprocessing's own pickler would share tensors' memory."""
-    pipe.send_bytes(pickle.dumps(end))
-
-
-def _receive(pipe: Connection) -> End:
-    end: End = pickle.loads(pipe.recv_bytes())
-    return end
 
 
 def _write_into(home: Path, rank: int) -> None:

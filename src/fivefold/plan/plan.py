@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job
-from fivefold.job.from_model import job_of
+from fivefold.job.config import Job, job_of
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.systems import software_of
 from fivefold.plan.cost.time import Case

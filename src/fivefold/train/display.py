@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -38,7 +38,11 @@ class Display:
         self.steps_here += 1
         if self.live:
             held_out = f"  held-out {self.held_out.held_out_loss:.3f}" if self.held_out else ""
-            self.live.update(Group(self._progress(record), Text(_line(record) + held_out), *self.curve()))
+            left = (time.monotonic() - self.start) / self.steps_here * (self.steps - record.step)
+            progress = Table.grid(padding=(0, 1))
+            bar = ProgressBar(total=self.steps, completed=record.step, width=48)
+            progress.add_row(bar, f"step {record.step}/{self.steps}", f"[dim]{left:.0f} s left[/]")
+            self.live.update(Group(progress, Text(_line(record) + held_out), *self.curve()))
         elif self.steps_here == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.console.print(
                 f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {_line(record)}", soft_wrap=True
@@ -60,14 +64,6 @@ class Display:
         width = max(20, min(72, self.console.width - 20))
         return [Text(row, style="cyan") for row in chart(self.losses, self.marks, width)]
 
-    def _progress(self, record: Step) -> RenderableType:
-        done = record.step
-        left = (time.monotonic() - self.start) / self.steps_here * (self.steps - done)
-        grid = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=self.steps, completed=done, width=48)
-        grid.add_row(bar, f"step {done}/{self.steps}", f"[dim]{left:.0f} s left[/]")
-        return grid
-
 
 def _line(record: Step) -> str:
     mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
@@ -78,10 +74,7 @@ def _line(record: Step) -> str:
 
 
 def chart(values: Sequence[float], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
-    """The curve of `values` in braille, two points a column and four a row, with a dashed line and a label at each mark.
-
-    Returns rows of text, top first.
-    """
+    """The curve of `values` in braille, with a dashed line and a label at each mark; rows of text, top first."""
     top, bottom = max(*values, *marks.values()), min(*values, *marks.values())
     span = (top - bottom) or 1.0
 
@@ -89,28 +82,22 @@ def chart(values: Sequence[float], marks: dict[str, float], width: int = 64, hei
         return round((top - value) / span * (rows - 1))
 
     cells = [[0] * width for _ in range(height)]
-    points = [_mean_between(values, i, 2 * width) for i in range(2 * width)]
-    for x, value in enumerate(points):
-        y = row_of(value, 4 * height)
-        before = row_of(points[x - 1], 4 * height) if x else y
-        for dot in range(min(y, before), max(y, before) + 1):  # join the points, so that a steep fall is a line
+    before = None
+    for x in range(2 * width):  # a braille cell has two columns and four rows of dots
+        start, stop = x * len(values) // (2 * width), (x + 1) * len(values) // (2 * width)
+        share = values[start : max(stop, start + 1)]  # that falls on this column; the nearest value where none does
+        y = row_of(sum(share) / len(share), 4 * height)
+        joined = (y, y if before is None else before)
+        for dot in range(min(joined), max(joined) + 1):  # join the points, so that a steep fall is a line
             cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
+        before = y
     labels = {0: f"{top:.2f}", height - 1: f"{bottom:.2f}"}
     dashed: dict[int, str] = {}
     for name, value in marks.items():
         row = row_of(value, height)
-        labels[row], dashed[row] = f"{value:.2f}", name
-    return [_row(cells[y], labels.get(y, ""), dashed.get(y)) for y in range(height)]
-
-
-def _mean_between(values: Sequence[float], point: int, points: int) -> float:
-    """The mean of the share of `values` that falls on one of `points` places; its nearest where none does."""
-    start, stop = point * len(values) // points, (point + 1) * len(values) // points
-    share = values[start : max(stop, start + 1)]
-    return sum(share) / len(share)
-
-
-def _row(cells: list[int], label: str, mark: str | None) -> str:
-    empty = "╌" if mark else " "
-    line = "".join(chr(0x2800 + cell) if cell else empty for cell in cells)
-    return f"{label:>6} {'┼' if label else '│'}{line}{' ' + mark if mark else ''}"
+        labels[row], dashed[row] = f"{value:.2f}", f" {name}"
+    lines = []
+    for y, row_cells in enumerate(cells):
+        line = "".join(chr(0x2800 + cell) if cell else "╌" if y in dashed else " " for cell in row_cells)
+        lines.append(f"{labels.get(y, ''):>6} {'┼' if y in labels else '│'}{line}{dashed.get(y, '')}")
+    return lines

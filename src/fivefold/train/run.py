@@ -45,14 +45,14 @@ _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: abo
 
 def run_job(
     job: Job, sources: Sources, world: worlds.World, console: Console, fresh: bool, stopping: Callable[[], bool]
-) -> Path | None:
-    """Train. Rank 0 alone prints, and returns the run's directory.
+) -> None:
+    """Train. Rank 0 alone prints.
 
     `fresh`: in a new directory, whatever checkpoints there are. `stopping`: whether this rank was asked to stop and
     save.
     """
     try:
-        return _run_job(job, sources, world, console, fresh, stopping)
+        _run_job(job, sources, world, console, fresh, stopping)
     except RuntimeError as error:
         why = lost_peer(error) if world.size > 1 else None
         if why is None:
@@ -62,7 +62,7 @@ def run_job(
 
 def _run_job(
     job: Job, sources: Sources, world: worlds.World, console: Console, fresh: bool, stopping: Callable[[], bool]
-) -> Path | None:
+) -> None:
     device = choose_device(job.train.device, world.local_rank)
     check_memory(job, device, world)
     make_repeatable(job.train)
@@ -84,7 +84,7 @@ def _run_job(
             checkpointing.restore()
             if trainer.done < job.train.steps:
                 trainer.run([], checkpointing=checkpointing)
-            return None
+            return
         show_job(console, job, directory)
         begun = checkpointing.restore()
         if begun is not None:
@@ -95,7 +95,7 @@ def _run_job(
                 f"train.steps={trainer.done + job.train.steps} continues it",
                 soft_wrap=True,
             )
-            return directory
+            return
         (directory / "job.toml").write_text(to_toml(job))
         (directory / "environment.json").write_text(json.dumps(environment(mesh, sources), indent=2) + "\n")
         marks = show_corpus(console, sources)
@@ -113,10 +113,9 @@ def _run_job(
         finally:
             for listener in listeners:
                 listener.close()
+        steps = f"{display.steps_here} steps in {time.monotonic() - start:.1f} s"
         for row in display.curve():
             console.print(row, soft_wrap=True)
-        seconds = time.monotonic() - start
-        steps = f"{display.steps_here} steps in {seconds:.1f} s"
         console.print(f"{steps}; job, metrics and environment in {directory}", markup=False)
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
@@ -127,7 +126,6 @@ def _run_job(
         if job.train.count:
             render(trainer.counted.blocks(), console, width_of(console))
             (directory / "counts.json").write_text(json.dumps(trainer.counted.to_dict(), indent=2) + "\n")
-        return directory
     finally:
         worlds.leave(world)
 

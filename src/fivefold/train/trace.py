@@ -29,7 +29,7 @@ def trace(
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {file.path.parent}")
-    short = shortened(job if isinstance(job, Job) else read_job(job and str(job), list(changes)))
+    short = shortened(job if isinstance(job, Job) else read_job(job, changes))
     preflight(short, short.layout.world)
     file(ranks.run(short.layout.world, "fivefold.train.trace:trace_rank", short, timeout=timeout)[0])
     assert file.result is not None

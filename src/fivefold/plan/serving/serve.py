@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job
-from fivefold.job.from_model import job_of
+from fivefold.job.config import Job, job_of
 from fivefold.plan.serving.options import Service, ServingOption, frontier, options, replicas
 from fivefold.plan.serving.sentences import BOUNDS, explain, milliseconds, missed, no_room, problems, rate, too_many
 from fivefold.report import Block, Result, Table, Text
