@@ -7,9 +7,8 @@ import pytest
 from fivefold.schedule.actions import BACKWARD, FORWARD, SEND_ACTIVATION, SEND_GRADIENT, Action
 from fivefold.schedule.builders.one_f_one_b import one_f_one_b
 from fivefold.schedule.clock import Span
-from fivefold.trace.intervals import common, length, minus, union
 from fivefold.trace.records import Flight, RankTrace, Trace, Update, Wait, Window, land
-from fivefold.trace.summary import Summary
+from fivefold.trace.summary import Summary, common, length, minus, union
 
 
 def test_sets_of_moments() -> None:

@@ -16,9 +16,9 @@ from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.trace.chrome import COMPUTE, WAITS, write
-from fivefold.trace.clocks import against_rank_0
 from fivefold.trace.records import Trace
 from fivefold.trace.summary import Summary
+from fivefold.trace.tracer import against_rank_0
 from fivefold.train.loop import Trainer
 from tests.ranks import run_ranks
 

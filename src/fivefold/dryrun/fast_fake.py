@@ -48,10 +48,8 @@ class QuickFakeMode(FakeTensorMode):
         else:
             empty = torch.empty((0,), dtype=recipe.dtype, device="meta")
             empty.set_(args[recipe.base].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
-        return self._fake(empty, recipe.device)
-
-    def _fake(self, empty: Tensor, device: torch.device) -> Tensor:
-        """What FakeTensor's own constructor makes, its attributes copied at once."""
+        # What FakeTensor's own constructor makes, its attributes copied at once.
+        device = recipe.device
         if device not in self.attributes:
             self.attributes[device] = dict(FakeTensor(self, torch.empty((0,), device="meta"), device).__dict__)
         made = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device)

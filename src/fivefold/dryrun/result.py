@@ -4,14 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.dryrun.picture import curve
 from fivefold.dryrun.vs_plan import RankVsPlan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.report import Block, Result, Table, Text
+from fivefold.report.svg import COLOURS, document, line, path, text
 from fivefold.support.formatting import bytes_text
 
 _SHOWN = 4  # ranks that are shown in full; of more the first
+WIDTH, HEIGHT, LEFT, TOP = 720, 320, 64, 20  # of the picture
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,27 @@ class DryRunResult(Result):
         return asked | {"ranks": [one.to_dict() for one in self.ranks], "advice": self.advice or None}
 
     def svg(self) -> str:
-        """Memory through the step."""
-        return curve([one.dry for one in self.ranks], self.machines.groups[0].accelerator.memory)
+        """Memory through the step, from its first action to its new weights: a line for each rank and the device's."""
+        memory = self.machines.groups[0].accelerator.memory
+        top = 1.05 * max(memory, *(one.dry.peak for one in self.ranks)) / 1e9
+
+        def up(size: float) -> float:
+            return TOP + HEIGHT * (1 - size / 1e9 / top)
+
+        shapes = [
+            line(LEFT, up(memory), LEFT + WIDTH, up(memory), stroke="#c00", stroke_dasharray="6 4"),
+            text(LEFT - 6, up(memory) + 4, f"{memory / 1e9:.0f} GB", text_anchor="end"),
+            text(LEFT - 6, TOP + HEIGHT, "0", text_anchor="end"),
+        ]
+        for at, run in enumerate(one.dry for one in self.ranks):
+            colour, count = COLOURS[at % len(COLOURS)], max(1, len(run.moments) - 1)
+            points = [(LEFT + WIDTH * index / count, up(moment.peak)) for index, moment in enumerate(run.moments)]
+            label = f"rank {run.rank}: {run.peak / 1e9:.1f} GB at {run.peak_moment}"
+            shapes += [
+                path(points, fill="none", stroke=colour, stroke_width=1.4),
+                text(LEFT, TOP + HEIGHT + 20 + 16 * at, label, fill=colour),
+            ]
+        return document(LEFT + WIDTH + 16, TOP + HEIGHT + 24 + 16 * len(self.ranks), shapes, font_size=12)
 
     def blocks(self) -> Iterator[Block]:
         job = self.job
@@ -73,10 +93,10 @@ def _figures(one: RankVsPlan) -> Table:
 
 
 def _traffic(one: RankVsPlan) -> Table:
-    planned: dict[tuple[str, str], Any] = {(row.axis, row.kind): row for row in one.planned}
+    planned = {row[:2]: row for row in one.planned}
     rows = []
     for row in one.dry.traffic:
-        other = planned.pop((row.axis, row.kind), None)
+        other = planned.pop(row[:2], None)
         same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
         sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
         rows.append([row.axis, f"{one.ranks.get(row.axis, '')}", row.kind, *sent, same])

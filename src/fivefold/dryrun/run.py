@@ -58,11 +58,10 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> RankRun:
                 engine.step(1e-3, norm)
             with ledger.moment("new weights"):
                 engine.weights.ready()
-        schedule, stages = engine.schedule, engine.stages.values()
         return RankRun(
             rank=rank,
             place=job.layout.coordinates(rank),
-            layers=tuple(len(model.stage.layers) for model in stages),
+            layers=tuple(len(model.stage.layers) for model in engine.stages.values()),
             parameters=between["parameters"],
             gradients=max(moment.gradients for moment in ledger.moments),
             optimizer=between["masters"] + engine.optimizer.resident(),
@@ -70,7 +69,7 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> RankRun:
             peak_moment=ledger.peak_moment,
             moments=tuple(ledger.moments),
             live=engine.pipeline.peak,
-            allowed=peak_live(schedule.compute(mesh.pp.rank)),
+            allowed=peak_live(engine.schedule.compute(mesh.pp.rank)),
             flops=ledger.flops,
             traffic=tuple(counter.rows()),
             seconds=time.perf_counter() - begin,
@@ -78,12 +77,7 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> RankRun:
 
 
 def blank(job: Job) -> Batch:
-    """A global batch of the job's shape. Nobody reads what is in it."""
+    """A global batch of the job's shape. Nobody reads its content."""
     shape = (job.train.batch, job.data.seq)
-    return Batch(
-        samples=np.arange(job.train.batch),
-        tokens=np.zeros(shape, np.int64),
-        targets=np.zeros(shape, np.int64),
-        loss_mask=np.ones(shape, bool),
-        documents=np.zeros(shape, np.int32),
-    )
+    tokens, targets = np.zeros((2, *shape), np.int64)
+    return Batch(np.arange(job.train.batch), tokens, targets, np.ones(shape, bool), np.zeros(shape, np.int32))

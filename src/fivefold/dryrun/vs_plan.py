@@ -32,9 +32,6 @@ class Figure:
         """Relative."""
         return self.plan / self.dry - 1 if self.dry else float(self.plan != 0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "dry": self.dry, "plan": self.plan, "difference": self.difference}
-
 
 @dataclass(frozen=True)
 class RankVsPlan:
@@ -57,6 +54,7 @@ class RankVsPlan:
 
     def to_dict(self) -> dict[str, Any]:
         dry = self.dry
+        figures = [{"name": f.name, "dry": f.dry, "plan": f.plan, "difference": f.difference} for f in self.figures]
         return {
             "rank": dry.rank,
             "place": dry.place,
@@ -65,7 +63,7 @@ class RankVsPlan:
             "peak_bytes": dry.peak,
             "peak_moment": dry.peak_moment,
             "device_bytes": self.device_bytes,
-            "figures": [figure.to_dict() for figure in self.figures],
+            "figures": figures,
             "live": dry.live,
             "live_allowed": dry.allowed,
             "traffic": [row.to_dict() | {"ranks": self.ranks.get(row.axis)} for row in dry.traffic],

@@ -1,10 +1,10 @@
-"""A trace as Chrome's JSON, for ui.perfetto.dev: a process for each rank, and in it a lane for each kind of thing.
+"""A trace as Chrome's JSON, for ui.perfetto.dev: one process per rank, with one lane per kind of event.
 
     steps       the loop's steps
     compute     F, B, I, W with stage and microbatch, and the optimizer
     simulated   the same actions of the same schedule, with the medians of the measured durations
-    waits       what the rank stood still for: messages between stages, collectives
-    dp, tp ...  what was under way along each axis, with kind and bytes; more than one lane where it overlaps
+    waits       the messages between stages and the collectives that the rank waited for
+    dp, tp ...  the communication along each axis, with kind and bytes; overlapping calls have more than one lane
 
 An arrow leads from a message's send to the action that consumes it.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, SEND_ACTIVATION, SEND_GRADIENT
 from fivefold.schedule.clock import Span
 from fivefold.schedule.simulate import Simulation
-from fivefold.trace.records import Flight, RankTrace, Window
+from fivefold.trace.records import Flight, RankTrace, Update, Wait, Window
 from fivefold.trace.summary import Summary
 
 Event = dict[str, Any]
@@ -27,88 +27,76 @@ _PER_AXIS = 100  # lanes an axis may have
 
 
 def write(summary: Summary, path: Path) -> None:
-    """One file, whole or not at all."""
+    """Write the whole file, or none."""
+    trace, painter = summary.trace, _Painter(summary)
+    facts = {
+        "layout": trace.layout,
+        "schedule": trace.schedule.name,
+        "clock_error_us": round(1e6 * max(rank.clock_error for rank in trace.ranks), 3),
+    }
+    events = [event for rank in trace.ranks for event in painter.rank(rank)]
+    document = {"displayTimeUnit": "ms", "otherData": facts, "traceEvents": events}
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(document(summary), separators=(",", ":")) + "\n")
+    part.write_text(json.dumps(document, separators=(",", ":")) + "\n")
     part.replace(path)
 
 
-def document(summary: Summary) -> dict[str, Any]:
-    trace = summary.trace
-    origin = min(rank.steps[0].start for rank in trace.ranks)
-    painter = _Painter(summary, origin)
-    events = [event for rank in trace.ranks for event in painter.rank(rank)]
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "layout": trace.layout,
-            "schedule": trace.schedule.name,
-            "clock_error_us": round(1e6 * max(rank.clock_error for rank in trace.ranks), 3),
-        },
-        "traceEvents": events,
-    }
-
-
 class _Painter:
-    def __init__(self, summary: Summary, origin: float):
-        self.summary, self.origin = summary, origin
-        self.trace = summary.trace
+    def __init__(self, summary: Summary):
+        self.summary, self.trace = summary, summary.trace
+        self.origin = min(rank.steps[0].start for rank in self.trace.ranks)
 
     def rank(self, rank: RankTrace) -> Iterator[Event]:
-        yield _named(rank.rank, 0, "process_name", f"rank {rank.rank}" + (f"  {rank.name}" if rank.name else ""))
-        yield {**_named(rank.rank, 0, "process_sort_index", ""), "args": {"sort_index": rank.rank}}
+        yield _fact(rank, 0, "process_name", name=f"rank {rank.rank}" + (f"  {rank.name}" if rank.name else ""))
+        yield _fact(rank, 0, "process_sort_index", sort_index=rank.rank)
         for number, name in {STEPS: "steps", COMPUTE: "compute", WAITS: "waits"}.items():
-            yield from _lane(rank.rank, number, name)
+            yield from _lane(rank, number, name)
         for window in rank.steps:
-            yield self.slice(rank.rank, STEPS, f"step {window.step}", window.start, window.end)
+            yield self.slice(rank, STEPS, f"step {window.step}", window, "step")
         for span in rank.actions:
-            yield self.action(rank.rank, COMPUTE, span, "compute")
+            yield self.action(rank, COMPUTE, span, "compute")
             yield from self.arrival(rank, span)
         for update in rank.updates:
-            yield self.slice(rank.rank, COMPUTE, update.name, update.start, update.end, "optimizer")
+            yield self.slice(rank, COMPUTE, update.name, update, "optimizer")
         yield from self.simulated(rank)
         for wait in rank.waits:
-            kind = "message" if wait.message else wait.axis
             name = f"{wait.during} waits: {wait.axis} {wait.what}" if wait.during else f"{wait.axis} {wait.what}"
-            yield self.slice(rank.rank, WAITS, name, wait.start, wait.end, kind)
+            yield self.slice(rank, WAITS, name, wait, "message" if wait.message else wait.axis)
         yield from self.flights(rank)
 
     def simulated(self, rank: RankTrace) -> Iterator[Event]:
-        """Every run of the schedule, from where the measured one began; it may end later, in the next one's time."""
+        """Each simulated run begins where the measured one did; it may end later, while the next one runs."""
         number = self.summary.line_of[rank.rank]
         simulation, line = self.summary.simulations[number], self.trace.lines[number]
         timeline = _one_by_one(simulation, rank.place)
         starts = [self.trace.run(line, step)[0] for step in range(self.trace.steps)]
-        for lane, runs in enumerate(
-            _apart([Window(step, start, start + simulation.makespan) for step, start in enumerate(starts)])
-        ):
-            yield from _lane(rank.rank, SIMULATED + lane, "simulated")
+        windows = [Window(step, start, start + simulation.makespan) for step, start in enumerate(starts)]
+        for thread, runs in enumerate(_apart(windows), start=SIMULATED):
+            yield from _lane(rank, thread, "simulated")
             for run in runs:
                 for span in timeline:
                     moved = span._replace(start=run.start + span.start, end=run.start + span.end)
-                    yield self.action(rank.rank, SIMULATED + lane, moved, "simulated")
+                    yield self.action(rank, thread, moved, "simulated")
 
     def flights(self, rank: RankTrace) -> Iterator[Event]:
         for place, axis in enumerate(self.summary.axes):
             mine = sorted((flight for flight in rank.flights if flight.axis == axis), key=lambda flight: flight.start)
-            for lane, flights in enumerate(_apart(mine)):
-                thread = AXES + place * _PER_AXIS + lane
-                yield from _lane(rank.rank, thread, axis)
+            for thread, flights in enumerate(_apart(mine), start=AXES + place * _PER_AXIS):
+                yield from _lane(rank, thread, axis)
                 for flight in flights:
                     args: dict[str, Any] = {"axis": axis, "kind": flight.kind, "bytes": flight.payload}
                     if flight.during is not None:
                         args["during"] = str(flight.during)
-                    name = f"{axis} {flight.kind}"
-                    yield {**self.slice(rank.rank, thread, name, flight.start, flight.end, axis), "args": args}
+                    yield self.slice(rank, thread, f"{axis} {flight.kind}", flight, axis) | {"args": args}
                     yield from self.departure(rank, thread, flight)
 
     # ---- arrows --------------------------------------------------------------------------------------------------
 
     def departure(self, rank: RankTrace, thread: int, flight: Flight) -> Iterator[Event]:
         if flight.during is not None and flight.during.kind in (SEND_ACTIVATION, SEND_GRADIENT):
-            target = flight.during.stage + (1 if flight.during.kind is SEND_ACTIVATION else -1)
-            way = self.way(rank, flight.start, flight.during.kind is SEND_GRADIENT, target, flight.during.microbatch)
-            yield self.arrow(rank.rank, thread, "s", flight.start, way)
+            gradients = flight.during.kind is SEND_GRADIENT
+            target = flight.during.stage + (-1 if gradients else 1)
+            yield self.arrow(rank, thread, "s", flight.start, gradients, target, flight.during.microbatch)
 
     def arrival(self, rank: RankTrace, span: Span) -> Iterator[Event]:
         gradients = span.action.kind in (BACKWARD, INPUT_GRAD)
@@ -117,43 +105,47 @@ class _Painter:
         owner, stage = self.trace.schedule.placement.owner, span.action.stage
         source = stage + (1 if gradients else -1)
         if 0 <= source < len(owner) and owner[source] != owner[stage]:
-            way = self.way(rank, span.start, gradients, stage, span.action.microbatch)
-            yield {**self.arrow(rank.rank, COMPUTE, "f", span.start, way), "bp": "e"}
+            arrow = self.arrow(rank, COMPUTE, "f", span.start, gradients, stage, span.action.microbatch)
+            yield arrow | {"bp": "e"}
 
-    def way(self, rank: RankTrace, time: float, gradients: bool, stage: int, microbatch: int) -> str:
-        """The name of a message, the same at both ends."""
+    def arrow(
+        self, rank: RankTrace, thread: int, phase: str, time: float, gradients: bool, stage: int, microbatch: int
+    ) -> Event:
+        """One end of a message to `stage`; its id is the same at both ends."""
         step = next((window.step for window in rank.steps if window.start <= time < window.end), 0)
-        return f"{rank.line}/{step}/{'g' if gradients else 'a'}{stage}.{microbatch}"
-
-    def arrow(self, rank: int, thread: int, phase: str, time: float, way: str) -> Event:
-        return {"name": "message", "cat": "message", "ph": phase, "id": way, **self.place(rank, thread, time)}
+        way = f"{rank.line}/{step}/{'g' if gradients else 'a'}{stage}.{microbatch}"
+        place = {"ts": self.microseconds(time), "pid": rank.rank, "tid": thread}
+        return {"name": "message", "cat": "message", "ph": phase, "id": way, **place}
 
     # ---- slices --------------------------------------------------------------------------------------------------
 
-    def action(self, rank: int, thread: int, span: Span, category: str) -> Event:
+    def action(self, rank: RankTrace, thread: int, span: Span, category: str) -> Event:
         args = {"kind": str(span.action.kind), "stage": span.action.stage, "microbatch": span.action.microbatch}
-        return {**self.slice(rank, thread, str(span.action), span.start, span.end, category), "args": args}
+        return self.slice(rank, thread, str(span.action), span, category) | {"args": args}
 
-    def slice(self, rank: int, thread: int, name: str, start: float, end: float, category: str = "step") -> Event:
-        duration = round(1e6 * (end - self.origin), 3) - round(1e6 * (start - self.origin), 3)
-        place = self.place(rank, thread, start)
-        return {"name": name, "cat": category, "ph": "X", **place, "dur": max(0.0, round(duration, 3))}
+    def slice(
+        self, rank: RankTrace, thread: int, name: str, time: Window | Span | Update | Wait | Flight, category: str
+    ) -> Event:
+        start = self.microseconds(time.start)
+        place = {"ts": start, "pid": rank.rank, "tid": thread}
+        duration = max(0.0, round(self.microseconds(time.end) - start, 3))
+        return {"name": name, "cat": category, "ph": "X", **place, "dur": duration}
 
-    def place(self, rank: int, thread: int, time: float) -> Event:
-        return {"ts": round(1e6 * (time - self.origin), 3), "pid": rank, "tid": thread}
+    def microseconds(self, time: float) -> float:
+        return round(1e6 * (time - self.origin), 3)
 
 
-def _named(rank: int, thread: int, what: str, name: str) -> Event:
-    return {"name": what, "ph": "M", "ts": 0, "pid": rank, "tid": thread, "args": {"name": name}}
+def _fact(rank: RankTrace, thread: int, what: str, **args: Any) -> Event:
+    return {"name": what, "ph": "M", "ts": 0, "pid": rank.rank, "tid": thread, "args": args}
 
 
-def _lane(rank: int, thread: int, name: str) -> Iterator[Event]:
-    yield _named(rank, thread, "thread_name", name)
-    yield {**_named(rank, thread, "thread_sort_index", ""), "args": {"sort_index": thread}}
+def _lane(rank: RankTrace, thread: int, name: str) -> Iterator[Event]:
+    yield _fact(rank, thread, "thread_name", name=name)
+    yield _fact(rank, thread, "thread_sort_index", sort_index=thread)
 
 
 def _apart(spans: Sequence[T]) -> list[list[T]]:
-    """Spans in the order of their starts, in as few lanes as it takes for none of a lane to overlap."""
+    """Divide spans, which come in the order of their starts, into as few lanes without overlaps as possible."""
     lanes: list[list[T]] = []
     for span in spans:
         free = next((lane for lane in lanes if lane[-1].end <= span.start), None)

@@ -1,4 +1,4 @@
-"""What a traced rank brings home: spans of time, in seconds of one clock, and nothing of torch."""
+"""The records of traced ranks: spans of time, in seconds of one clock. No torch."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -6,22 +6,13 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from fivefold.layout.collective_cost import Kind as Collective
-from fivefold.schedule.actions import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    SEND_ACTIVATION,
-    SEND_GRADIENT,
-    Action,
-    Kind,
-)
+from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, SEND_ACTIVATION, SEND_GRADIENT, Action, Kind
 from fivefold.schedule.clock import Span
 from fivefold.schedule.schedule import Schedule
-from fivefold.trace.intervals import Interval
 
 
 class Wait(NamedTuple):
-    """The rank stood still for others. `during` is the action that it was in, if any."""
+    """The rank waited for others. `during` is the action that it was in, if any."""
 
     axis: str
     what: str  # all-reduce ... | send | receive | barrier
@@ -31,12 +22,12 @@ class Wait(NamedTuple):
 
     @property
     def message(self) -> bool:
-        """Between stages; the other waits are for collectives, and for the ring of cp."""
+        """Whether it is for a message between stages; the other waits are for collectives and the ring of cp."""
         return self.axis == "pp" and self.what in ("send", "receive")
 
 
 class Flight(NamedTuple):
-    """A collective or a send, from its start to its end; where that is not known, to the end of the wait for it."""
+    """A collective or a send, from its start to its end; if the end is unknown, to the end of the wait for it."""
 
     axis: str
     kind: Collective
@@ -69,7 +60,7 @@ class RankTrace:
     line: int  # which pipeline it is in: the ranks of a line hold the stages of one copy of the model
     place: int  # along the line
     steps: tuple[Window, ...]
-    actions: tuple[Span, ...]  # compute, without the wait for what it consumes
+    actions: tuple[Span, ...]  # compute, without the wait for its input
     updates: tuple[Update, ...]
     waits: tuple[Wait, ...]
     flights: tuple[Flight, ...]
@@ -82,14 +73,8 @@ class RankTrace:
         def moved(spans: Any) -> Any:
             return tuple(span._replace(start=span.start + offset, end=span.end + offset) for span in spans)
 
-        return replace(
-            self,
-            steps=moved(self.steps),
-            actions=moved(self.actions),
-            updates=moved(self.updates),
-            waits=moved(self.waits),
-            flights=moved(self.flights),
-        )
+        names = ("steps", "actions", "updates", "waits", "flights")
+        return replace(self, **{name: moved(getattr(self, name)) for name in names})
 
     def within(self, window: Window) -> list[Span]:
         """The actions of a step."""
@@ -120,7 +105,7 @@ class Trace:
         """What each rank of a line computed in its `step`-th traced step."""
         return [rank.within(rank.steps[step]) for rank in line]
 
-    def run(self, line: list[RankTrace], step: int) -> Interval:
+    def run(self, line: list[RankTrace], step: int) -> tuple[float, float]:
         """From the first start to the last end of a line's actions: one run of the schedule."""
         spans = [span for rank in self.spans(line, step) for span in rank]
         return min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0)
@@ -133,7 +118,7 @@ _CONSUMERS: dict[Kind, tuple[int, tuple[Kind, ...]]] = {
 
 
 def land(trace: Trace) -> Trace:
-    """Sends end at the latest when their consumer starts. The sender itself learns of it only when it next waits."""
+    """A send ends when its consumer starts, or earlier. The sender learns of it only when it next waits."""
     landed: dict[int, RankTrace] = {}
     for line in trace.lines:
         starts = [
@@ -141,15 +126,13 @@ def land(trace: Trace) -> Trace:
             for step in range(trace.steps)
         ]
         for rank in line:
-            flights = tuple(
-                flight._replace(end=min(flight.end, _used(flight, rank, starts))) for flight in rank.flights
-            )
-            landed[rank.rank] = replace(rank, flights=flights)
+            flights = (flight._replace(end=min(flight.end, _used(flight, rank, starts))) for flight in rank.flights)
+            landed[rank.rank] = replace(rank, flights=tuple(flights))
     return replace(trace, ranks=tuple(landed[rank.rank] for rank in trace.ranks))
 
 
 def _used(flight: Flight, rank: RankTrace, starts: list[dict[tuple[Kind, int, int], float]]) -> float:
-    """When the consumer of a message started; infinity for what is no message."""
+    """When the consumer of a message started; infinity where the flight is no message."""
     if flight.during is None or flight.during.kind not in _CONSUMERS or flight.kind != "send":
         return float("inf")
     ahead, kinds = _CONSUMERS[flight.during.kind]

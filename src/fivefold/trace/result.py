@@ -1,7 +1,7 @@
-"""A trace told: the file for the viewer, tables for people, numbers for scripts."""
+"""The result of a trace: the file for the viewer, tables for people, JSON."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,4 @@ def sent(trace: Trace, axis: str) -> tuple[float, float]:
 
 
 def _row(time: RankTime, bubble: Bubble) -> dict[str, Any]:
-    names = ("step", "compute", "bubble", "optimizer", "other", "wait", "exposed", "hidden")
-    shares = {"bubble_measured": bubble.measured, "bubble_predicted": bubble.predicted}
-    return {name: getattr(time, name) for name in names} | shares
+    return asdict(time) | {"bubble_measured": bubble.measured, "bubble_predicted": bubble.predicted}

@@ -1,46 +1,54 @@
-"""A trace in numbers: every rank's step, cut into parts that add up.
+"""A trace in numbers: the step of each rank, divided into parts that add up.
 
-    compute     in F, B, I or W, and not standing still for a collective
-    exposed     standing still for a collective, by axis
-    bubble      nothing to compute, while the pipeline runs: the schedule's own, and what messages and jitter add to it
-    optimizer   norm, update, handing the weights over
-    other       the rest: the batch, and the loop itself
+    compute     the rank is in F, B, I or W and does not wait for a collective
+    exposed     the rank waits for a collective, by axis
+    bubble      the pipeline runs and the rank has nothing to compute: the schedule's own bubble, messages and jitter
+    optimizer   the norm, the update and the handover of the weights
+    other       the rest: the batch and the loop itself
 
-Beside them, `hidden` communication was under way and cost no time of its own: the rank computed, or had nothing to
-compute anyway; and `wait` is the part of the bubble in which the rank stood still for a message, or to get rid of one.
+`hidden` communication ran while the rank computed or had nothing to compute, so it cost no time of its own. `wait` is
+the part of the bubble in which the rank waited to receive or to send a message. The predicted bubble is that of the
+same schedule on the simulator's clock, with the measured durations.
 """
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
 
 from fivefold.layout.axes import shown_order
-from fivefold.trace.intervals import Intervals, common, length, minus, union
-from fivefold.trace.predict import predict
+from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.simulate import simulate
 from fivefold.trace.records import RankTrace, Trace, Window, land
 
+Interval = tuple[float, float]
+Intervals = list[Interval]  # a set of moments: sorted (start, end) that do not touch
 
-@dataclass
+
+@dataclass(frozen=True)
 class RankTime:
     """Seconds of one rank in one step, or the mean over steps or ranks."""
 
-    step: float = 0.0
-    compute: float = 0.0
-    bubble: float = 0.0
-    optimizer: float = 0.0
-    other: float = 0.0
-    wait: float = 0.0
-    exposed: dict[str, float] = field(default_factory=dict)
-    hidden: dict[str, float] = field(default_factory=dict)
+    step: float
+    compute: float
+    bubble: float
+    optimizer: float
+    other: float
+    wait: float
+    exposed: dict[str, float]
+    hidden: dict[str, float]
 
     @classmethod
     def mean(cls, times: list["RankTime"]) -> "RankTime":
-        numbers = ("step", "compute", "bubble", "optimizer", "other", "wait")
-        found = cls(*(mean(getattr(time, name) for time in times) for name in numbers))
-        for name in ("exposed", "hidden"):
+        def by_axis(name: str) -> dict[str, float]:
             axes = {axis for time in times for axis in getattr(time, name)}
-            setattr(found, name, {axis: mean(getattr(time, name).get(axis, 0.0) for time in times) for axis in axes})
-        return found
+            return {axis: mean(getattr(time, name).get(axis, 0.0) for time in times) for axis in axes}
+
+        numbers = ("step", "compute", "bubble", "optimizer", "other", "wait")
+        means = (mean(getattr(time, name) for time in times) for name in numbers)
+        return cls(*means, exposed=by_axis("exposed"), hidden=by_axis("hidden"))
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,18 @@ class Summary:
     def __init__(self, trace: Trace):
         self.trace = land(trace)
         lines = self.trace.lines
-        self.simulations = [predict(self.trace, line) for line in lines]
+        self.simulations = [simulate(trace.schedule, _measured_costs(self.trace, line)) for line in lines]
         self.line_of = {rank.rank: number for number, line in enumerate(lines) for rank in line}
 
     @cached_property
     def by_rank(self) -> list[RankTime]:
         """By rank, the mean over the traced steps."""
-        return [RankTime.mean(self.steps_of(rank)) for rank in self.trace.ranks]
+        found = []
+        for rank in self.trace.ranks:
+            line = self.trace.lines[self.line_of[rank.rank]]
+            runs = [[self.trace.run(line, step)] for step in range(len(rank.steps))]
+            found.append(RankTime.mean([_parts(rank, *step) for step in zip(rank.steps, runs, strict=True)]))
+        return found
 
     @cached_property
     def total(self) -> RankTime:
@@ -72,10 +85,6 @@ class Summary:
     def axes(self) -> list[str]:
         seen = {axis for time in self.by_rank for axis in (*time.exposed, *time.hidden)}
         return sorted(seen, key=lambda axis: (shown_order(axis), axis))
-
-    def steps_of(self, rank: RankTrace) -> list[RankTime]:
-        line = self.trace.lines[self.line_of[rank.rank]]
-        return [parts(rank, window, [self.trace.run(line, step)]) for step, window in enumerate(rank.steps)]
 
     # ---- bubbles -------------------------------------------------------------------------------------------------
 
@@ -92,8 +101,7 @@ class Summary:
 
     def bubble_of(self, rank: RankTrace) -> Bubble:
         line = self.line_of[rank.rank]
-        steps = range(self.trace.steps)
-        spans = sum(self.makespan(line, step) for step in steps)
+        spans = sum(self.makespan(line, step) for step in range(self.trace.steps))
         busy = sum(span.end - span.start for window in rank.steps for span in rank.within(window))
         simulation = self.simulations[line]
         predicted = simulation.ranks[rank.place].busy / simulation.makespan if simulation.makespan else 1.0
@@ -106,12 +114,27 @@ class Summary:
 
     @property
     def untraced(self) -> float | None:
-        """Seconds of a step before tracing: what tracing itself costs shows beside it."""
+        """Seconds of a step before tracing, which show what tracing itself costs."""
         known = [rank.untraced for rank in self.trace.ranks if rank.untraced is not None]
         return median(known) if known else None
 
 
-def parts(rank: RankTrace, window: Window, pipeline: Intervals) -> RankTime:
+def _measured_costs(trace: Trace, line: list[RankTrace]) -> Costs:
+    """Medians by stage and kind over all microbatches and traced steps; messages take no time."""
+    seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for rank in line:
+        for span in rank.actions:
+            seen[span.action.kind, span.action.stage].append(span.end - span.start)
+    stages = range(trace.schedule.placement.stages)
+
+    def of(kind: Kind) -> tuple[float, ...]:
+        return tuple(median(seen.get((kind, stage), [0.0])) for stage in stages)
+
+    ones = (1.0,) * len(stages)
+    return Costs(f=of(FORWARD), i=of(INPUT_GRAD), w=of(WEIGHT_GRAD), b=of(BACKWARD), activation=ones)
+
+
+def _parts(rank: RankTrace, window: Window, pipeline: Intervals) -> RankTime:
     """One step of a rank. `pipeline`: when its line ran the schedule."""
     step: Intervals = [(window.start, window.end)]
     acting = common(step, union((span.start, span.end) for span in rank.actions))
@@ -128,15 +151,47 @@ def parts(rank: RankTrace, window: Window, pipeline: Intervals) -> RankTime:
     for axis in {flight.axis for flight in rank.flights}:
         flying = union((flight.start, flight.end) for flight in rank.flights if flight.axis == axis)
         hidden[axis] = length(minus(common(step, flying), exposed.get(axis, [])))
-    found = RankTime(
-        step=length(step),
-        compute=length(minus(acting, stood)),
-        bubble=length(bubble),
-        optimizer=length(updating),
-        wait=length(messages),
-        exposed={axis: length(times) for axis, times in exposed.items()},
-        hidden=hidden,
-    )
-    known = found.compute + found.bubble + found.optimizer + sum(found.exposed.values())
-    found.other = found.step - known
+    total, compute, idle, optimizer = map(length, (step, minus(acting, stood), bubble, updating))
+    waited = {axis: length(times) for axis, times in exposed.items()}
+    other = total - (compute + idle + optimizer + sum(waited.values()))
+    return RankTime(total, compute, idle, optimizer, other, length(messages), exposed=waited, hidden=hidden)
+
+
+# ---- sets of moments -------------------------------------------------------------------------------------------------
+
+
+def union(parts: Iterable[Interval]) -> Intervals:
+    """All moments of any parts, which may overlap and be in any order."""
+    found: Intervals = []
+    for start, end in sorted(part for part in parts if part[0] < part[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
     return found
+
+
+def minus(whole: Intervals, taken: Intervals) -> Intervals:
+    """The moments of `whole` that are not in `taken`."""
+    found: Intervals = []
+    next_ = 0
+    for start, end in whole:
+        while next_ < len(taken) and taken[next_][1] <= start:
+            next_ += 1
+        place = next_  # what is taken here may reach into the next of the whole
+        while place < len(taken) and taken[place][0] < end:
+            if taken[place][0] > start:
+                found.append((start, taken[place][0]))
+            start = max(start, taken[place][1])
+            place += 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def common(a: Intervals, b: Intervals) -> Intervals:
+    return minus(a, minus(a, b))
+
+
+def length(parts: Intervals) -> float:
+    return sum(end - start for start, end in parts)

@@ -1,11 +1,11 @@
-"""The traffic counter with a clock: when each collective and send started, and what the rank stood still for.
+"""The traffic counter with a clock: when each collective and send started, and which of them the rank waited for.
 
-It stands where the counter stands, in the dispatcher. There the call passes that starts a collective, and not the wait
-for it: torch hands out a `Work` for that. So the timer puts one of its own in its place, which times its `wait`.
-Functional collectives are waited for by an operator, which does pass.
+Like the counter it sits in the dispatcher. The call that starts a collective passes there; the wait for it does not,
+because torch returns a `Work` for that. So the timer replaces the `Work` by its own, which times `wait`. An operator
+waits for functional collectives, and that operator does pass.
 
-What it cannot see: when a collective of NCCL is over before anybody waits for it, and the waits for what NCCL has been
-given in one batch (the ring of cp). They count as compute.
+The timer cannot see two things, and both count as compute: a collective of NCCL that ends before anybody waits for it,
+and the waits for a batch of NCCL calls (the ring of cp).
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _UNCOUNTED = {"recv": "receive", "irecv": "receive", "barrier": "barrier", "moni
 
 
 class Timer(TrafficCounter):
-    """`now` gives the time at which all that the rank has computed so far was done."""
+    """`now` gives the time at which the rank had finished all its work so far."""
 
     def __init__(self, mesh: Mesh, now: Callable[[], float]):
         super().__init__(mesh)
@@ -58,7 +58,11 @@ class Timer(TrafficCounter):
             flight = _Open(self.axis(ranks), _UNCOUNTED[name], 0, start, self.during)
         else:
             return result
-        return self._with_our_work(result, flight) if func.namespace == "c10d" else self._noted(result, flight)
+        if func.namespace == "c10d":
+            return self._with_our_work(result, flight)
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            self.flying[_memory(tensor)] = flight
+        return result
 
     def _with_our_work(self, result: Any, flight: "_Open") -> Any:
         """A `Work`, or a pair of tensors and a `Work`."""
@@ -67,40 +71,34 @@ class Timer(TrafficCounter):
         if not isinstance(result, torch.ScriptObject):
             return result
         work = _TimedWork(dist.Work.unbox(result), flight, self)
-        self.latest = work  # until its caller has it: what lives in C++ alone forgets that it is ours
+        self.latest = work  # until its caller has it: an object that only C++ holds loses its Python class
         return work.boxed()
 
-    def _noted(self, result: Any, flight: "_Open") -> Any:
-        """The tensor of a functional collective, or several."""
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            self.flying[_memory(tensor)] = flight
-        return result
-
     def stood(self, flight: "_Open", start: float) -> None:
-        """The rank has waited for a flight since `start`, and it is over."""
+        """Record a wait for a flight, which began at `start` and is over."""
         end = self.now()
         self.waits.append(Wait(flight.axis, flight.what, start, end, self.during))
         flight.land(end)
 
     def landed(self, end: float) -> list[Flight]:
         """All flights; those that nobody has waited for yet end at `end`."""
-        return [flight.as_flight(end) for flight in self.flights]
+        return [
+            Flight(one.axis, one.what, one.payload, one.start, max(one.start, one.land(end)), one.during)
+            for one in self.flights
+        ]
 
 
 class _Open:
     """A flight that may not be over yet."""
 
-    def __init__(self, axis: str, what: str, payload: int, start: float, during: Action | None):
+    def __init__(self, axis: str, what: Any, payload: int, start: float, during: Action | None):
         self.axis, self.what, self.payload, self.start, self.during = axis, what, payload, start, during
         self.end: float | None = None
 
-    def land(self, end: float) -> None:
-        if self.end is None:
-            self.end = end
-
-    def as_flight(self, end: float) -> Flight:
-        over = end if self.end is None else self.end
-        return Flight(self.axis, self.what, self.payload, self.start, max(self.start, over), self.during)  # type: ignore[arg-type]
+    def land(self, end: float) -> float:
+        """The first end that is reported counts."""
+        self.end = end if self.end is None else self.end
+        return self.end
 
 
 class _TimedWork(dist.Work):
@@ -108,7 +106,7 @@ class _TimedWork(dist.Work):
         super().__init__()
         self.work, self.flight, self.timer = work, flight, timer
         if timer.on_host:
-            with suppress(RuntimeError):  # gloo tells of the end of some collectives, and of no message's
+            with suppress(RuntimeError):  # gloo reports the end of some collectives, and of no message
                 work.get_future().add_done_callback(lambda _: flight.land(timer.now()))
 
     def wait(self, *timeout: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The tracer of one rank: told of every step and action, it keeps their times, and has the timer keep the rest.
+"""The tracer of one rank: it records the times of steps and actions, and its timer records those of communication.
 
     tracer = tracer_of(mesh, after=3, steps=2)
     engine = Engine(job, mesh, tracer.watch)
@@ -8,11 +8,15 @@
             ...
     trace = tracer.after(number, engine.schedule)
 
-On CUDA, where calls return before their work is done, the rank waits for its own stream at the start and the end of all
-that is timed. That takes launches out of each other's shadow: a traced step is slower than others. Each span is an NVTX
-range too, which `nsys` shows.
+On CUDA calls return before their work is done, so the rank synchronizes its stream at the start and the end of every
+span. Launches then no longer overlap: a traced step is slower than others. Each span is an NVTX range too, for `nsys`.
+
+All ranks use one clock. Processes of one machine share theirs. The first rank of each other machine asks rank 0 for the
+time, again and again. The fastest answer was the least disturbed: rank 0's clock showed it half-way through the round
+trip, give or take half of it.
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,9 +29,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import COMPUTE, Action
 from fivefold.schedule.clock import Span
 from fivefold.schedule.schedule import Schedule
-from fivefold.trace.clocks import against_rank_0
 from fivefold.trace.records import RankTrace, Trace, Update, Window
 from fivefold.trace.timer import Timer
+
+_ROUNDS = 20  # of questions for the time
 
 
 class Silent:
@@ -67,7 +72,7 @@ class Tracer:
             torch.cuda.current_stream().synchronize()
         return self.clock()
 
-    # ---- what is told ----------------------------------------------------------------------------------------------
+    # ---- recording ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -109,23 +114,20 @@ class Tracer:
     def _range(self, name: str) -> AbstractContextManager[None]:
         return torch.cuda.nvtx.range(name) if self.on and self.mesh.device.type == "cuda" else nullcontext()
 
-    # ---- what comes of it ------------------------------------------------------------------------------------------
+    # ---- the result -----------------------------------------------------------------------------------------------
 
     def after(self, number: int, schedule: Schedule) -> Trace | None:
-        """When the last of the steps is over, all ranks' results together: rank 0 gets them. Every rank must ask."""
+        """After the last traced step rank 0 gets the records of all ranks. Collective."""
         if number != self.traced[-1]:
             return None
-        world, mine = self.mesh.world, self.result()
-        if world.size == 1:
-            return Trace(schedule, (mine,), str(self.mesh.layout))
-        gathered: list[RankTrace | None] | None = [None] * world.size if world.rank == 0 else None
-        dist.gather_object(mine, gathered, group=world.group, group_dst=0)
-        if gathered is None:
-            return None
-        return Trace(schedule, tuple(filter(None, gathered)), str(self.mesh.layout))
+        world, layout = self.mesh.world, self.mesh.layout
+        gathered: list[RankTrace | None] = [self._records()]
+        if world.size > 1:
+            mine, gathered = gathered[0], [None] * world.size
+            dist.gather_object(mine, gathered if world.rank == 0 else None, group=world.group, group_dst=0)
+        return Trace(schedule, tuple(filter(None, gathered)), str(layout)) if world.rank == 0 else None
 
-    def result(self) -> RankTrace:
-        """What this rank has seen."""
+    def _records(self) -> RankTrace:
         mesh, end = self.mesh, max((window.end for window in self.windows), default=0.0)
         layout, rank = mesh.layout, mesh.world.rank
         return RankTrace(
@@ -141,3 +143,37 @@ class Tracer:
             untraced=median(self.others) if self.others else None,
             clock_error=self.clock_error,
         ).on_clock(self.offset)
+
+
+def against_rank_0(
+    mesh: Mesh, clock: Callable[[], float] = time.perf_counter, host: str | None = None
+) -> tuple[float, float]:
+    """The offset to add to this rank's clock, and its possible error in seconds. Collective."""
+    world = mesh.world
+    if world.size == 1:
+        return 0.0, 0.0
+    hosts: list[str] = [""] * world.size
+    dist.all_gather_object(hosts, host or socket.gethostname(), group=world.group)
+    firsts = {name: hosts.index(name) for name in hosts}
+    measured: list[tuple[float, float]] = [(0.0, 0.0)] * world.size
+    mine = 0.0, 0.0
+    ping = torch.zeros(1, dtype=torch.float64, device="cpu" if world.staged else mesh.device)
+    for first in firsts.values():
+        if world.rank == 0 and first:
+            for _ in range(_ROUNDS):
+                dist.recv(ping, group=world.group, group_src=first)
+                ping.item()  # on a GPU the message has come only now
+                dist.send(torch.full_like(ping, clock()), group=world.group, group_dst=first)
+        elif world.rank == first and first:
+            answers = []
+            for _ in range(_ROUNDS):
+                start = clock()
+                dist.send(ping, group=world.group, group_dst=0)
+                dist.recv(ping, group=world.group, group_src=0)
+                theirs, end = ping.item(), clock()
+                answers.append(((end - start) / 2, theirs - (start + end) / 2))
+            error, offset = min(answers)
+            mine = offset, error
+    if len(firsts) > 1:
+        dist.all_gather_object(measured, mine, group=world.group)
+    return measured[firsts[hosts[world.rank]]]

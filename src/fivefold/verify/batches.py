@@ -1,9 +1,9 @@
-"""The data of proofs, from a seed, and as unpleasant as real data can be; and that of benchmarks, which is plain.
+"""Random data from a seed. The batches of proofs are as awkward as real data can be; those of benchmarks are plain.
 
-Tokens are uniform, so that every row of the vocabulary is met. Loss masks are unequal: samples keep between a tenth and
+Tokens are uniform, so that every row of the vocabulary occurs. Loss masks are unequal: samples keep between a tenth and
 all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a different
-one each time. A mean of means would show. Documents have random lengths, so that they begin and end inside the shares
-of context parallel ranks and reach across them.
+one each time. So a mean of means is detected. Documents have random lengths, so that they begin and end inside the
+shares of context parallel ranks and reach across them.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ _DOCUMENTS = 5  # per sequence, at most
 
 
 def make_batch(job: Job, step: int) -> Batch:
-    """The global batch of `step`, from 0. Of the layout only dp matters: whose targets are all masked."""
+    """The global batch of `step`, from 0. The only part of the layout that matters is dp, which the mask depends on."""
     size, seq = job.train.batch, job.data.seq
     rng = np.random.default_rng([job.data.seed, step])
     tokens = rng.integers(0, job.model.vocab, (size, seq + 1))
@@ -36,16 +36,16 @@ def make_batch(job: Job, step: int) -> Batch:
 
 
 def plain_batch(vocab: int, size: int, seq: int, seed: int = 0) -> Batch:
-    """For stopwatches: every target counts, every sequence is one document.
+    """For timings: every target counts, every sequence is one document.
 
-    Tokens come from all of the vocabulary: few different ones would crowd the embedding's gradient.
+    Tokens come from the whole vocabulary: the gradient of an embedding is slower if few rows get all of it.
     """
     tokens, shape = np.random.default_rng(seed).integers(0, vocab, (size, seq + 1)), (size, seq)
     return Batch(np.arange(size), tokens[:, :-1], tokens[:, 1:], np.ones(shape, bool), np.zeros(shape, np.int32))
 
 
 def write_tokens(directory: Path, vocab: int, count: int) -> None:
-    """One document of `count` tokens of all the vocabulary, prepared in a directory as text would be."""
+    """Prepare a directory, as if from text, with one document of `count` tokens from the whole vocabulary."""
     tokens = np.random.default_rng(0).integers(0, vocab, count)
     everything = np.ones(1, bool)
     sink = Sink(directory, _MadeUp(vocab), SHARD_TOKENS, seed=0, valid=0.0)
@@ -54,7 +54,7 @@ def write_tokens(directory: Path, vocab: int, count: int) -> None:
 
 
 class _MadeUp(ByteTokenizer):
-    """No text has these tokens."""
+    """A tokenizer whose tokens stand for no text."""
 
     name = "made up"
 
@@ -68,9 +68,9 @@ def _mask(rng: np.random.Generator, size: int, seq: int, dp: int, step: int) -> 
     if size > 1:
         mask[rng.integers(size)] = False
     share, empty = size // dp, step // 2 % dp
-    if dp > 1 and step % 2:  # in the other steps every rank has something to add
+    if dp > 1 and step % 2:  # in the other steps every rank has targets
         mask[empty * share : (empty + 1) * share] = False
-    if not mask.any():  # one or two samples: somebody has to learn something
+    if not mask.any():  # one or two samples: at least one target must count
         mask[empty * share - 1] = True
     return mask
 

@@ -15,7 +15,7 @@ the two runs differ by at most eps in each. K such differences of either sign gr
 SIAM J. Sci. Comput. 41, 2019):
   float64   1e-10, as the project asks; runs show about 1e-15
   float32   eps x sqrt(K), eps = 2^-23; the additions inside matmuls count (`roundings`)
-  bfloat16  eps x sqrt(K), eps = 2^-7; matmuls add in float32 and only their results are rounded (`_results`)
+  bfloat16  eps x sqrt(K), eps = 2^-7; matmuls add in float32 and only their results are rounded (`bound_of`)
 
 This bound is relative to the result, and so holds only for gradients that are about as large as what is summed to make
 them. Where the summands cancel (a LayerNorm over few channels, a q/k norm over a short head, a nearly uniform softmax)
@@ -39,7 +39,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from fivefold.job.config import Dtype, Job
+from fivefold.job.config import Job
 from fivefold.job.learning_rate import learning_rate
 from fivefold.spec.model import ModelSpec
 
@@ -73,13 +73,12 @@ class Error(NamedTuple):
 
 
 def bound_of(job: Job) -> float:
-    spec, tokens = job.model, job.train.batch * job.data.seq
-    dtype: Dtype = job.train.dtype
-    if dtype == "float64":
+    if job.train.dtype == "float64":
         return 1e-10
-    if dtype == "float32":
-        return 2.0**-23 * math.sqrt(roundings(spec, tokens, job.data.seq))
-    return 2.0**-7 * math.sqrt(_results(spec))
+    if job.train.dtype == "float32":
+        return 2.0**-23 * math.sqrt(roundings(job.model, job.train.batch * job.data.seq, job.data.seq))
+    # Tensors are rounded one after another. Norm, q, rotation, scores, o, sum; norm, gate, product, down, sum.
+    return 2.0**-7 * math.sqrt(2 * (11 * job.model.layers + 3))
 
 
 def roundings(spec: ModelSpec, tokens: int, seq: int) -> int:
@@ -88,11 +87,6 @@ def roundings(spec: ModelSpec, tokens: int, seq: int) -> int:
     # Norm, q/k/v; scores, mixture, o; norm, gate; down.
     layer = 2 * spec.hidden + (spec.head_dim + seq + heads) + 2 * spec.hidden + spec.ffn
     return 2 * spec.layers * layer + spec.vocab + spec.hidden + tokens
-
-
-def _results(spec: ModelSpec) -> int:
-    """Tensors that are rounded one after another. Norm, q, rotation, scores, o, sum; norm, gate, product, down, sum."""
-    return 2 * (11 * spec.layers + 3)
 
 
 # ---- the comparisons -----------------------------------------------------------------------------------------------

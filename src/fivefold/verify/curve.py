@@ -94,7 +94,7 @@ def follow(job: Job, timeout: float) -> CurveResult:
     single = msgspec.structs.replace(job, layout=alone)
 
     def run(which: Job, shuffled: bool) -> tuple[list[float], set[tuple[str, str]]]:
-        found = ranks.run(which.layout.world, "fivefold.verify.curve_rank:run", which, shuffled, timeout=timeout)
+        found = ranks.run(which.layout.world, "fivefold.verify.measure:curve", which, shuffled, timeout=timeout)
         return found[0][0], {one for _, weights in found for one in weights.items()}  # ranks have their own stages
 
     (a, start), (b, _), (c, other) = run(single, False), run(single, True), run(job, False)

@@ -26,11 +26,11 @@ import msgspec
 from fivefold.job.config import Job
 from fivefold.layout.axes import AXES
 from fivefold.layout.layout import ContextKind, Layout, Recompute
+from fivefold.plan.search.space import divisors
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.model import ModelSpec
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
-_MICROBATCHES = (1, 2)
 _DEGREES = [axis for axis in AXES if axis in Layout().degrees]
 _FACTORS = (*_DEGREES, "schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches")
 
@@ -46,20 +46,17 @@ class LayoutCase:
 def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
     met: Counter[object] = Counter()
     left: list[Layout] = []
-    for sizes in product(_divisors(world), repeat=len(_DEGREES)):
+    for sizes in product(divisors(world), repeat=len(_DEGREES)):
         degrees: dict[str, Any] = dict(zip(_DEGREES, sizes, strict=True))
         axes = Layout(**degrees)
         if axes.world != world:
             continue
-        sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in _divisors(axes.dp) if copies > 1]
+        sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in divisors(axes.dp) if copies > 1]
         schedules = [name for name in CATALOGUE if name != "naive"] if axes.pp > 1 else ["1f1b"]
         for schedule, (zero, replicate) in product(schedules, sharded if axes.size("data") > 1 else [(0, 1)]):
             base = Layout(**degrees, schedule=schedule, zero=zero, replicate=replicate)
-            legal = [
-                layout
-                for layout in _rest(base, deep_enough(spec, base) if deepen else spec)
-                if not layout.problems(deep_enough(spec, layout) if deepen else spec, world=world, seq=seq, batch=batch)
-            ]
+            deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
+            legal = [one for one in _rest(base, deep) if not one.problems(deep, world=world, seq=seq, batch=batch)]
             if base.pp == 1:
                 yield from legal
             elif legal:
@@ -81,17 +78,15 @@ def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
 
 def _rest(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
     """What is left to choose when the degrees, the schedule and ZeRO are given."""
-    piled = [(), _piled(spec.layers, base.stages)] if base.pp > 1 else [()]
-    for kind, sp, recompute, microbatches, split in product(
-        get_args(ContextKind) if base.cp > 1 else ("ring",),
-        (False, True) if base.tp > 1 else (False,),
-        get_args(Recompute),
-        (1, base.pp, 2 * base.pp) if base.pp > 1 else _MICROBATCHES,
-        piled,
-    ):
-        yield msgspec.structs.replace(
-            base, cp_kind=kind, sp=sp, recompute=recompute, microbatches=microbatches, split=split
-        )
+    choices = {
+        "cp_kind": get_args(ContextKind) if base.cp > 1 else ("ring",),
+        "sp": (False, True) if base.tp > 1 else (False,),
+        "recompute": get_args(Recompute),
+        "microbatches": (1, base.pp, 2 * base.pp) if base.pp > 1 else (1, 2),
+        "split": [(), _piled(spec.layers, base.stages)] if base.pp > 1 else [()],
+    }
+    for chosen in product(*choices.values()):
+        yield msgspec.structs.replace(base, **dict(zip(choices, chosen, strict=True)))
 
 
 def _piled(layers: int, stages: int) -> tuple[int, ...]:
@@ -132,12 +127,10 @@ def all_cases(job: Job, world: int, deepen: bool = False) -> list[LayoutCase]:
     cases = [case(job.model, layout, "") for layout in layouts]
     for name, spec in variants(job.model).items():
         chosen = [case(spec, layout, name) for layout in layouts]
-        chosen = [
-            one for one in chosen if not one.job.layout.problems(one.job.model, world=world, seq=seq, batch=batch)
-        ]
         if name in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
             chosen = [one for one in chosen if one.job.layout.tp > 1]
-        cases += pairwise(chosen)
+        asked = {"world": world, "seq": seq, "batch": batch}
+        cases += pairwise([one for one in chosen if not one.job.layout.problems(one.job.model, **asked)])
     return cases
 
 
@@ -172,7 +165,3 @@ def covered(sample: Sequence[LayoutCase], cases: Sequence[LayoutCase]) -> float:
 def _pairs(layout: Layout, variant: str = "") -> set[object]:
     settings = [("model", variant), ("piled", bool(layout.split))]
     return set(combinations([*settings, *((name, getattr(layout, name)) for name in _FACTORS)], 2))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,18 +1,22 @@
-"""One rank of a proof: run the layout, hold every step against the reference, count what moves.
+"""One rank of a proof: run the layout, compare every step with the reference, count traffic. And one of a loss curve.
 
 Every rank compares for itself what its stages hold: ranks that hold the same thing may disagree, and one of them is
 then wrong.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.job.learning_rate import learning_rate
-from fivefold.launch.device import choose_device
+from fivefold.job.preflight import preflight
+from fivefold.launch.device import choose_device, make_repeatable
 from fivefold.launch.processes import named
 from fivefold.launch.ranks import Rank
 from fivefold.model.compiled import compilation
@@ -20,6 +24,7 @@ from fivefold.parallel.gather_full import digest, whole
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.train.engine import Engine
+from fivefold.train.loop import Trainer
 from fivefold.train.memory_ledger import Ledger
 from fivefold.verify import compare
 from fivefold.verify.batches import make_batch
@@ -47,7 +52,17 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         with first if step == 1 else others:
             loss, norm = engine.accumulate(batch), engine.gradient_norm()
         if step == 1:
-            measured.held.update(_held(engine, ledger))
+            held = engine.weights.resident()  # when gradients are complete
+            measured.held.update(
+                {
+                    "parameters": held["parameters"],
+                    "gradients": held["gradients"],
+                    "optimizer": held["masters"] + engine.optimizer.resident(),
+                    "microbatches in flight": engine.pipeline.peak,
+                    "peak": ledger.peak,
+                    "flops": ledger.flops,
+                }
+            )
         measured.losses.append((loss.item(), target.loss))
         measured.norms.append((norm.item(), target.norm))
         measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
@@ -70,17 +85,25 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     return measured
 
 
-def _held(engine: Engine, ledger: Ledger) -> dict[str, float]:
-    """What this rank keeps when gradients are complete, and what the first step took to get there."""
-    resident = engine.weights.resident()
-    return {
-        "parameters": resident["parameters"],
-        "gradients": resident["gradients"],
-        "optimizer": resident["masters"] + engine.optimizer.resident(),
-        "microbatches in flight": engine.pipeline.peak,
-        "peak": ledger.peak,
-        "flops": ledger.flops,
-    }
+def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], dict[str, str]]:
+    """The loss of every step, and a digest of each weight that this rank's stages started from."""
+    device = choose_device(job.train.device, rank.number)
+    make_repeatable(job.train)
+    if rank.world > 1:
+        rank.join(backend(device, rank.world))
+    trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device))
+    start = {name: digest(weight) for name, weight in _whole(trainer.engine.parameters()).items()}
+    losses = []
+    for step, read in enumerate(trainer.reads(), start=1):
+        batch = read()
+        losses.append(trainer.step(step, _shuffle(batch, step) if shuffled else batch).loss)
+    return losses, start
+
+
+def _shuffle(batch: Batch, seed: int) -> Batch:
+    """The same samples in another order, and so in other microbatches."""
+    order = np.random.default_rng(seed).permutation(len(batch.samples))
+    return Batch(**{field.name: getattr(batch, field.name)[order] for field in fields(batch)})
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,14 +1,14 @@
 """What the ranks measured, and the verdict on it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from fivefold.job.config import Job
 from fivefold.layout.axes import shown_order
-from fivefold.layout.collective_cost import Kind, Traffic, times
+from fivefold.layout.collective_cost import Traffic, times
 from fivefold.verify.compare import Error, bound_of, worst
 
 _KINDS = ("loss", "norm", "gradient", "parameter")
@@ -43,17 +43,11 @@ class Count:
         """For one step of `steps`."""
 
         def numbers(row: Traffic) -> dict[str, float]:
-            values = {"calls": row.calls / steps, "payload": row.payload / steps, "wire": float(row.wire) / steps}
+            values = {name: float(getattr(row, name)) / steps for name in ("calls", "payload", "wire")}
             return {name: int(value) if value == int(value) else value for name, value in values.items()}
 
-        counted, wanted = self.counted, self.expected
-        return {
-            "axis": counted.axis,
-            "kind": counted.kind,
-            "counted": numbers(counted),
-            "expected": numbers(wanted),
-            "holds": self.holds,
-        }
+        both = {"counted": numbers(self.counted), "expected": numbers(self.expected)}
+        return {"axis": self.counted.axis, "kind": self.counted.kind, **both, "holds": self.holds}
 
     def __str__(self) -> str:
         e, c = self.expected, self.counted
@@ -77,10 +71,11 @@ class Held:
         return self.expected == self.counted
 
     def __str__(self) -> str:
-        unit = "" if self.name == "microbatches in flight" else "bytes of "
-        return (
-            f"rank {self.rank} holds {self.counted:.0f} {unit}{self.name}, and the closed form has {self.expected:.0f}"
-        )
+        what = self.name if self.name == "microbatches in flight" else f"bytes of {self.name}"
+        return f"rank {self.rank} holds {self.counted:.0f} {what}, and the closed form has {self.expected:.0f}"
+
+
+C = TypeVar("C", Count, Held)
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,11 @@ class Verdict:
             errors=_worst_over_ranks(job, measured),
             traffic=_counts(job, measured, expected),
             torn=_torn(measured),
-            held=_held(measured, holding),
+            held=_first_that_differs(
+                (name, Held(rank, name, size, one.held[name]))
+                for rank, (one, wanted) in enumerate(zip(measured, holding, strict=True))
+                for name, size in wanted.items()
+            ),
             peak=max(one.held["peak"] for one in measured),
             flops=sum(one.held["flops"] for one in measured),
             graphs=measured[0].graphs[0] if measured[0].graphs else None,
@@ -212,24 +211,20 @@ def _torn(measured: list[Measured]) -> list[str]:
 
 def _counts(job: Job, measured: list[Measured], expected: list[list[Traffic]]) -> list[Count]:
     """For each row the first rank that differs from the closed form, or what all agree on."""
-    chosen: dict[tuple[str, Kind], Count] = {}
+    counts = []
     for rank, one in enumerate(measured):
         wanted = {row[:2]: times(row, job.train.steps) for row in expected[rank]}
         seen = {row[:2]: row for row in one.traffic}
         for key in {**wanted, **seen}:
             nothing = Traffic(*key, 0, 0, Fraction())
-            count = Count(rank, wanted.get(key, nothing), seen.get(key, nothing))
-            if key not in chosen or (chosen[key].holds and not count.holds):
-                chosen[key] = count
-    return list(chosen.values())
+            counts.append((key, Count(rank, wanted.get(key, nothing), seen.get(key, nothing))))
+    return _first_that_differs(counts)
 
 
-def _held(measured: list[Measured], holding: list[dict[str, float]]) -> list[Held]:
-    """For each thing the first rank that differs from the closed form, or rank 0's."""
-    chosen: dict[str, Held] = {}
-    for rank, (one, wanted) in enumerate(zip(measured, holding, strict=True)):
-        for name, expected in wanted.items():
-            found = Held(rank, name, expected, one.held[name])
-            if name not in chosen or (chosen[name].holds and not found.holds):
-                chosen[name] = found
+def _first_that_differs(found: Iterable[tuple[object, C]]) -> list[C]:
+    """For each key the first that differs from the closed form, or else the first."""
+    chosen: dict[object, C] = {}
+    for key, one in found:
+        if key not in chosen or (chosen[key].holds and not one.holds):
+            chosen[key] = one
     return list(chosen.values())

@@ -158,13 +158,8 @@ class Judge:
 def closed_forms(job: Job) -> list[list[Traffic]]:
     """What each rank should send in a step."""
     train, seats = job.train, [Seat.of(job.layout, rank) for rank in range(job.layout.world)]
-    forms = {
-        seat: expected(
-            job.model, job.layout, job.data.seq, train.batch, train.dtype,
-            seat=seat, smoothing=train.label_smoothing > 0,
-        )
-        for seat in set(seats)
-    }  # fmt: skip
+    asked, smoothing = (job.model, job.layout, job.data.seq, train.batch, train.dtype), train.label_smoothing > 0
+    forms = {seat: expected(*asked, seat=seat, smoothing=smoothing) for seat in set(seats)}
     return [forms[seat] for seat in seats]
 
 
