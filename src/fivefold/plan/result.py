@@ -137,9 +137,6 @@ class SimulateResult(Result):
             yield _too_large(self.option)
 
 
-# ---- figures -----------------------------------------------------------------------------------------------------
-
-
 def figures(option: Option, price: float | None = None) -> dict[str, Any]:
     """Everything that the tables show, as plain data."""
     case, footprint = option.case, option.footprint
@@ -156,22 +153,14 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
         "memory_rank": footprint.rank,
         "fits": option.fits,
         "time_by_cause": option.estimate.causes,
-        "traffic": [moved.__dict__ for moved in traffic(option)],
+        "traffic": [moved._asdict() for moved in traffic(option)],
     }
     if case.groups:
         row["groups"] = list(case.groups)
     if price is not None:
-        row["cost_per_trillion_tokens"] = _cost_of_a_trillion(option, price)
+        row["cost_per_trillion_tokens"] = price * option.layout.world * 1e12 / option.tokens_per_second / 3600
         row["cost_per_day"] = price * 24 * option.layout.world
     return row
-
-
-def _cost_of_a_trillion(option: Option, price: float) -> float:
-    """Dollars for 1e12 tokens."""
-    return price * option.layout.world * 1e12 / option.tokens_per_second / 3600
-
-
-# ---- tables and sentences ----------------------------------------------------------------------------------------
 
 
 def _device(option: Option) -> str:
@@ -180,7 +169,7 @@ def _device(option: Option) -> str:
 
 
 def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
-    rows = []
+    rows: list[list[str | Cell]] = []
     for option in options:
         causes, seconds = option.estimate.causes, option.seconds
         exposed = sum(causes[cause] for cause in ("tp", "cp", "zero", "dp"))
@@ -194,10 +183,7 @@ def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
             f"{max(0.0, causes['bubble']) / seconds:.1%}",
             f"{exposed / seconds:.1%}",
         )
-        is_chosen = option is chosen
-        rows.append(
-            [Cell("→" if is_chosen else "", "bold"), *(Cell(cell, "bold" if is_chosen else "") for cell in cells)]
-        )
+        rows.append([Cell("→", "bold"), *(Cell(cell, "bold") for cell in cells)] if option is chosen else ["", *cells])
     per_device = f">tok/s per {_device(chosen)}"
     return Table(
         ["", "~layout", ">micro batch", ">step", per_device, ">MFU", ">memory GB", ">bubble", ">exposed comm."],
@@ -214,35 +200,27 @@ def _times(option: Option) -> Table:
         for cause, length in option.estimate.causes.items()
         if abs(length) >= NEGLIGIBLE * option.seconds
     ]
+    caption = "collectives and communication: what compute does not hide"
     return Table(
-        ["cause", ">time", ">share"],
-        rows,
-        title="Time of a step",
-        caption="collectives and communication: what compute does not hide",
-        totals=[("total", _seconds(option.seconds))],
+        ["cause", ">time", ">share"], rows, "Time of a step", caption, totals=[("total", _seconds(option.seconds))]
     )
 
 
 def _memory(option: Option) -> Table:
     needs = option.footprint
     rows = [(name, f"{size / GB:.2f}", f"{size / needs.total:.0%}") for name, size in needs.parts.items() if size > 0]
-    share = f"{needs.total / option.device_memory:.0%} of the device"
-    return Table(
-        ["component", ">GB", ">share"],
-        rows,
-        title=f"Memory of a {_device(option)}",
-        caption=f"on pipeline rank {needs.rank}, the fullest",
-        totals=[("total", f"{needs.total / GB:.2f}", share)],
-    )
+    total = ("total", f"{needs.total / GB:.2f}", f"{needs.total / option.device_memory:.0%} of the device")
+    title, caption = f"Memory of a {_device(option)}", f"on pipeline rank {needs.rank}, the fullest"
+    return Table(["component", ">GB", ">share"], rows, title, caption, totals=[total])
 
 
 def _traffic(option: Option) -> Table:
     found = [moved for moved in traffic(option) if moved.payload > SMALL]
     unit, name = (GB, "GB") if any(moved.payload >= GB / 10 for moved in found) else (1e6, "MB")
-    rows = []
-    for moved in found:
-        sizes = (f"{size / unit:,.2f} {name}" for size in (moved.payload, moved.inside, moved.across))
-        rows.append((moved.axis, moved.kind, f"{moved.calls:,}", *sizes))
+    rows = [
+        (axis, kind, f"{calls:,}", *(f"{size / unit:,.2f} {name}" for size in sizes))
+        for axis, kind, calls, *sizes in found
+    ]
     return Table(
         ["axis", "collective", ">calls", ">payload", ">wire, in the node", ">wire, between nodes"],
         rows,
@@ -260,8 +238,8 @@ def _summary(option: Option, price: float | None = None) -> str:
     )
     if price is None:
         return text
-    day, trillion = price * 24 * option.layout.world, _cost_of_a_trillion(option, price)
-    return f"{text}; ${day:,.0f} per day, ${trillion:,.0f} per 1T tokens"
+    cost = figures(option, price)
+    return f"{text}; ${cost['cost_per_day']:,.0f} per day, ${cost['cost_per_trillion_tokens']:,.0f} per 1T tokens"
 
 
 def _hosts(option: Option) -> str:

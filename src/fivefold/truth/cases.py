@@ -94,22 +94,20 @@ class Measured:
 
 def measured(row: Row) -> Measured:
     source = source_of(row.text("source"))
-    _check(row)
+    for column in COUNTS:
+        value = row.number(column)
+        if row.text(column) and (value is not None and value <= 0):
+            raise Refused(f"{column} is {row.text(column)}, and must be above zero")
     if (row.whole("ep") or 1) > 1 or re.search(MIXTURES, row.text("model"), re.I):
         raise Refused("a mixture of experts, which the planner does not know yet")
-    spec = spec_of(row, source)
-    cluster = cluster_of(row, source)
+    spec, cluster = spec_of(row, source), cluster_of(row, source)
     known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
-    case = Case(
-        spec,
-        layout,
-        cluster,
-        seq=_need(row, "seq_len"),
-        batch=row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1),
-        precision=precision_of(row.text("precision"), cluster.groups[0].accelerator),
-        stack=stack_of(row, source),
-    )
+    batch = row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1)
+    precision = "bf16" if cluster.groups[0].accelerator.peak.bf16 else "fp16"  # the device's 16-bit format
+    if re.search(r"fp8|fp4|float8", row.text("precision").lower()):
+        precision = "fp8"  # for any fp8 recipe, and for narrower formats
+    case = Case(spec, layout, cluster, _need(row, "seq_len"), batch, precision, stack_of(row, source))
     if not known:
         # The layout is not published: take the planner's.
         case = search(case, top=1, zero=source.zero).best.case
@@ -131,50 +129,23 @@ COUNTS = (
 )  # fmt: skip
 
 
-def _check(row: Row) -> None:
-    """Refuse numbers that cannot be."""
-    for column in COUNTS:
-        value = row.number(column)
-        if row.text(column) and (value is not None and value <= 0):
-            raise Refused(f"{column} is {row.text(column)}, and must be above zero")
-
-
 def spec_of(row: Row, source: Source) -> ModelSpec:
-    llama = re.search(r"llama|palm", row.text("model"), re.I) is not None
-    mpt = "MPT" in row.text("model")
-    layers, hidden, heads = (_need(row, column) for column in ("layers", "hidden", "heads"))
-    shape: dict[str, Any] = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": row.whole("kv_heads") or 0,
-        "ffn": row.whole("ffn") or 0,
-        "vocab": row.whole("vocab") or 1,
-        "context": _need(row, "seq_len"),
-    }
-    if hidden % heads:
-        shape["head_dim"] = 256 if "PaLM" in row.text("model") else 128  # arXiv 2204.02311, table 1
-    if llama:
-        return ModelSpec(name=row.text("model"), **shape)
-    return ModelSpec(
-        name=row.text("model"),
-        norm="layernorm",
-        activation="gelu",
-        positions="learned",
-        bias=not mpt,
-        tied=True,
-        dropout=0.0 if mpt else source.dropout,
-        **shape,
-    )
+    name = row.text("model")
+    shape: dict[str, Any] = {column: _need(row, column) for column in ("layers", "hidden", "heads")}
+    shape |= {column: row.whole(column) or 0 for column in ("kv_heads", "ffn")}
+    shape |= {"vocab": row.whole("vocab") or 1, "context": _need(row, "seq_len")}
+    if shape["hidden"] % shape["heads"]:
+        shape["head_dim"] = 256 if "PaLM" in name else 128  # arXiv 2204.02311, table 1
+    if not re.search(r"llama|palm", name, re.I):
+        shape |= {"norm": "layernorm", "activation": "gelu", "positions": "learned", "tied": True}
+        shape |= {"bias": False} if "MPT" in name else {"bias": True, "dropout": source.dropout}
+    return ModelSpec(name=name, **shape)
 
 
 def stack_of(row: Row, source: Source) -> Stack:
-    stack = source.stack
     notes = row.text("notes")
-    for word, kernel in source.kernels.items():
-        if word in notes:
-            stack = stack.but(attention=kernel)
-            break
+    kernels = (kernel for word, kernel in source.kernels.items() if word in notes)
+    stack = source.stack.but(attention=next(kernels, source.stack.attention))
     if source.compiled_if_said and "compile" not in notes.lower():
         stack = stack.but(pointwise="eager", norm="eager")
     if "rowwise" in row.text("precision").lower():
@@ -202,19 +173,11 @@ def device_of(name: str) -> Accelerator:
     raise Refused(f"gpu {name!r} is not in the catalogue")
 
 
-def precision_of(text: str, device: Accelerator) -> str:
-    """fp8 for any fp8 recipe and for narrower formats; else the device's 16-bit format."""
-    if re.search(r"fp8|fp4|float8", text.lower()):
-        return "fp8"
-    return "bf16" if device.peak.bf16 else "fp16"
-
-
 def cluster_of(row: Row, source: Source) -> Cluster:
     gpus, per_node = _need(row, "gpus"), row.whole("gpus_per_node") or 8
     device = device_of(row.text("gpu"))
-    if source.ports != 1.0:
-        across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
-        device = structs.replace(device, across=across)
+    across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
+    device = structs.replace(device, across=across)
     if device.name.startswith("GB"):
         per_node = RACK  # NVLink joins a rack, whatever counts as a node there
     per_node = min(per_node, gpus)
@@ -222,15 +185,15 @@ def cluster_of(row: Row, source: Source) -> Cluster:
 
 
 def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
-    gpus = _need(row, "gpus")
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
-    dp = row.whole("dp") or max(1, gpus // (tp * pp * cp))
+    dp = row.whole("dp") or max(1, _need(row, "gpus") // (tp * pp * cp))
     stated = re.match(r"\d", row.text("zero_stage"))
     zero = min(3, int(stated.group())) if stated else source.zero
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     microbatches = max(1, batch // (dp * samples))
     chunks = row.whole("vp") or _chunks(spec.layers, pp, source.chunks)
+    several = chunks > 1 and pp > 1 and microbatches >= pp
     sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
     layout = Layout(
         dp=dp,
@@ -240,8 +203,8 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
         cp_kind=source.cp_kind,
         zero=zero,
         sp=sp and tp > 1,
-        schedule="interleaved" if chunks > 1 and pp > 1 and microbatches >= pp else "1f1b",
-        chunks=chunks if chunks > 1 and pp > 1 and microbatches >= pp else 0,
+        schedule="interleaved" if several else "1f1b",
+        chunks=chunks if several else 0,
         microbatches=microbatches,
         recompute=_recompute(row, source),
     )
@@ -274,9 +237,8 @@ def seconds_of(row: Row, source: Source, case: Case) -> float | None:
     for column in ("step_time_s", "derived_step_time_s"):
         if (value := row.number(column)) is not None:
             return value
-    tokens = float(case.batch * case.seq)
     if rate := row.number("tokens_per_s_per_gpu"):
-        return tokens / rate / case.layout.world
+        return float(case.batch * case.seq) / rate / case.layout.world
     flops = case.flops(source.counting)
     if rate := row.number("tflops_per_gpu"):
         if source.hardware_flops and case.layout.recompute == "full":

@@ -79,9 +79,9 @@ class Constants:
         tables: dict[str, dict[str, float]] = {}
         for one, value in zip(FITTED, values, strict=True):
             tables.setdefault(one.where, {})[one.name] = float(value)
-        devices = {}
-        for name, units in UNITS.items():
-            devices[name] = Achieved(**tables[name], units=units, ramp=RAMP, source=SOURCE)
+        devices = {
+            name: Achieved(**tables[name], units=units, ramp=RAMP, source=SOURCE) for name, units in UNITS.items()
+        }
         clock = tables[CLOCK]["clock"]
         slower = {part: clock * getattr(devices["H100"], part) for part in COMPUTE}
         devices[CLOCK] = structs.replace(devices["H100"], **slower)

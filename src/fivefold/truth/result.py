@@ -59,8 +59,7 @@ class TruthResult(Result):
             caption = "guess: what kernel benchmarks and papers report"
             yield Table(["of", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
         yield self._errors()
-        if memory := self._memory():
-            yield memory
+        yield from self._memory()
         yield Text("")
         yield from self._sentences()
         if self.shown:
@@ -74,9 +73,8 @@ class TruthResult(Result):
         heads = ["source", ">rows", ">timed", ">error", ">median", ">bias", ">null model", ">worst"]
         rows = []
         for one in self.scores:
-            worst = _percent(one.worst.error, signed=True) if one.worst else ""
             cells = [one.source, str(one.rows), str(one.timed), _percent(one.mape), _percent(one.median_ape)]
-            cells += [_percent(one.bias, signed=True), _percent(one.null_mape), worst]
+            cells += [_percent(one.bias, True), _percent(one.null_mape), _percent(one.worst and one.worst.error, True)]
             rows.append(cells + ([_percent(left.get(one.source))] if left else []))
         timed = [one for one in self.scores if one.mape is not None]
         null = _percent(_mean([one.null_mape or 0.0 for one in timed]))
@@ -91,7 +89,7 @@ class TruthResult(Result):
             totals=[mean + ([_percent(_mean(list(left.values())))] if left else [])] if timed else [],
         )
 
-    def _memory(self) -> Table | None:
+    def _memory(self) -> Iterator[Table]:
         """Of the sources that publish memory or failures, or have rows that cannot be predicted."""
         rows = [
             [
@@ -103,15 +101,12 @@ class TruthResult(Result):
             for one in self.scores
             if one.refused or one.memory_rows or one.oom_right is not None
         ]
-        if not rows:
-            return None
-        return Table(
-            ["source", ">refused", ">memory error (rows)", ">OOM right", ">precision", ">recall"],
-            rows,
-            title="Memory, and runs that ran out of it (OOM)",
-            caption="refused: rows that cannot be predicted; OOM right: rows of which the planner says rightly whether "
-            "they fit",
+        heads = ["source", ">refused", ">memory error (rows)", ">OOM right", ">precision", ">recall"]
+        caption = (
+            "refused: rows that cannot be predicted; OOM right: rows of which the planner says rightly whether they fit"
         )
+        if rows:
+            yield Table(heads, rows, title="Memory, and runs that ran out of it (OOM)", caption=caption)
 
     def _sentences(self) -> Iterator[Text]:
         if self.sweeps:
@@ -123,10 +118,8 @@ class TruthResult(Result):
                 f"{failed} of its choices ran out of memory"
             )
         ran = [result for result in self.results if result.row.status == "ok" and result.fits is not None]
-        alarms = Counter(
-            result.row.file for result in ran if not result.fits and not (result.run and result.run.memory)
-        )
-        if alarms:
+        wrong = (result for result in ran if not result.fits and not (result.run and result.run.memory))
+        if alarms := Counter(result.row.file for result in wrong):
             counts = ", ".join(f"{count} of {name}" for name, count in alarms.items())
             yield Text(f"of {len(ran)} runs that ran, the planner says that {alarms.total()} do not fit: {counts}")
 
@@ -135,19 +128,16 @@ class TruthResult(Result):
 class SourceList(Result):
     """What is assumed of each source where its rows do not say."""
 
-    @property
-    def rows(self) -> list[tuple[str | int | bool, ...]]:
-        every = (*SOURCES, ANY)
-        return [(one.match or "any other", one.stack.name, one.zero, one.sp, one.recompute, one.why) for one in every]
-
     def to_dict(self) -> list[dict[str, Any]]:
         return [
-            dict(zip(("source", "software", "zero", "sp", "recompute", "why"), row, strict=True)) for row in self.rows
+            {"source": one.match or "any other", "software": one.stack.name}
+            | {name: getattr(one, name) for name in ("zero", "sp", "recompute", "why")}
+            for one in (*SOURCES, ANY)
         ]
 
     def blocks(self) -> Iterator[Block]:
         heads = ["~source", "~software", ">zero", "sp", "recompute", "~why"]
-        rows = [list(map(str, row)) for row in self.rows]
+        rows = [list(map(str, row.values())) for row in self.to_dict()]
         yield Table(heads, rows, title="What is assumed of each source where its rows do not say")
 
 
@@ -156,24 +146,15 @@ def _rows(results: list[RowScore]) -> Table:
     judged = any(result.row.status == "oom" or (result.run and result.run.memory) for result in results)
     rows = []
     for result in results:
-        run = result.run
+        line, run = str(result.row.line), result.run
         if run is None:
-            why = result.refused or "arithmetic of a paper"
-            rows.append([str(result.row.line), result.row.text("model"), why])
+            rows.append([line, result.row.text("model"), result.refused or "arithmetic of a paper"])
             continue
         measured = "out of memory" if result.row.status == "oom" else f"{run.seconds:.4g} s" if run.seconds else ""
+        predicted = f"{result.seconds:.4g} s" if result.seconds else ""
+        cells = [line, run.case.spec.name, str(run.case.layout).partition(",split=")[0], measured, predicted]
         memory = [_gigabytes(run.memory), _gigabytes(result.memory), "yes" if result.fits else "no"] if judged else []
-        rows.append(
-            [
-                str(result.row.line),
-                run.case.spec.name,
-                str(run.case.layout).partition(",split=")[0],
-                measured,
-                f"{result.seconds:.4g} s" if result.seconds else "",
-                _percent(result.error, signed=True),
-                *memory,
-            ]
-        )
+        rows.append([*cells, _percent(result.error, signed=True), *memory])
     memory_heads = [">memory", ">predicted", ">fits"] if judged else []
     return Table([">line", "model", "~layout", ">measured", ">predicted", ">error", *memory_heads], rows, title="Rows")
 
@@ -200,8 +181,8 @@ def scatter(results: Sequence[RowScore]) -> str:
         for result in results
         if result.error is not None and result.run and result.run.seconds and result.seconds
     ]
-    low = math.floor(math.log10(min(min(x, y) for _, x, y in points))) if points else -1
-    high = math.ceil(math.log10(max(max(x, y) for _, x, y in points))) if points else 1
+    spread = [value for _, *both in points for value in both] or [0.1, 10]
+    low, high = math.floor(math.log10(min(spread))), math.ceil(math.log10(max(spread)))
 
     def across(value: float) -> float:
         return LEFT + SIZE * (math.log10(value) - low) / (high - low)

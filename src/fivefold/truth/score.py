@@ -11,7 +11,7 @@ from fivefold.plan.cost.footprint import HEADROOM, footprint
 from fivefold.plan.cost.memory import paper
 from fivefold.plan.cost.time import Case
 from fivefold.support.errors import UserError
-from fivefold.truth.cases import Measured, Row, measured
+from fivefold.truth.cases import Measured, Refused, Row, measured
 from fivefold.truth.fit import Constants, predict
 
 
@@ -31,9 +31,18 @@ class RowScore:
     @property
     def error(self) -> float | None:
         """Of time, relative."""
-        if self.run is None or self.run.seconds is None or self.seconds is None or self.row.status != "ok":
+        return self._relative(self.seconds, self.run and self.run.seconds)
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.theory is not None and self.memory is not None:
+            return self.memory / self.theory - 1
+        return self._relative(self.memory, self.run and self.run.memory)
+
+    def _relative(self, predicted: float | None, measured: float | None) -> float | None:
+        if predicted is None or measured is None or self.row.status != "ok":
             return None
-        return self.seconds / self.run.seconds - 1
+        return predicted / measured - 1
 
     def to_dict(self) -> dict[str, Any]:
         run = self.run
@@ -53,38 +62,22 @@ class RowScore:
             "fits": self.fits,
         }
 
-    @property
-    def memory_error(self) -> float | None:
-        if self.theory is not None and self.memory is not None:
-            return self.memory / self.theory - 1
-        if self.run is None or self.run.memory is None or self.memory is None or self.row.status != "ok":
-            return None
-        return self.memory / self.run.memory - 1
-
 
 def evaluate(
     rows: Iterable[Row], constants: Constants | None = None, exact: bool = True, tick: Callable[[], None] = lambda: None
 ) -> list[RowScore]:
-    """Predict every row. `tick` is called after each."""
+    """Predict every row; one that is no measurement, or that cannot be predicted, gets the reason. `tick` is called
+    after each."""
     results = []
     for row in rows:
-        results.append(_row_score(row, constants, exact))
+        try:
+            results.append(_theory(row) if row.status == "theory" else _predicted(row, constants, exact))
+        except UserError as error:
+            results.append(RowScore(row, refused=str(error)))
+        except (ArithmeticError, ValueError, IndexError, AssertionError) as error:
+            results.append(RowScore(row, refused=f"its numbers make no sense together ({error})"))
         tick()
     return results
-
-
-def _row_score(row: Row, constants: Constants | None, exact: bool) -> RowScore:
-    """A row that is no measurement, or that cannot be predicted, gets the reason."""
-    if row.status == "theory":
-        return _theory(row)
-    if row.status not in ("ok", "oom"):
-        return RowScore(row, refused=f"status {row.status!r} is no measurement")
-    try:
-        return _predicted(row, constants, exact)
-    except UserError as error:
-        return RowScore(row, refused=str(error))
-    except (ArithmeticError, ValueError, IndexError, AssertionError) as error:
-        return RowScore(row, refused=f"its numbers make no sense together ({error})")
 
 
 def _theory(row: Row) -> RowScore:
@@ -92,14 +85,15 @@ def _theory(row: Row) -> RowScore:
     count, ranks, published = row.number("params_b"), row.whole("dp"), row.number("peak_mem_gb")
     stage = row.whole("zero_stage")
     if not (count and ranks and published) or stage is None:
-        return RowScore(row, refused="params_b, dp, zero_stage or peak_mem_gb is not published")
+        raise Refused("params_b, dp, zero_stage or peak_mem_gb is not published")
     return RowScore(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
 
 
 def _predicted(row: Row, constants: Constants | None, exact: bool) -> RowScore:
+    if row.status not in ("ok", "oom"):
+        raise Refused(f"status {row.status!r} is no measurement")
     run = measured(row)
-    needs = footprint(run.case)
-    memory = run.case.on.accelerator.memory
+    needs, memory = footprint(run.case), run.case.on.accelerator.memory
     fits, planned = needs.total <= memory, needs.total <= HEADROOM * memory
     seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
     return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
@@ -126,14 +120,13 @@ class Score:
     oom_recall: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "worst"}
-        worst = self.worst
-        return values | {"worst": {"row": worst.row.where, "error": worst.error} if worst else None}
+        worst = {"row": self.worst.row.where, "error": self.worst.error} if self.worst else None
+        return {name: value for name, value in vars(self).items() if name != "worst"} | {"worst": worst}
 
 
 def score(source: str, results: Sequence[RowScore]) -> Score:
     timed = [result for result in results if result.error is not None]
-    errors = [result.error or 0.0 for result in timed]
+    errors = [result.error for result in results if result.error is not None]
     sizes = [abs(error) for error in errors]
     memory = [abs(result.memory_error) for result in results if result.memory_error is not None]
     judged = [result for result in results if result.fits is not None]
@@ -230,8 +223,7 @@ def median_regret(found: Sequence[Choice]) -> float | None:
 
 def _sweep(result: RowScore) -> tuple[str, ...]:
     """Rows of one source with the same work on the same machines, and the same software."""
-    row = result.row
     assert result.run is not None
     columns = ("source", "model", "seq_len", "gpu", "gpus", "global_batch", "precision")
     stack = result.run.case.stack
-    return (*(row.text(column) for column in columns), f"{stack.attention}/{stack.norm}")
+    return (*map(result.row.text, columns), f"{stack.attention}/{stack.norm}")

@@ -4,7 +4,7 @@ No entry is about a single row. Every entry gives its reason.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fivefold.layout.layout import ContextKind, Recompute
 from fivefold.plan.cost.stack import Attention, Overlap, Stack
@@ -34,6 +34,18 @@ class Source:
     ports: float = 1.0  # of a node's network, relative to the catalogue's
 
 
+ANY = Source(match="", why="a source without an entry: today's software", stack=NEMO, zero=1, sp=True)
+EARLY = replace(ANY, stack=DEEPSPEED, zero=0, sp=False, recompute="full", dropout=0.1)  # Megatron, up to 2022
+TORCHTITAN = Source(
+    match=r"torchtitan",
+    why="its benchmarks: FSDP2, selective recompute of every other matmul; compiled where the notes say so",
+    stack=TITAN,
+    zero=3,
+    sp=True,
+    recompute="selective",
+    reserved=True,
+    compiled_if_said=True,
+)
 SOURCES = (
     Source(
         match=r"Hagemann 2023",
@@ -48,36 +60,32 @@ SOURCES = (
             "kernel=torch": "torch",
         },
     ),
-    Source(
+    replace(
+        EARLY,
         match=r"vTrain",
         why="its validation config: Megatron-DeepSpeed, full recompute, 4 network ports of 200 Gb/s a node",
-        stack=DEEPSPEED,
-        recompute="full",
-        dropout=0.1,
         ports=0.5,
     ),
-    Source(
+    replace(
+        EARLY,
         match=r"Korthikanti",
         why="arXiv 2205.05198: no flash attention, gradients reduced after backward, dropout as GPT-3",
         stack=MEGATRON_2022,
-        dropout=0.1,
+        recompute="none",
         memory_unit=2**30,
     ),
-    Source(
+    replace(
+        EARLY,
         match=r"Megatron-LM (README )?2021",
         why="arXiv 2104.04473: fused softmax, full recompute, scatter/gather sends, nothing overlapped",
         stack=MEGATRON_2021,
-        recompute="full",
         hardware_flops=True,
-        dropout=0.1,
     ),
-    Source(
+    replace(
+        EARLY,
         match=r"MT-NLG",
         why="arXiv 2201.11990: DeepSpeed's pipeline and Megatron's tensor parallelism, as of 2021",
-        stack=DEEPSPEED,
-        recompute="full",
         hardware_flops=True,
-        dropout=0.1,
     ),
     Source(
         match=r"PaLM",
@@ -86,25 +94,23 @@ SOURCES = (
         zero=3,
         sp=True,
     ),
-    Source(
+    replace(
+        ANY,
         match=r"Megatron-Core README",
         why="README: gradient and weight collectives and tp overlapped, distributed optimizer. "
         "Interleaving is not said, and with 23 and 7 layers a rank, both primes, it can only be by single layers. "
         "Mid-2024: FlashAttention 2",
         stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2"),
-        zero=1,
-        sp=True,
         chunks=64,
     ),
-    Source(
+    replace(
+        ANY,
         match=r"NeMo|DGXC|Megatron-Bridge",
         why="NeMo's recipes: tp and dp overlapped, sp with tp, distributed optimizer, cuDNN attention",
-        stack=NEMO,
-        zero=1,
-        sp=True,
         counting="causal",
     ),
-    Source(
+    replace(
+        ANY,
         match=r"Llama 3",
         why="arXiv 2407.21783, section 3.3: gradients and optimizer sharded, sp with tp, RoCE of 400 Gb/s",
         stack=NEMO.but(
@@ -115,8 +121,6 @@ SOURCES = (
             overlap=Overlap(dp=1, pp=1),
             order=("tp", "cp", "pp", "dp"),
         ),
-        zero=1,
-        sp=True,
         chunks=8,
         cp_kind="allgather",
     ),
@@ -126,28 +130,14 @@ SOURCES = (
         stack=FOUNDRY,
         zero=3,
     ),
-    Source(
+    replace(
+        TORCHTITAN,
         match=r"torchtitan H200",
         why="a later torchtitan (2025): as below, and the loss is compiled, so that no float32 logits are stored",
         stack=TITAN.but(name="torchtitan 2025, FSDP2", logit_bytes=8, peak_logit_bytes=4),
-        zero=3,
-        sp=True,
-        recompute="selective",
-        reserved=True,
-        compiled_if_said=True,
     ),
-    Source(
-        match=r"torchtitan",
-        why="its benchmarks: FSDP2, selective recompute of every other matmul; compiled where the notes say so",
-        stack=TITAN,
-        zero=3,
-        sp=True,
-        recompute="selective",
-        reserved=True,
-        compiled_if_said=True,
-    ),
+    TORCHTITAN,
 )
-ANY = Source(match="", why="a source without an entry: today's software", stack=NEMO, zero=1, sp=True)
 
 
 def source_of(text: str) -> Source:

@@ -4,11 +4,12 @@ truth(rows="llama3").scores[0].mape
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fivefold.support.errors import UserError
 from fivefold.truth.cases import DATA, Measured, Row, measured, read_rows
-from fivefold.truth.fit import STEPS, Constants, fit, predict
+from fivefold.truth.fit import STEPS, fit, predict
 from fivefold.truth.result import TruthResult
 from fivefold.truth.score import evaluate
 
@@ -50,24 +51,20 @@ def _runs(every: list[Row]) -> list[Measured]:
     """Those that can be predicted."""
     runs = []
     for row in every:
-        if row.status == "ok":
-            try:
-                runs.append(measured(row))
-            except UserError:
-                continue
+        with suppress(UserError):
+            runs += [measured(row)] if row.status == "ok" else []
     return runs
 
 
 def _left_out(every: list[Row], progress: Progress) -> dict[str, float]:
     """The mean error of each source under constants that were fitted without it."""
     runs = [run for run in _runs(every) if run.seconds]
-    files = list(dict.fromkeys(run.row.file for run in runs))
     found = {}
-    for name in files:
+    for name in dict.fromkeys(run.row.file for run in runs):
         others = [run for run in runs if run.row.file != name]
         if not others:
             continue
-        constants: Constants = fit(others, _steps(progress, f"without {name}", STEPS))
+        constants = fit(others, _steps(progress, f"without {name}", STEPS))
         mine = [run for run in runs if run.row.file == name]
         errors = [abs(predict(run, constants, exact=True) / (run.seconds or 1.0) - 1) for run in mine]
         found[name] = sum(errors) / len(errors)

@@ -57,31 +57,21 @@ class ContextResult(Result):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        case = self.case
-        return {
-            "model": self.model,
-            "cluster": self.cluster,
-            "seq": case.seq,
-            "tp": case.wires.layout.tp,
-            "cp": case.ranks,
-            "heads": case.heads,
-            "kv_heads": case.kv_heads,
-            "head_dim": case.head_dim,
+        case, degrees = self.case, crossing.by_degree(self.case, self.most)
+        shape = {"seq": case.seq, "tp": case.wires.layout.tp, "cp": case.ranks}
+        heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
+        faster, free = crossing.ring_or_gather(case), crossing.ring_is_free(case)
+        return {"model": self.model, "cluster": self.cluster, **shape, **heads} | {
             "splits": self.splits,
             "methods": [
                 {"kind": kind, "refused": str(one)} if isinstance(one, UserError) else _figures(one)
                 for kind, one in self.methods.items()
             ],
             "best": possible(case)[0].kind,
-            "best_by_seq": [{"from": one.start, "best": one.answer} for one in crossing.by_length(case)],
-            "ring_or_allgather_by_seq": [
-                {"from": one.start, "faster": one.answer} for one in crossing.ring_or_gather(case)
-            ],
-            "ring_free_by_seq": [{"from": one.start, "free": one.answer} for one in crossing.ring_is_free(case)],
-            "by_cp": [
-                {"cp": one.ranks, "best": one.best, "seconds": one.seconds}
-                for one in crossing.by_degree(case, self.most)
-            ],
+            "best_by_seq": [{"from": start, "best": kind} for start, kind in crossing.by_length(case)],
+            "ring_or_allgather_by_seq": [{"from": start, "faster": kind} for start, kind in faster],
+            "ring_free_by_seq": [{"from": start, "free": answer} for start, answer in free],
+            "by_cp": [{"cp": one.ranks, "best": one.best, "seconds": one.seconds} for one in degrees],
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -95,24 +85,15 @@ class ContextResult(Result):
             f"a rank has {case.tokens:,} tokens, {counted(case.heads, 'head')} and {counted(case.kv_heads, 'kv head')} "
             f"of {case.head_dim}; cp ranks are {where}, joined by {link.name}"
         )
-        yield self._split_table()
-        yield self._method_table()
-        yield Text("")
-        for sentence in self._sentences():
-            yield Text(sentence)
+        yield from (self._split_table(), self._method_table(), Text(""))
+        yield from map(Text, self._sentences())
 
     def _split_table(self) -> Table:
-        ratios, counts = ("balance", "worst_step", "tiles"), ("calls_ring_step", "calls_gathered")
-        times = ("ring_seconds", "allgather_seconds")
-        rows = [
-            [
-                row["split"],
-                *(f"{row[key]:.3f}" for key in ratios),
-                *(str(row[key]) for key in counts),
-                *(_ms(row[key]) for key in times),
-            ]
-            for row in self.splits
-        ]
+        rows = []
+        for row in self.splits:
+            name, _, *ratios, calls, gathered, around, at_once = row.values()
+            ratios = [f"{ratio:.3f}" for ratio in ratios]
+            rows.append([name, *ratios, str(calls), str(gathered), _ms(around), _ms(at_once)])
         return Table(
             ["split", ">busiest rank", ">worst step", ">tiles", ">calls", ">gathered", ">ring ms", ">allgather ms"],
             rows,
@@ -138,8 +119,6 @@ class ContextResult(Result):
             caption="one layer: MiB that a rank sends forward and backward; milliseconds of both passes: attention, "
             "merging, exposed communication, total; memory kept until backward, and buffers beside it",
         )
-
-    # ---- sentences ---------------------------------------------------------------------------------------------------
 
     def _sentences(self) -> Iterator[str]:
         case = self.case

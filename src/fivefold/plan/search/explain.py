@@ -6,8 +6,8 @@ needs one axis more is not worth its trouble.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -37,8 +37,7 @@ CAUSES = {
 }
 
 
-@dataclass(frozen=True)
-class Neighbour:
+class Neighbour(NamedTuple):
     """A layout one change away. `slower` is relative to the option; None where it cannot run or does not fit."""
 
     change: str
@@ -66,13 +65,14 @@ def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
     for axis in () if layout.split else ("tp", "pp", "cp"):
         value = getattr(layout, axis)
         for other in (2 * value, value // 2):
-            others = world // max(1, layout.world // layout.dp // value * other) if other else 0
-            if others:
-                changes: dict[str, Any] = {axis: other, "dp": others}
+            dp = world // max(1, layout.world // layout.dp // value * other) if other else 0
+            if dp:
+                changes: dict[str, Any] = {axis: other, "dp": dp}
                 if axis == "tp":
                     changes["sp"] = other > 1 and (layout.sp or layout.tp == 1)
-                changed = structs.replace(layout, **_scaled(layout, changes))
-                yield f"{axis}={other}", changed
+                if layout.dp * layout.microbatches % dp == 0:  # as many as keep microbatches as large as they are
+                    changes["microbatches"] = layout.dp * layout.microbatches // dp
+                yield f"{axis}={other}", structs.replace(layout, **changes)
     for zero in range(4):
         if abs(zero - layout.zero) == 1 and layout.size("data") > 1:
             yield f"zero={zero}", structs.replace(layout, zero=zero)
@@ -88,14 +88,6 @@ def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
         for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
             if schedule != layout.schedule:
                 yield f"schedule={schedule}", structs.replace(layout, schedule=schedule, chunks=0, split=())
-
-
-def _scaled(layout: Layout, changes: dict[str, Any]) -> dict[str, Any]:
-    """With another dp, microbatches stay as large as they are: their number changes."""
-    total = layout.dp * layout.microbatches
-    if total % changes["dp"] == 0:
-        return changes | {"microbatches": total // changes["dp"]}
-    return changes
 
 
 def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
@@ -120,29 +112,26 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
 def difference(best: Option, other: Option) -> str:
     """How another option's step differs, and what makes the difference."""
     slower = other.seconds / best.seconds - 1
-    here, there = best.estimate.causes, other.estimate.causes
-    grown = sorted(there, key=lambda cause: here[cause] - there[cause])
     if abs(slower) < 0.001:
         return "takes the same time"
+    here, there = best.estimate.causes, other.estimate.causes
+    most = min if slower < 0 else max
+    cause = most(there, key=lambda cause: there[cause] - here[cause])
+    moved = there[cause] - here[cause]
+    why = f"{CAUSES[cause]} {'+' if moved > 0 else '-'}{abs(moved) / best.seconds:.1%} of the step"
     if slower < 0:
-        return f"is {-slower:.1%} faster: {_moved(grown[-1], best, other)}"
+        return f"is {-slower:.1%} faster: {why}"
     across = [axis for axis in ("tp", "cp") if _leaves(other, axis) and not _leaves(best, axis)]
-    why = f", because {either(across)} then leaves the node" if grown[0] in across else ""
-    return f"is {slower:.1%} slower: {_moved(grown[0], best, other)}{why}"
-
-
-def _moved(cause: str, best: Option, other: Option) -> str:
-    before, after = best.estimate.causes[cause], other.estimate.causes[cause]
-    sign = "+" if after > before else "-"
-    return f"{CAUSES[cause]} {sign}{abs(after - before) / best.seconds:.1%} of the step"
+    return f"is {slower:.1%} slower: {why}" + (
+        f", because {either(across)} then leaves the node" if cause in across else ""
+    )
 
 
 def _leaves(option: Option, axis: str) -> bool:
     return getattr(option.layout, axis) > 1 and option.case.wires.across(axis)
 
 
-@dataclass(frozen=True)
-class AxisTraffic:
+class AxisTraffic(NamedTuple):
     """What a rank sends along an axis in one step, by class of link."""
 
     axis: str
@@ -156,16 +145,12 @@ class AxisTraffic:
 def traffic(option: Option) -> list[AxisTraffic]:
     """What the first rank sends, by axis and kind, divided by where the ranks of the axis are."""
     case, found = option.case, []
-    reaches = case.wires.reaches
     dtype = {4: "float32", 8: "float64"}.get(case.work.wide, "bfloat16")
     for row in expected(case.spec, case.layout, case.seq, case.batch, dtype):
-        reach = reaches.get(row.axis)
-        if reach is None:  # the whole world, the pipeline's ends: a few numbers
-            share = 1.0 if case.cluster.nodes > 1 else 0.0
-        elif row.kind == "send":
-            share = 1.0 if reach.nodes > 1 else 0.0
-        else:  # a ring leaves a node once for each that it enters
-            share = 1.0 / reach.together if reach.nodes > 1 else 0.0
+        reach = case.wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
+        leaves = (reach or case.cluster).nodes > 1
+        # A ring leaves a node once for each that it enters.
+        share = leaves / (1 if reach is None or row.kind == "send" else reach.together)
         wire = float(row.wire)
         found.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share))
     return found

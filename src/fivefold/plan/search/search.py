@@ -5,6 +5,7 @@ found.best.layout, found.best.seconds
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -119,14 +120,10 @@ MIXED = ("tp", "dp", "zero", "recompute")  # the choices that mixed nodes leave
 
 def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
-    mixed = len(case.cluster.groups) > 1 and not case.cluster.alike()
-    allowed = MIXED if mixed else FIXED
+    allowed = MIXED if len(case.cluster.groups) > 1 and not case.cluster.alike() else FIXED
     found = [f"{key} cannot be fixed here; {either(allowed)} can" for key in fixed if key not in allowed]
-    found += [
-        f"{key}={fixed[key]} must be at least 1"
-        for key in ("tp", "pp", "cp", "dp", "microbatches", "samples")
-        if key in fixed and fixed[key] < 1
-    ]
+    counts = ("tp", "pp", "cp", "dp", "microbatches", "samples")
+    found += [f"{key}={fixed[key]} must be at least 1" for key in counts if fixed.get(key, 1) < 1]
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
         found.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
     if found:
@@ -137,25 +134,22 @@ def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
     """The fastest by the closed form, or those that need the least memory; few of a kind."""
     order = np.argsort(every.memory if by == "memory" else every.seconds, kind="stable")
     chosen: list[int] = []
-    seen: dict[tuple[Any, ...], int] = {}
+    seen: Counter[tuple[Any, ...]] = Counter()
     least = np.inf
-    for at in order:
-        if not fits[at]:
-            continue
+    for at in order[fits[order]].tolist():
         if by == "pareto":
             if every.memory[at] >= 0.98 * least:
                 continue
             least = every.memory[at]
         recompute = every.shapes[every.of.shape[at]].recompute
         kind = (every.of.tp[at], every.of.pp[at], every.of.cp[at], every.of.zero[at], recompute)
-        if seen.get(kind, 0) < ALIKE or by == "pareto":
-            seen[kind] = seen.get(kind, 0) + 1
-            chosen.append(int(at))
+        if seen[kind] < ALIKE or by == "pareto":
+            seen[kind] += 1
+            chosen.append(at)
         if len(chosen) == SURVIVORS:
             break
-    if not chosen:  # nothing fits: the smallest ones show by how much
-        chosen = [int(at) for at in np.argsort(every.memory)[:3]]
-    return chosen
+    # Nothing fits: the smallest ones show by how much.
+    return chosen or [int(at) for at in np.argsort(every.memory)[:3]]
 
 
 def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:

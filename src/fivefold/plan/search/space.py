@@ -123,9 +123,8 @@ def _shapes(wish: Wish) -> Iterator[Shape]:
             wish.free("recompute", [*RECOMPUTES]),
         )
         for kind, sp, samples, recompute in choices:
-            shape = Shape(tp, cp, kind, sp, samples, recompute)
             if not Layout(tp=tp, cp=cp, cp_kind=kind, sp=sp).problems(spec, seq=seq):
-                yield shape
+                yield Shape(tp, cp, kind, sp, samples, recompute)
 
 
 def _sizes(batch: int, most: int) -> list[int]:
@@ -138,8 +137,7 @@ def _sizes(batch: int, most: int) -> list[int]:
 
 def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
     """Shapes with every pp, ZeRO stage and pipeline; dp is what is left."""
-    case = wish.case
-    world, batch = case.cluster.world, case.batch
+    world, batch = wish.case.cluster.world, wish.case.batch
     members: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         members.setdefault((shape.tp, shape.cp), []).append(index)
@@ -147,16 +145,13 @@ def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
     pipelines = range(len(wish.pipelines))  # one is enough for a single stage
     for (tp, cp), mine in members.items():
         for pp in wish.free("pp", divisors(world // (tp * cp))):
-            if pp > case.spec.layers + 2 or world % (tp * cp * pp):
-                continue
-            dp = world // (tp * cp * pp)
-            if batch % dp or dp != wish.fixed.get("dp", dp):
+            dp, rest_ = divmod(world, tp * cp * pp)
+            if rest_ or pp > wish.case.spec.layers + 2 or batch % dp or dp != wish.fixed.get("dp", dp):
                 continue
             fitting = [index for index in mine if batch // dp % shapes[index].samples == 0]
             zeros = wish.free("zero", [0, 1, 2, 3] if dp * cp > 1 else [0])
-            rows = np.array(
-                list(product(fitting, zeros, pipelines[:1] if pp == 1 else pipelines)), dtype=np.int64
-            ).reshape(-1, 3)
+            rest = list(product(fitting, zeros, pipelines[:1] if pp == 1 else pipelines))
+            rows = np.array(rest, dtype=np.int64).reshape(-1, 3)
             axes = np.broadcast_to([tp, pp, cp, dp], (len(rows), 4))
             tables.append(np.column_stack([axes, rows]))
     table = np.concatenate(tables) if tables else np.zeros((0, 7), dtype=np.int64)
@@ -195,34 +190,23 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
 
 def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
     """Layouts whose pipeline runs through the groups in their order, with layers divided by speed."""
-    spec, groups = case.spec, case.cluster.groups
+    spec, groups, free = case.spec, case.cluster.groups, Wish(case, fixed).free
     for tp, dp, zero, samples, recompute in product(
-        [fixed["tp"]] if "tp" in fixed else [1, 2, 4, 8],
-        [fixed["dp"]] if "dp" in fixed else divisors(case.batch),
-        [fixed["zero"]] if "zero" in fixed else [0, 1],
+        free("tp", [1, 2, 4, 8]),
+        free("dp", divisors(case.batch)),
+        free("zero", [0, 1]),
         [1, 2, 4],
-        [fixed["recompute"]] if "recompute" in fixed else RECOMPUTES,
+        free("recompute", [*RECOMPUTES]),
     ):
         if not tp_fits(spec, tp) or any(group.gpus % tp or group.world % (dp * tp) for group in groups):
             continue
-        if case.batch % (dp * samples) or (zero and dp == 1):
-            continue
         where = groups_of(case.cluster, Layout(dp=dp, tp=tp))
-        pp = len(where)
-        if pp > spec.layers or pp == 1:
+        pp, microbatches = len(where), case.batch // (dp * samples)
+        if case.batch % (dp * samples) or (zero and dp == 1) or pp > spec.layers or pp == 1:
             continue
-        layout = Layout(
-            dp=dp,
-            tp=tp,
-            pp=pp,
-            zero=zero,
-            sp=tp > 1,
-            microbatches=case.batch // (dp * samples),
-            recompute=recompute,
-        )
-        if layout.problems(spec, seq=case.seq, batch=case.batch):
-            continue
-        yield split_by_speed(replace(case, layout=layout, groups=where))
+        layout = Layout(dp=dp, tp=tp, pp=pp, zero=zero, sp=tp > 1, microbatches=microbatches, recompute=recompute)
+        if not layout.problems(spec, seq=case.seq, batch=case.batch):
+            yield split_by_speed(replace(case, layout=layout, groups=where))
 
 
 def split_by_speed(case: Case) -> Case:

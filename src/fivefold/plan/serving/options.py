@@ -5,9 +5,9 @@ A GPU holds weights, the cache of its sequences, a chunk of a prefill, and a mar
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.layout.layout import tp_fits
@@ -21,8 +21,7 @@ from fivefold.spec.operations import block, head
 MOST = 1 << 20  # sequences; nobody has more
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of one GPU."""
 
     weights: float
@@ -32,35 +31,29 @@ class Held:
 
     @property
     def total(self) -> float:
-        return self.weights + self.cache + self.activations + self.margin
+        return sum(self)
 
 
 def held(replica: Replica, batch: int, tokens: int, prompt: int) -> Held:
     """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
-    return max(
-        (_of_stage(replica, stage, batch, tokens, prompt) for stage in replica.stages), key=lambda one: one.total
-    )
-
-
-def _of_stage(replica: Replica, stage: Stage, batch: int, tokens: int, prompt: int) -> Held:
-    spec = replica.spec
-    weights = stage_weights(replica, stage)
-    cache = batch * tokens * len(stage.layers) * replica.cache_read(1)
-    rows = max(min(CHUNK, prompt * batch), -(-batch // replica.pp))
-    attention, down = replica.block.attention, replica.block.matmuls[-1]
+    spec, attention, down = replica.spec, replica.block.attention, replica.block.matmuls[-1]
     own = attention.width + 2 * attention.kv_width + 3 * down.inputs
-    activations = 2.0 * rows * (3 * spec.hidden + own)  # stream, normed stream, sum; q k v; gate, up and their product
-    if stage.last:
-        activations += 6.0 * -(-batch // replica.pp) * spec.vocab  # logits in bf16 and float32
-    return Held(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations))
+    rows = max(min(CHUNK, prompt * batch), -(-batch // replica.pp))
+    stream = 2.0 * rows * (3 * spec.hidden + own)  # stream, normed stream, sum; q k v; gate, up and their product
+    logits = 6.0 * -(-batch // replica.pp) * spec.vocab  # in bf16 and float32
+    found = []
+    for stage in replica.stages:
+        weights, activations = stage_weights(replica, stage), stream + logits * stage.last
+        cache = batch * tokens * len(stage.layers) * replica.cache_read(1)
+        found.append(Held(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
+    return max(found, key=lambda one: one.total)
 
 
 def stage_weights(replica: Replica, stage: Stage) -> float:
     """Bytes of one tp rank."""
-    spec, tp, width = replica.spec, replica.tp, linear_bytes(replica.precision)
+    spec, table = replica.spec, 2.0 * head(replica.spec, replica.tp).size
     rest = spec.block_parameter_count - block(spec).weights  # norms are whole on every rank; biases hardly count
-    layer = width * replica.block.weights + 2 * rest
-    table = 2.0 * head(spec, tp).size
+    layer = linear_bytes(replica.precision) * replica.block.weights + 2 * rest
     tables = stage.first + stage.last - (stage.first and stage.last and spec.tied)
     learned = 2.0 * spec.context * spec.hidden * (stage.first and spec.positions == "learned")
     return len(stage.layers) * layer + tables * table + learned + 2.0 * spec.hidden * stage.last
@@ -90,15 +83,13 @@ def largest(replica: Replica, tokens: int, prompt: int) -> int:
     """Sequences that a replica has memory for; 0 where not even one."""
     space = memory_limit(replica.device)
 
-    def fits(batch: int) -> bool:
-        return held(replica, batch, tokens, prompt).total <= space
+    def too_many(batch: int) -> bool:
+        return held(replica, batch, tokens, prompt).total > space
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high < MOST and fits(high):
-        low, high = high, 2 * high
-    return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
+    high = 1
+    while high < MOST and not too_many(high):
+        high *= 2
+    return bisect_left(range(high), True, lo=high // 2 + 1, key=too_many) - 1
 
 
 DEEPER = 4  # times the least pp that fits: more stages only make room for sequences, and soon there is enough
@@ -175,7 +166,7 @@ class ServingOption:
         return self.ttft <= (service.ttft or self.ttft) and self.token <= (service.tpot or self.token)
 
     def to_dict(self) -> dict[str, Any]:
-        held = asdict(self.held) | {"total": self.held.total}
+        held = self.held._asdict() | {"total": self.held.total}
         nested: dict[str, Any] = {"bound": self.bound, "parts": self.parts._asdict(), "held": held}
         return {name: value for name, value in vars(self).items() if name not in nested} | nested
 
@@ -188,8 +179,7 @@ def evaluate(service: Service, replica: Replica, batch: int, replicas: int = 0) 
     world = service.group.world
     replicas = replicas or world // replica.world
     sequences = min(service.sequences or batch * replicas, batch * replicas)
-    parts = replica.step(batch, service.context)
-    prefill = replica.prefill(service.prompt, batch)
+    parts, prefill = replica.step(batch, service.context), replica.prefill(service.prompt, batch)
     after = service.output - 1  # the first token is the prefill's
     token = parts.total + (batch - 1) * prefill.busy / after if after else parts.total
     rate = sequences * service.output / (batch * prefill.busy + after * parts.total)
@@ -236,10 +226,10 @@ def replicas(service: Service) -> Iterator[tuple[Replica, int]]:
 
 def _depths(service: Service, tp: int) -> Iterator[int]:
     """Pipeline degrees that make whole replicas, and whose devices could hold the weights."""
-    spec, gpus = service.spec, service.group.gpus
-    weights = whole_weights(spec, service.precision)
-    for pp in range(1, min(spec.layers, service.group.world // tp) + 1):
-        if (gpus % (tp * pp) == 0 or (tp * pp) % gpus == 0) and weights < tp * pp * memory_limit(service.device):
+    gpus, limit = service.group.gpus, memory_limit(service.device)
+    weights = whole_weights(service.spec, service.precision)
+    for pp in range(1, min(service.spec.layers, service.group.world // tp) + 1):
+        if (gpus % (tp * pp) == 0 or (tp * pp) % gpus == 0) and weights < tp * pp * limit:
             yield pp
 
 
