@@ -78,8 +78,6 @@ class Split:
         """For the queries of each round, how many rounds of the other rank's keys come before them."""
         return (turn + (side == ("later" if self._backwards(turn) else "earlier")) for turn in range(self.rounds))
 
-    # ---- counts ----------------------------------------------------------------------------------------------------
-
     def scores(self, side: Side) -> int:
         """Causal scores of a rank's queries and the keys of one rank."""
         if side == "own":
@@ -109,8 +107,6 @@ class Split:
     @property
     def _worst(self) -> int:
         return max(self.scores("earlier"), self.scores("later"))
-
-    # ---- kernels ---------------------------------------------------------------------------------------------------
 
     def calls(self, side: Side) -> list[Call]:
         """What a rank computes with the keys of one rank: a call for each set of queries that see the same keys."""

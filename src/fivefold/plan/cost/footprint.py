@@ -103,7 +103,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     waiting = 0.0 if last is None else max(0, flying[last] - 1) * head_kept(spec, layout, stack, case.work.tokens)
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
-    buffers = stack.bucket_bytes + (messages(layout) + outputs) * message(case)
+    # Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk.
+    messages = 2 + 2 * layout.chunks if layout.pp > 1 else 0
+    buffers = stack.bucket_bytes + (messages + outputs) * message(case)
     # Buckets are there from the start; without them, gradients are made by the first backward pass.
     unbucketed = shards * layout.replicate == 1 or layout.zero == 3
     lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and _one_way(schedule, rank)
@@ -121,20 +123,12 @@ def _one_way(schedule: Schedule, rank: int) -> bool:
     return FORWARD not in kinds[first:]
 
 
-def messages(layout: Layout) -> int:
-    """Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk."""
-    return 2 + 2 * layout.chunks if layout.pp > 1 else 0
-
-
 def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
     """Bytes on top of the activations in flight, at the moments that can be the worst of a step."""
     spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
-    table = head(spec).size / layout.tp if spec.vocab > 1 else 0.0
-    wide = stack.gradient_bytes
-    again = 0.0
-    if layout.recompute != "none":
-        plain = structs.replace(layout, recompute="none")
-        again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
+    table, wide = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
+    plain = structs.replace(layout, recompute="none")
+    again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
     passing = work.passing_bytes + work.exchange_bytes
     here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
     ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
@@ -160,13 +154,12 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
 def _gathered(case: Case, parameters: float, block: float) -> float:
     """Of blocks: ZeRO 3's weights of two and sums of one; ZeRO 2's gradients of one, or of two once the first
     one's activations are gone."""
-    stack = case.stack
-    if case.layout.size("data") == 1:
+    if case.layout.size("data") == 1 or case.layout.zero < 2:
         return 0.0
-    if case.layout.zero == 3:
-        return parameters * (2 * stack.weight_bytes + stack.gradient_bytes)
-    one = parameters * stack.gradient_bytes
-    return max(one, 2 * one - block) if case.layout.zero == 2 else 0.0
+    one = parameters * case.stack.gradient_bytes
+    if case.layout.zero == 2:
+        return max(one, 2 * one - block)
+    return parameters * (2 * case.stack.weight_bytes + case.stack.gradient_bytes)
 
 
 def loss_held(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:

@@ -15,10 +15,8 @@ MEGATRON_ORDER = ("tp", "cp", "dp", "pp")  # parallel_state's default: pipeline 
 MEGATRON_2021 = Stack(
     name="Megatron-LM 2021",
     attention="fused",
-    overlap=Overlap(),
     order=MEGATRON_ORDER,
     host=0.5,
-    gradient_bytes=4,
     accumulate_bytes=10,
     logit_bytes=EAGER_LOGITS,
     scattered_sends=True,
@@ -41,8 +39,6 @@ NEMO = Stack(
 )
 ALEPH = Stack(
     name="Aleph Alpha",
-    attention="flash2",
-    overlap=Overlap(),
     order=MEGATRON_ORDER,
     host=0.5,
     pointwise="eager",
@@ -67,7 +63,6 @@ FOUNDRY = Stack(
 )
 TITAN = Stack(
     name="torchtitan, FSDP2",
-    attention="flash2",
     pointwise="compiled",
     norm="compiled",
     selective="half",

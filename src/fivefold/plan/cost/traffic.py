@@ -67,14 +67,6 @@ class _Step:
         return sum(len(stage.layers) for stage in self.stages)
 
     @property
-    def first(self) -> bool:
-        return any(stage.first for stage in self.stages)
-
-    @property
-    def last(self) -> bool:
-        return any(stage.last for stage in self.stages)
-
-    @property
     def states(self) -> int:
         """Bytes of BSE, the residual stream of a microbatch."""
         return self.tokens * self.spec.hidden * self.narrow
@@ -133,9 +125,6 @@ def expected(
     )
 
 
-# ---- per microbatch --------------------------------------------------------------------------------------------------
-
-
 def _tensor(step: _Step) -> Iterator[_Sent]:
     """Megatron-LM's (arXiv 1909.08053, section 3; with sp 2205.05198, section 4.2). All of them carry BSE elements.
 
@@ -146,12 +135,11 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
     recomputed. A backward pass in two halves sends the same: the saved input is gathered by the half that needs it, the
     weights'.
     """
-    layers, forwards, first, last = step.layers, step.forwards, step.first, step.last
+    layers, forwards, last = step.layers, step.forwards, any(stage.last for stage in step.stages)
+    ends = any(stage.first for stage in step.stages) + last
+    yield "tp", "reduce-scatter" if step.layout.sp else "all-reduce", layers * (2 * forwards + 2) + ends, step.states
     if step.layout.sp:
-        yield "tp", "reduce-scatter", layers * (2 * forwards + 2) + first + last, step.states
-        yield "tp", "all-gather", layers * (2 * forwards + 4) + first + last, step.states
-    else:
-        yield "tp", "all-reduce", layers * (2 * forwards + 2) + first + last, step.states
+        yield "tp", "all-gather", layers * (2 * forwards + 4) + ends, step.states
     # The cross-entropy, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and
     # its target's logit, and for label smoothing the sum of its logits.
     for part in slices(step.tokens, -(-step.spec.vocab // step.layout.tp)):
@@ -185,9 +173,6 @@ def _context(step: _Step) -> Iterator[_Sent]:
         traded = heads + 2 * math.lcm(kv_heads, c)
         yield "cp", "all-to-all", layers * (step.forwards + 1), head * traded * step.narrow
         yield "cp", "all-to-all", layers * (step.forwards + 1), head * heads * step.narrow
-
-
-# ---- per step, except what ZeRO 2 and 3 repeat -----------------------------------------------------------------------
 
 
 def _replicated(step: _Step) -> Iterator[_Sent]:

@@ -223,8 +223,6 @@ class Work:
         """Of one tp rank."""
         return self.spec.block_parameter_count / self.layout.tp
 
-    # ---- the ends ------------------------------------------------------------------------------------------------
-
     @cached_property
     def bottom(self) -> Passes:
         """The embedding: rows looked up, and added into."""

@@ -4,7 +4,7 @@ An element of the arrays is a combination of choices. What a block costs depends
 is worked out once for each by the same functions that time a single layout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
 from fivefold.plan.cost.memory import Accounting
 from fivefold.plan.cost.time import Case, updating
 from fivefold.schedule.record import Record
-from fivefold.spec.model import ModelSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -67,9 +66,10 @@ class Block(NamedTuple):
     def of(cls, case: Case, shape: Shape) -> "Block":
         """`case` with one dp rank's microbatch as its batch."""
         layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
-        work = _work(case, layout, shape.samples)
-        block = work.block
-        apart = _work(case, structs.replace(layout, schedule="zb-h1"), shape.samples) if shape.tp > 1 else work
+        work = replace(case, layout=layout, batch=shape.samples).work
+        block, apart = work.block, work
+        if shape.tp > 1:
+            apart = replace(case, layout=structs.replace(layout, schedule="zb-h1"), batch=shape.samples).work
         plain = structs.replace(layout, recompute="none")
         mine = kept(case.spec, layout, case.stack, shape.samples, case.seq, work.wide).total
         again = kept(case.spec, plain, case.stack, shape.samples, case.seq, work.wide).total - mine
@@ -85,10 +85,6 @@ class Block(NamedTuple):
         )
 
 
-def _work(case: Case, layout: Layout, samples: int) -> Any:
-    return Case(case.spec, layout, case.cluster, case.seq, samples, case.precision, case.stack, case.device).work
-
-
 @dataclass(frozen=True)
 class Closed:
     """What the formulas are made of: the choices, and their blocks as arrays."""
@@ -97,11 +93,6 @@ class Closed:
     of: Choices
     block: Block  # of arrays
     pipelines: list[Pipeline]
-
-    @classmethod
-    def make(cls, case: Case, of: Choices, blocks: list[Block], pipelines: list[Pipeline]) -> "Closed":
-        table = np.array(blocks).reshape(-1, len(Block._fields))
-        return cls(case, of, Block(*table[of.shape].T), pipelines)
 
     @property
     def alone(self) -> Array:
@@ -119,15 +110,18 @@ class Closed:
     @property
     def parameters(self) -> Array:
         """Of the fullest pipeline rank, on one tp rank."""
-        return _rank_parameters(self.case.spec, self.of.pp) / self.of.tp
-
-    # ---- time ------------------------------------------------------------------------------------------------------
+        spec = self.case.spec
+        block, table = spec.block_parameter_count, spec.vocab * spec.hidden
+        several = np.ceil(spec.layers / self.of.pp) * block + table
+        return np.where(self.alone, spec.layers * block + table * (1 if spec.tied else 2), several) / self.of.tp
 
     def seconds(self) -> Array:
         """Of a step."""
         rate, latency = self._data_links()
         rank = self._rank() + np.where(self.of.zero == 3, self._gathering(rate, latency), 0.0)
-        return self._pipeline(rank) + self._after(rate, latency) + self._optimizer() + self.case.stack.host_step
+        mine = self.parameters / np.where(self.of.zero > 0, self.of.dp * self.of.cp, 1)
+        optimizer = np.asarray(updating(self.case, self.parameters, mine, self.of.zero < 2))
+        return self._pipeline(rank) + self._after(rate, latency) + optimizer + self.case.stack.host_step
 
     def _rank(self) -> Array:
         """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
@@ -165,24 +159,17 @@ class Closed:
         left = left + fetch - share * np.minimum(fetch, self.block.forward * layers / of.pp)
         return np.where((of.zero == 3) | (of.dp * of.cp == 1), 0.0, left)
 
-    def _optimizer(self) -> Array:
-        of = self.of
-        mine = self.parameters / np.where(of.zero > 0, of.dp * of.cp, 1)
-        return np.asarray(updating(self.case, self.parameters, mine, of.zero < 2))
-
     def _data_links(self) -> tuple[Array, Array]:
         """Seconds per byte of a gather over dp x cp, and its latency, for where the ranks are."""
         keys = np.column_stack([self.of.tp, self.of.pp, self.of.cp, self.of.dp])
         unique, inverse = np.unique(keys, axis=0, return_inverse=True)
         found = []
         for tp, pp, cp, dp in unique.tolist():
-            wires = _work(self.case, Layout(tp=tp, pp=pp, cp=cp, dp=dp), 1).wires
+            wires = replace(self.case, layout=Layout(tp=tp, pp=pp, cp=cp, dp=dp), batch=1).wires
             small, large = wires.time("all-gather", "zero", 1.0), wires.time("all-gather", "zero", 1e9)
             found.append(((large - small) / 1e9, small))
         rate, latency = np.array(found).reshape(-1, 2).T
         return rate[inverse.ravel()], latency[inverse.ravel()]
-
-    # ---- memory ----------------------------------------------------------------------------------------------------
 
     def memory(self) -> Array:
         """Bytes of the fullest rank."""
@@ -215,15 +202,7 @@ class Closed:
 
     def _gathered(self) -> Array:
         """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
-        stack, several = self.case.stack, self.of.dp * self.of.cp > 1
+        stack, one = self.case.stack, self.per_block * self.case.stack.gradient_bytes
         three = self.per_block * (2 * stack.weight_bytes + stack.gradient_bytes)
-        one = self.per_block * stack.gradient_bytes
-        two = np.maximum(one, 2 * one - self.block.kept)
-        return np.where(several & (self.of.zero == 3), three, np.where(several & (self.of.zero == 2), two, 0.0))
-
-
-def _rank_parameters(spec: ModelSpec, pp: Array) -> Array:
-    """Of the fullest pipeline rank, before tp."""
-    block, table = spec.block_parameter_count, spec.vocab * spec.hidden
-    ends = table * (1 if spec.tied else 2)
-    return np.where(pp == 1, spec.layers * block + ends, np.ceil(spec.layers / pp) * block + table)
+        two = np.where(self.of.zero == 2, np.maximum(one, 2 * one - self.block.kept), 0.0)
+        return np.where(self.of.dp * self.of.cp == 1, 0.0, np.where(self.of.zero == 3, three, two))

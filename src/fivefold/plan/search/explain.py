@@ -122,9 +122,9 @@ def difference(best: Option, other: Option) -> str:
     if slower < 0:
         return f"is {-slower:.1%} faster: {why}"
     across = [axis for axis in ("tp", "cp") if _leaves(other, axis) and not _leaves(best, axis)]
-    return f"is {slower:.1%} slower: {why}" + (
-        f", because {either(across)} then leaves the node" if cause in across else ""
-    )
+    if cause in across:
+        why += f", because {either(across)} then leaves the node"
+    return f"is {slower:.1%} slower: {why}"
 
 
 def _leaves(option: Option, axis: str) -> bool:

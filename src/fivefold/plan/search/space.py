@@ -94,8 +94,8 @@ def space(wish: Wish) -> Space:
     of = _legal(wish, _combinations(wish, shapes))
     if not len(of.tp):
         return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
-    blocks = [Block.of(wish.case, shape) for shape in shapes]
-    closed = Closed.make(wish.case, of, blocks, wish.pipelines)
+    blocks = np.array([Block.of(wish.case, shape) for shape in shapes])
+    closed = Closed(wish.case, of, Block(*blocks[of.shape].T), wish.pipelines)
     return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory())
 
 
@@ -145,8 +145,8 @@ def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
     pipelines = range(len(wish.pipelines))  # one is enough for a single stage
     for (tp, cp), mine in members.items():
         for pp in wish.free("pp", divisors(world // (tp * cp))):
-            dp, rest_ = divmod(world, tp * cp * pp)
-            if rest_ or pp > wish.case.spec.layers + 2 or batch % dp or dp != wish.fixed.get("dp", dp):
+            dp, left = divmod(world, tp * cp * pp)
+            if left or pp > wish.case.spec.layers + 2 or batch % dp or dp != wish.fixed.get("dp", dp):
                 continue
             fitting = [index for index in mine if batch // dp % shapes[index].samples == 0]
             zeros = wish.free("zero", [0, 1, 2, 3] if dp * cp > 1 else [0])

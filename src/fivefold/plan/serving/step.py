@@ -132,8 +132,6 @@ class Replica:
         base = self.device.reached.launch + NCCL_BASE * self.wires.across(axis)
         return base + min(self.wires.time(kind, axis, payload), self._fast.time(kind, axis, payload))
 
-    # ---- parts of a pass -----------------------------------------------------------------------------------------
-
     def _matmul(self, m: int, n: int, k: int, precision: str) -> Parts:
         launch = self.device.reached.launch
         whole = self.device.gemm(m, n, k, precision) - launch
@@ -172,8 +170,6 @@ class Replica:
         moved = LOGIT_BYTES * rows * spec.vocab
         rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
         return plus(logits, rest)
-
-    # ---- a step, and a prompt ------------------------------------------------------------------------------------
 
     def cache_read(self, context: float) -> float:
         """Bytes that one GPU reads for one sequence in one block."""
