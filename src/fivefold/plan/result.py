@@ -11,7 +11,7 @@ from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case
-from fivefold.plan.search.explain import CAUSES, Neighbour, by_time, difference, traffic
+from fivefold.plan.search.explain import CAUSES, Neighbour, difference, traffic
 from fivefold.plan.search.search import Option
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
 from fivefold.report.svg import COLOURS, document, line, rect, text
@@ -105,7 +105,9 @@ class PlanResult(Result):
             yield Text(f"\nthe planner's choice, {self.chosen.layout}, {difference(self.given, self.chosen)}")
         if self.hint:
             yield Text(self.hint)
-        rows = [(one.change, one.sentence.removeprefix(one.change).lstrip()) for one in by_time(self.neighbours)]
+        # Those that run, the fastest first; then those that do not fit or cannot run.
+        ordered = sorted(self.neighbours, key=lambda one: (one.slower is None, one.slower or 0.0))
+        rows = [(one.change, one.sentence.removeprefix(one.change).lstrip()) for one in ordered]
         yield Table(["change", "~what it does"], rows, title="Layouts one change away")
 
 

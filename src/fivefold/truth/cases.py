@@ -6,9 +6,8 @@ Empty means not published. `status` is ok, oom (ran out of memory), theory, or e
 import csv
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -26,8 +25,7 @@ DATA = Path(__file__).parent / "data"
 NEEDED = ("source", "model", "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "status")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     file: str  # without its ending
     line: int
     values: dict[str, str]
@@ -81,8 +79,7 @@ class Refused(UserError):
     """Why a row cannot be predicted."""
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """A row with its case; `seconds` and `memory` (bytes) are None where they are not published."""
 
     row: Row
@@ -195,19 +192,10 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     chunks = row.whole("vp") or _chunks(spec.layers, pp, source.chunks)
     several = chunks > 1 and pp > 1 and microbatches >= pp
     sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
-    layout = Layout(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        cp_kind=source.cp_kind,
-        zero=zero,
-        sp=sp and tp > 1,
-        schedule="interleaved" if several else "1f1b",
-        chunks=chunks if several else 0,
-        microbatches=microbatches,
-        recompute=_recompute(row, source),
-    )
+    degrees, sp = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}, sp and tp > 1
+    layout = Layout(**degrees, cp_kind=source.cp_kind, sp=sp, recompute=_recompute(row, source))
+    if several:
+        layout = structs.replace(layout, schedule="interleaved", chunks=chunks)
     if source.stack.even and spec.layers % layout.stages == 0:
         layout = structs.replace(layout, split=(spec.layers // layout.stages,) * layout.stages)
     return layout

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from msgspec import structs
@@ -22,8 +22,7 @@ from fivefold.truth.cases import Measured
 CLOCK = "H100-96"  # a board at 500 of 700 W: one factor slows all its compute
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """A constant: where it belongs, a first guess, and the guess's relative standard deviation."""
 
     where: str  # an accelerator, or "software"

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fivefold.plan.cost.footprint import HEADROOM, footprint
 from fivefold.plan.cost.memory import paper
-from fivefold.plan.cost.time import Case
 from fivefold.support.errors import UserError
 from fivefold.truth.cases import Measured, Refused, Row, measured
 from fivefold.truth.fit import Constants, predict
@@ -162,23 +161,19 @@ def scores(results: Sequence[RowScore]) -> list[Score]:
 
 def null_error(runs: Sequence[Measured]) -> float:
     """The error of a model that knows the best single hardware utilisation per source, and nothing else."""
-    ideal = np.array([hardware_seconds(run.case) for run in runs])
+    ideal = []  # seconds at the peak rate, recomputation counted
+    for case in (run.case for run in runs):
+        again = 4 / 3 if case.layout.recompute == "full" else 1.0
+        ideal.append(case.flops() * again / case.on.accelerator.rate(case.precision) / case.layout.world)
     ratio = np.array([run.seconds for run in runs]) / ideal
     # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
     return min(float(np.mean(np.abs(inverse / ratio - 1))) for inverse in ratio)
 
 
-def hardware_seconds(case: Case) -> float:
-    """Of a step at the peak rate, recomputation counted."""
-    again = 4 / 3 if case.layout.recompute == "full" else 1.0
-    return case.flops() * again / case.on.accelerator.rate(case.precision) / case.layout.world
-
-
 ENOUGH = 3  # layouts of a sweep
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A sweep: the layout that the planner chooses, and the best measured one."""
 
     name: str
@@ -201,10 +196,14 @@ class Choice:
 
 def choices(results: Sequence[RowScore]) -> list[Choice]:
     """One per sweep: the planner chooses from all layouts that were tried, those that failed included."""
+    # Rows of one source with the same work on the same machines, and the same software.
+    columns = ("source", "model", "seq_len", "gpu", "gpus", "global_batch", "precision")
     sweeps: dict[tuple[str, ...], list[RowScore]] = {}
     for result in results:
         if result.run is not None and result.seconds is not None:
-            sweeps.setdefault(_sweep(result), []).append(result)
+            stack = result.run.case.stack
+            key = (*map(result.row.text, columns), f"{stack.attention}/{stack.norm}")
+            sweeps.setdefault(key, []).append(result)
     found = []
     for key, tried in sweeps.items():
         fitting = [result for result in tried if result.planned]
@@ -219,11 +218,3 @@ def choices(results: Sequence[RowScore]) -> list[Choice]:
 
 def median_regret(found: Sequence[Choice]) -> float | None:
     return median(choice.regret for choice in found) if found else None
-
-
-def _sweep(result: RowScore) -> tuple[str, ...]:
-    """Rows of one source with the same work on the same machines, and the same software."""
-    assert result.run is not None
-    columns = ("source", "model", "seq_len", "gpu", "gpus", "global_batch", "precision")
-    stack = result.run.case.stack
-    return (*map(result.row.text, columns), f"{stack.attention}/{stack.norm}")

@@ -6,6 +6,7 @@ footprint(case).parts       # by component
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 
 from msgspec import structs
 
@@ -18,7 +19,6 @@ from fivefold.plan.cost.memory import Accounting, State
 from fivefold.plan.cost.stack import Stack
 from fivefold.plan.cost.time import Case, message, repeating, stage_parameters
 from fivefold.schedule.actions import FORWARD
-from fivefold.schedule.schedule import Schedule
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
 
@@ -99,8 +99,10 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
     moments = dict(_moments(case, stages, block))
     moment, transient = max(moments.items(), key=lambda one: one[1])
-    last = next((number for number in mine if case.stages[number].last), None)
-    waiting = 0.0 if last is None else max(0, flying[last] - 1) * head_kept(spec, layout, stack, case.work.tokens)
+    last, waiting = next((number for number in mine if case.stages[number].last), None), 0.0
+    if last is not None and stack.one_pass:  # what microbatches leave at the head for their backward passes
+        states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+        waiting = max(0, flying[last] - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
     # Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk.
@@ -108,19 +110,14 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     buffers = stack.bucket_bytes + (messages + outputs) * message(case)
     # Buckets are there from the start; without them, gradients are made by the first backward pass.
     unbucketed = shards * layout.replicate == 1 or layout.zero == 3
-    lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and _one_way(schedule, rank)
+    # Where no forward pass follows the rank's first backward, the most is held before there are gradients.
+    kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
+    lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and FORWARD not in kinds
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
     after = moments["a block's backward"] + buffers + times(block, waits * len(stages[0].layers)).total
     flying_now = times(block, layers)._replace(head=waiting)
     found = Footprint(rank, state, flying_now, moment, transient, buffers, 0.0, lazy, after)
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
-
-
-def _one_way(schedule: Schedule, rank: int) -> bool:
-    """Whether no forward pass follows the rank's first backward: the most is held before there are gradients."""
-    kinds = [action.kind for action in schedule.compute(rank)]
-    first = next((place for place, kind in enumerate(kinds) if kind is not FORWARD), len(kinds))
-    return FORWARD not in kinds[first:]
 
 
 def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
@@ -173,11 +170,3 @@ def loss_held(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> flo
     running = max(4, narrow) * table if len(parts) > 1 else 0
     states = narrow * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
     return states + max(peak * logits + running, narrow * (logits + table) + running)
-
-
-def head_kept(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:
-    """Bytes that a microbatch leaves at the head for its backward pass, besides activations."""
-    if not stack.one_pass:
-        return 0.0
-    states = tokens * spec.hidden / (layout.tp if layout.sp else 1)
-    return stack.weight_bytes * (states + head(spec, layout.tp).size)

@@ -12,6 +12,7 @@ are slower.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from fivefold.layout.axes import PLACED
 from fivefold.layout.collective_cost import Kind
@@ -21,8 +22,7 @@ from fivefold.plan.cost.kernels import Device
 TREE = 0.85  # of a ring's bandwidth
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(NamedTuple):
     """The ranks of an axis: how many, and how many of them share a node."""
 
     ranks: int

@@ -54,11 +54,6 @@ def neighbours(option: Option) -> list[Neighbour]:
     return [_judge(option, change, layout) for change, layout in _changes(option.layout, option.case.cluster.world)]
 
 
-def by_time(found: Sequence[Neighbour]) -> list[Neighbour]:
-    """The neighbours that run, the fastest first; then those that do not fit or cannot run."""
-    return sorted(found, key=lambda one: (one.slower is None, one.slower or 0.0))
-
-
 def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
     """One degree doubled or halved (dp takes the difference), or one other choice."""
     # A split by hand, or over mixed nodes, belongs to its degrees.
@@ -121,14 +116,10 @@ def difference(best: Option, other: Option) -> str:
     why = f"{CAUSES[cause]} {'+' if moved > 0 else '-'}{abs(moved) / best.seconds:.1%} of the step"
     if slower < 0:
         return f"is {-slower:.1%} faster: {why}"
-    across = [axis for axis in ("tp", "cp") if _leaves(other, axis) and not _leaves(best, axis)]
+    across = [axis for axis in ("tp", "cp") if other.case.wires.across(axis) and not best.case.wires.across(axis)]
     if cause in across:
         why += f", because {either(across)} then leaves the node"
     return f"is {slower:.1%} slower: {why}"
-
-
-def _leaves(option: Option, axis: str) -> bool:
-    return getattr(option.layout, axis) > 1 and option.case.wires.across(axis)
 
 
 class AxisTraffic(NamedTuple):

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -65,8 +65,7 @@ class Option:
         return self.footprint.total <= self.limit
 
 
-@dataclass(frozen=True)
-class Ranking:
+class Ranking(NamedTuple):
     options: tuple[Option, ...]  # the best first
     evaluated: int  # combinations of choices
     fitting: int  # of them

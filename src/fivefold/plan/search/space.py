@@ -41,18 +41,12 @@ class Wish:
     @cached_property
     def pipelines(self) -> list[Pipeline]:
         """The schedules that the software has and `fixed` allows, with their chunks; a fixed file is one by itself."""
-        fixed, has = self.fixed, self.case.stack.schedules
-        name = fixed.get("schedule")
+        name, has = self.fixed.get("schedule"), self.case.stack.schedules
         if name is None:
-            records = [record for record in RECORDS if record.name in has]
-        else:
-            records = [record_of(name)] if name in has or is_file(name) else []
-        return [
-            Pipeline(record, chunks)
-            for record in records
-            for chunks in record.planned
-            if name is None or chunks == fixed.get("chunks", chunks)
-        ]
+            return [Pipeline(record, chunks) for record in RECORDS if record.name in has for chunks in record.planned]
+        records = [record_of(name)] if name in has or is_file(name) else []
+        every = [Pipeline(record, chunks) for record in records for chunks in record.planned]
+        return [one for one in every if one.chunks == self.fixed.get("chunks", one.chunks)]
 
 
 @dataclass(frozen=True)
@@ -70,22 +64,14 @@ class Space:
 
     def layout(self, at: int) -> Layout:
         """One combination as a layout."""
-        of, shape = self.of, self.shapes[self.of.shape[at]]
-        schedule, chunks = self.pipelines[self.of.pipeline[at]]
-        alone = of.pp[at] == 1
-        return Layout(
-            dp=int(of.dp[at]),
-            tp=shape.tp,
-            pp=int(of.pp[at]),
-            cp=shape.cp,
-            cp_kind=shape.cp_kind,
-            zero=int(of.zero[at]),
-            sp=shape.sp,
-            schedule="1f1b" if alone and schedule.repeats else schedule.name,
-            chunks=0 if alone or chunks == schedule.chunks else chunks,
-            microbatches=int(of.microbatches[at]),
-            recompute=shape.recompute,
-        )
+        names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
+        numbers = {name: int(getattr(self.of, name)[at]) for name in names}
+        _, _, cp_kind, sp, _, recompute = self.shapes[self.of.shape[at]]
+        record, chunks = self.pipelines[self.of.pipeline[at]]
+        alone = numbers["pp"] == 1
+        schedule = "1f1b" if alone and record.repeats else record.name
+        chunks = 0 if alone or chunks == record.chunks else chunks
+        return Layout(**numbers, cp_kind=cp_kind, sp=sp, recompute=recompute, schedule=schedule, chunks=chunks)
 
 
 def space(wish: Wish) -> Space:

@@ -207,12 +207,16 @@ def replicas(service: Service) -> Iterator[tuple[Replica, int]]:
 
     A replica fills a node, an equal part of it, or whole nodes: no two replicas share a link by accident.
     """
-    gpus, world = service.group.gpus, service.group.world
-    for tp in range(1, min(world, 2 * gpus, service.spec.heads) + 1):
-        if not tp_fits(service.spec, tp) or not (gpus % tp == 0 or tp % gpus == 0):
+    spec, gpus, world = service.spec, service.group.gpus, service.group.world
+    # As many devices as could hold the weights.
+    fewest = whole_weights(spec, service.precision) / memory_limit(service.device)
+    for tp in range(1, min(world, 2 * gpus, spec.heads) + 1):
+        if not tp_fits(spec, tp) or not (gpus % tp == 0 or tp % gpus == 0):
             continue
         least = last = 0
-        for pp in _depths(service, tp):
+        for pp in range(1, min(spec.layers, world // tp) + 1):
+            if (gpus % (tp * pp) and (tp * pp) % gpus) or tp * pp <= fewest:
+                continue
             # Beyond the least that fits: twice as deep, or such that no GPU is idle.
             if least and pp < 2 * last and world % (tp * pp):
                 continue
@@ -222,15 +226,6 @@ def replicas(service: Service) -> Iterator[tuple[Replica, int]]:
             if most := largest(replica, service.tokens, service.prompt):
                 least, last = least or pp, pp
                 yield replica, most
-
-
-def _depths(service: Service, tp: int) -> Iterator[int]:
-    """Pipeline degrees that make whole replicas, and whose devices could hold the weights."""
-    gpus, limit = service.group.gpus, memory_limit(service.device)
-    weights = whole_weights(service.spec, service.precision)
-    for pp in range(1, min(service.spec.layers, service.group.world // tp) + 1):
-        if (gpus % (tp * pp) == 0 or (tp * pp) % gpus == 0) and weights < tp * pp * limit:
-            yield pp
 
 
 def options(service: Service) -> list[ServingOption]:
