@@ -96,8 +96,14 @@ class PlanResult(Result):
                 f"{self.chosen.layout} is simpler"
             )
         yield Text(f"\n{_summary(option, self.price)}", "bold")
-        if option.case.groups:
-            yield Text(_hosts(option))
+        if option.case.groups:  # how mixed nodes are to be numbered, so that every replica spans them
+            names = enumerate(group.accelerator.name for group in option.case.cluster.groups)
+            stages = ", then ".join(f"{option.case.groups.count(at)} on {name}" for at, name in names)
+            layers = ",".join(map(str, option.layout.split))
+            yield Text(
+                f"pipeline stages in order: {stages}, with layers {layers}; number the hosts so that each replica has "
+                "its share of every group"
+            )
         yield from (_times(option), _memory(option), _traffic(option))
         if self.given:
             if not self.given.fits:
@@ -244,16 +250,6 @@ def _summary(option: Option, price: float | None = None) -> str:
     return f"{text}; ${cost['cost_per_day']:,.0f} per day, ${cost['cost_per_trillion_tokens']:,.0f} per 1T tokens"
 
 
-def _hosts(option: Option) -> str:
-    """How mixed nodes are to be numbered, so that every replica spans them."""
-    names = [str(group.accelerator.name) for group in option.case.cluster.groups]
-    counts = [f"{option.case.groups.count(at)} on {name}" for at, name in enumerate(names)]
-    return (
-        f"pipeline stages in order: {', then '.join(counts)}, with layers {','.join(map(str, option.layout.split))}; "
-        "number the hosts so that each replica has its share of every group"
-    )
-
-
 def _too_large(option: Option) -> Text:
     needs = option.footprint
     name, size = max(needs.parts.items(), key=lambda part: part[1])
@@ -277,19 +273,14 @@ def bars(option: Option) -> str:
     time = {CAUSES[cause]: length for cause, length in option.estimate.causes.items() if length > 0}
     limits = {"limit of a plan": option.limit / 1e9, "device": option.device_memory / 1e9}
     top = MARGIN + ROW + 4
-    below = top + 2 * ROW + BAR + _height(memory) + MARGIN
+    # Under each bar is a legend of two columns.
+    below, end = (2 * ROW + BAR + ROW * -(-len(parts) // 2) + MARGIN for parts in (memory, time))
     shapes = [
         text(MARGIN, MARGIN + ROW / 2, str(option.layout), font_weight="bold"),
         *_bar(top, f"memory of the fullest rank: {sum(memory.values()):.1f} GB", memory, "GB", limits),
-        *_bar(below, f"time of a step: {option.seconds:.3g} s", time, "s", {}),
+        *_bar(top + below, f"time of a step: {option.seconds:.3g} s", time, "s", {}),
     ]
-    return document(
-        WIDTH, below + 2 * ROW + BAR + _height(time) + MARGIN, shapes, font_size=11, title=str(option.layout)
-    )
-
-
-def _height(parts: Parts) -> int:
-    return ROW * -(-len(parts) // 2)
+    return document(WIDTH, top + below + end, shapes, font_size=11, title=str(option.layout))
 
 
 def _bar(y: float, title: str, parts: Parts, unit: str, limits: Parts) -> Iterator[str]:

@@ -115,7 +115,10 @@ ROUNDS = 5
 
 def fit(runs: Sequence[Measured], progress: Callable[[], None] = lambda: None) -> Constants:
     """Gauss-Newton on the logarithms, reweighted towards absolute errors."""
-    rows = _sample([run for run in runs if run.seconds])
+    rows: list[Measured] = []
+    for name in dict.fromkeys(run.row.file for run in runs):
+        mine = [run for run in runs if run.seconds and run.row.file == name]
+        rows += mine if len(mine) <= MOST else random.Random(0).sample(mine, MOST)
     sizes = Counter(run.row.file for run in rows)
     weights = np.array([1 / sizes[run.row.file] for run in rows])
     measured = np.log([run.seconds or 1.0 for run in rows])
@@ -152,11 +155,3 @@ def predict(run: Measured, constants: Constants | None = None, exact: bool = Fal
     """Seconds of a run's step. The fit uses closed forms for pipelines; the evaluation (`exact`) runs the schedules."""
     case = constants.on(run.case) if constants else run.case
     return estimate(case, exact).seconds
-
-
-def _sample(rows: list[Measured]) -> list[Measured]:
-    chosen = []
-    for name in dict.fromkeys(run.row.file for run in rows):
-        mine = [run for run in rows if run.row.file == name]
-        chosen += mine if len(mine) <= MOST else random.Random(0).sample(mine, MOST)
-    return chosen

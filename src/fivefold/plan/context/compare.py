@@ -212,10 +212,6 @@ def _mib(count: float) -> str:
     return f"{count / (1 << 20):,.{0 if count >= 100 << 20 else 1}f}"
 
 
-MODEL = "llama3-405b"  # whose heads, where none are given
-HEAD_DIM = 128
-
-
 def context(
     seq: int,
     cp: int,
@@ -278,10 +274,10 @@ def _spec(model: str | ModelSpec | None, heads: int | None, kv_heads: int | None
         parts = {"kv_heads": kv_heads, "head_dim": head_dim}
         if loose := [f"{name}={value}" for name, value in parts.items() if value is not None]:
             raise UserError(f"{', '.join(loose)} needs heads; give heads too, or only a model")
-        return model if isinstance(model, ModelSpec) else preset(model or MODEL)
+        return model if isinstance(model, ModelSpec) else preset(model or "llama3-405b")
     if model is not None:
         raise UserError(f"model={model} has heads of its own, and heads={heads} is given; leave one of them out")
-    kv, width = heads if kv_heads is None else kv_heads, HEAD_DIM if head_dim is None else head_dim
+    kv, width = heads if kv_heads is None else kv_heads, 128 if head_dim is None else head_dim
     given = {"heads": heads, "kv_heads": kv, "head_dim": width}
     if small := [f"{name}={value} must be at least 1" for name, value in given.items() if value < 1]:
         raise UserError(small)
