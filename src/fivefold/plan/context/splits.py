@@ -11,7 +11,6 @@ and the lower triangle: anything else takes several calls, whose results are mer
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -69,14 +68,7 @@ class Split:
 
     def _piece(self, rank: int, turn: int) -> int:
         """The number of the piece that a rank gets in a round."""
-        return turn * self.ranks + (self.ranks - 1 - rank if self._backwards(turn) else rank)
-
-    def _backwards(self, turn: int) -> bool:
-        return self.turns and turn % 2 == 1
-
-    def _seen(self, side: Side) -> Iterator[int]:
-        """For the queries of each round, how many rounds of the other rank's keys come before them."""
-        return (turn + (side == ("later" if self._backwards(turn) else "earlier")) for turn in range(self.rounds))
+        return turn * self.ranks + (self.ranks - 1 - rank if self.turns and turn % 2 else rank)
 
     def scores(self, side: Side) -> int:
         """Causal scores of a rank's queries and the keys of one rank."""
@@ -114,7 +106,9 @@ class Split:
             return [Call(self.tokens, self.tokens, causal=True)]
         if self.piece == 1 and not self.turns:
             return [Call(self.tokens, self.tokens, causal=True, diagonal=side == "earlier")]
-        alike = ((seen, len(list(group))) for seen, group in groupby(self._seen(side)))
+        # For the queries of each round, how many rounds of the other rank's keys come before them.
+        before = (turn + (side == ("later" if self.turns and turn % 2 else "earlier")) for turn in range(self.rounds))
+        alike = ((seen, len(list(group))) for seen, group in groupby(before))
         return [Call(count * self.piece, seen * self.piece) for seen, count in alike if seen]
 
     def gathered(self, rank: int) -> list[Call]:

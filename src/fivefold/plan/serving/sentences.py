@@ -155,15 +155,11 @@ def _graphs(service: Service, quick: ServingOption) -> str:
 
 def missed(service: Service, found: list[ServingOption]) -> str:
     """For targets that no option meets: the nearest option."""
-    targets = [("ttft", service.ttft), ("token", service.tpot)]
-
-    def excess(option: ServingOption) -> float:
-        return max(getattr(option, name) / wanted for name, wanted in targets if wanted)
-
-    near = min(found, key=excess)
-    names = {"ttft": "to the first token", "token": "for each token after it"}
-    wanted = " and ".join(f"{milliseconds(value)} {names[name]}" for name, value in targets if value)
-    has = " and ".join(f"{milliseconds(getattr(near, name))} {names[name]}" for name, value in targets if value)
+    every = [("ttft", service.ttft, "to the first token"), ("token", service.tpot, "for each token after it")]
+    targets = [(name, value, words) for name, value, words in every if value]
+    near = min(found, key=lambda option: max(getattr(option, name) / value for name, value, _ in targets))
+    wanted = " and ".join(f"{milliseconds(value)} {words}" for _, value, words in targets)
+    has = " and ".join(f"{milliseconds(getattr(near, name))} {words}" for name, _, words in targets)
     return (
         f"Nothing meets {wanted}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
         f"most of its step is {BOUNDS[near.bound]}."
