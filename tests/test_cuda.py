@@ -15,9 +15,8 @@ from fivefold.job.preflight import preflight
 from fivefold.launch.device import make_repeatable
 from fivefold.model import random
 from fivefold.model.compiled import compilation, compiled
-from fivefold.model.decoder import Decoder
+from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.deterministic_attention import Tiles
-from fivefold.model.dropout import Dropout
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise

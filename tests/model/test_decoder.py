@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.model.decoder import Decoder
-from fivefold.model.dropout import Dropout
+from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.init import draw, initialise
 from fivefold.model.loss import loss_sum
 from fivefold.model.positions import TokenPositions

@@ -43,7 +43,6 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens written per second."""
         return self.tokens / max(self.seconds, 1e-9)
 
     @property
@@ -125,21 +124,27 @@ class _Checks:
 
 
 def _check_options(text_field: str, prompt_field: str | None, valid: float, shard_tokens: int, seed: int) -> None:
-    problems = []
-    if not 0 <= valid < 1:
-        problems.append(
-            f"valid={valid:g} is not a fraction of the documents to hold out; 0 (none) to below 1, e.g. 0.01"
-        )
-    if shard_tokens < 1:
-        problems.append(f"shard_tokens={shard_tokens} leaves no room for a token; the usual size is {SHARD_TOKENS}")
-    if not -(1 << 63) <= seed < 1 << 63:
-        problems.append(f"seed={seed} does not fit in 64 bits; any smaller integer will do")
-    if prompt_field is not None and prompt_field == text_field:
-        problems.append(f"prompt_field and text_field are both {text_field!r}; a prompt is a field of its own")
-    for name in (text_field, prompt_field):
-        if name is not None and (not name.isprintable() or set(name) & set('"\\\\')):
-            problems.append(f"a field named {name!r} is not supported: rename it to letters and digits")
-    if "segments" in (text_field, prompt_field):
-        problems.append("the field 'segments' holds a list of segments and is always read; name a field of plain text")
-    if problems:
+    fields = [name for name in (text_field, prompt_field) if name is not None]
+    odd = [name for name in fields if not name.isprintable() or set(name) & set('"\\\\')]
+    rules = [
+        (
+            0 <= valid < 1,
+            f"valid={valid:g} is not a fraction of the documents to hold out; 0 (none) to below 1, e.g. 0.01",
+        ),
+        (
+            shard_tokens >= 1,
+            f"shard_tokens={shard_tokens} leaves no room for a token; the usual size is {SHARD_TOKENS}",
+        ),
+        (-(1 << 63) <= seed < 1 << 63, f"seed={seed} does not fit in 64 bits; any smaller integer will do"),
+        (
+            prompt_field != text_field,
+            f"prompt_field and text_field are both {text_field!r}; a prompt is a field of its own",
+        ),
+        *((False, f"a field named {name!r} is not supported: rename it to letters and digits") for name in odd),
+        (
+            "segments" not in fields,
+            "the field 'segments' holds a list of segments and is always read; name a field of plain text",
+        ),
+    ]
+    if problems := [problem for holds, problem in rules if not holds]:
         raise UserError(problems)

@@ -4,7 +4,7 @@ With the LSE, parts of a row of scores can be computed apart and merged. The ker
 
 cpu                 aten's flash kernel for CPUs; spans one by one
 cuda, 16 bits       flash attention; spans all at once, through its variable-length form
-cuda, 32, 64 bits   plain matrix products: the flash kernel does not take them, and scores are held whole
+cuda, 32, 64 bits   plain matmuls: the flash kernel does not take them, and scores are held whole
 
 All take fewer kv heads than heads. Causal tiles are square: on others the kernels disagree about the diagonal.
 Shapes: B batch, H heads, K kv heads, Sq queries, Sk keys, D head dim.
@@ -44,14 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans | None =
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    spans: Spans | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Spans | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `out` and `lse` are those of whole rows of scores, of which this may be a part."""
     if spans is None:
@@ -200,7 +193,7 @@ def _unpack(x: Tensor, index: Tensor | None, batch: int, seq: int) -> Tensor:
     return x.unflatten(0, (batch, seq)).transpose(1, 2)
 
 
-# ---- matrix products -----------------------------------------------------------------------------------------------
+# ---- plain matmuls --------------------------------------------------------------------------------------------------
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-f
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
-from fivefold.model import rope
+from fivefold.model import random, rope
 from fivefold.model.compiled import compiled
-from fivefold.model.dropout import Dropout
 from fivefold.model.dtypes import wide
 from fivefold.model.head import Targets
 from fivefold.model.ops import LocalOps
@@ -28,8 +27,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
 AS_THEY_ARE = recomputed("none")
 
 
@@ -45,6 +42,25 @@ class Embedding(nn.Embedding):
         """As for `Linear`."""
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+class Dropout(nn.Module):
+    """Drops features of the residual stream, [B, S, E]; the identity in eval mode and at rate 0.
+
+    The mask is a function of (seed, layer, sample, position, feature), so that every layout drops the same.
+    """
+
+    def __init__(self, rate: float, seed: int, name: str):
+        super().__init__()
+        self.rate, self.key = rate, random.key(seed, "dropout", name)
+
+    def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        features = torch.arange(-(-x.shape[-1] // 4), device=x.device)
+        sample, position = positions.samples[:, None, None], positions.position_ids[..., None]
+        kept = random.keep(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
+        return x * (kept.flatten(-2)[..., : x.shape[-1]].to(x.dtype) / (1.0 - self.rate))
 
 
 def norm(spec: ModelSpec, width: int) -> nn.Module:
@@ -133,14 +149,6 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.ops.norm(self.mlp_norm, x)), positions)
 
 
-class _RotationCache(NamedTuple):
-    """The last rotation, which the next microbatch at the same places takes, too."""
-
-    position_ids: Tensor
-    kept: torch.dtype
-    rotation: tuple[Tensor, Tensor]
-
-
 class Decoder(nn.Module):
     """Tokens [B, S] in, logits [B, S, V] out, or with targets the sum of the losses.
 
@@ -171,7 +179,8 @@ class Decoder(nn.Module):
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
-        self._last_rotation: _RotationCache | None = None
+        # Position ids, dtype and result of the last rotation: the next microbatch at the same places takes it, too.
+        self._last_rotation: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Targets | None = None) -> Tensor:
         positions = positions or TokenPositions.of(x)
@@ -196,11 +205,11 @@ class Decoder(nn.Module):
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
-        kept, table, last = wide(dtype), self._rotations, self._last_rotation
-        if last is not None and last.position_ids is positions.position_ids and last.kept == kept:
-            return last.rotation
-        if table.shape[0] < positions.length or table.dtype != kept or table.device != positions.position_ids.device:
-            self._rotations = table = rope.tables(self.spec, positions.length).to(positions.position_ids.device, kept)
-        cos, sin = table[positions.position_ids].unbind(2)
-        self._last_rotation = _RotationCache(positions.position_ids, kept, (cos[:, None], sin[:, None]))
-        return self._last_rotation.rotation
+        ids, kept, table, last = positions.position_ids, wide(dtype), self._rotations, self._last_rotation
+        if last is not None and last[0] is ids and last[1] == kept:
+            return last[2]
+        if table.shape[0] < positions.length or table.dtype != kept or table.device != ids.device:
+            self._rotations = table = rope.tables(self.spec, positions.length).to(ids.device, kept)
+        cos, sin = table[ids].unbind(2)
+        self._last_rotation = ids, kept, (cos[:, None], sin[:, None])
+        return self._last_rotation[2]

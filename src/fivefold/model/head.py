@@ -3,7 +3,7 @@
     slice of x -> logits -> loss, and at once: its gradient by the logits -> slices of dx and dW -> next slice
 
 So a vocabulary of 128,256 costs a slice's logits and not a microbatch's. The backward pass finds its work done. Where
-the vocabulary is dealt out over ranks, three numbers per token travel: the log of this part's sum of exponentials (MAX
+the vocabulary is divided over ranks, three numbers per token travel: the log of this part's sum of exponentials (MAX
 over ranks), then that sum and the target's logit (SUM; label smoothing adds the sum of the logits).
 """
 
@@ -59,23 +59,19 @@ class Vocabulary:
         return dx
 
 
-Report = Callable[[Tensor], None]
+PutOff = Callable[[], Callable[[Tensor], None] | None]
 
 
 def head_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Targets,
-    words: Vocabulary,
-    put_off: Callable[[], Report | None] | None = None,
-    compile: bool = False,
+    x: Tensor, weight: Tensor, targets: Targets, words: Vocabulary, put_off: PutOff | None = None, compile: bool = False
 ) -> Tensor:
     """The sum of the cross-entropies of x [B, S, E] against the targets, in at least float32.
 
     `put_off` is asked in the backward pass: what it returns is told the weight's gradient, instead of autograd.
     """
+    kernels = _compiled() if compile else (_statistics, _logit_grad)
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return HeadLoss.apply(words, targets, put_off, learning, _kernels(compile), x, weight)
+    return HeadLoss.apply(words, targets, put_off, learning, kernels, x, weight)
 
 
 class HeadLoss(Function):
@@ -193,10 +189,6 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
         return torch.addmm(total, grad.T, x, out_dtype=exact, out=total)
     product = grad.T @ x
     return product.to(exact) if total is None else total.add_(product)
-
-
-def _kernels(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return _compiled() if compile else (_statistics, _logit_grad)
 
 
 @cache

@@ -11,8 +11,7 @@ _IGNORED = -100
 def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Sum of the cross-entropies where `mask` is True, in at least float32. logits [B, S, V], the others [B, S].
 
-    `smoothing` moves that share of the target's probability evenly onto the vocabulary; `z_loss` adds that many times
-    the squared log-partition (PaLM, arXiv 2204.02311, section 5), which keeps logits from drifting.
+    `head.Targets` says what `smoothing` and `z_loss` do.
     """
     widened = logits.to(wide(logits.dtype))
     ignored = targets.masked_fill(~mask, _IGNORED).flatten()

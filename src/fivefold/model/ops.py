@@ -25,14 +25,11 @@ class AttentionOps(Protocol):
 
 class LocalAttention:
     def attention_mask(self, positions: TokenPositions) -> Any:
-        """What `attend` has to know of who may look at whom; made once for all layers."""
+        """What `attend` needs to know of which tokens see which; made once for all layers."""
         device = positions.position_ids.device
         if positions.documents is None:
-            return (
-                deterministic.causal(device, positions.length)
-                if deterministic.wanted(device, positions.length)
-                else None
-            )
+            wanted = deterministic.wanted(device, positions.length)
+            return deterministic.causal(device, positions.length) if wanted else None
         return AttentionMask(positions) if device.type == "cuda" else positions.mask()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -95,7 +92,7 @@ class LocalOps:
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 
     def attention_mask(self, positions: TokenPositions) -> Any:
-        """What `attend` has to know of who may look at whom; made once for all layers."""
+        """What `attend` needs to know of which tokens see which; made once for all layers."""
         return self.attention.attention_mask(positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

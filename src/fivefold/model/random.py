@@ -37,12 +37,7 @@ def words(key: Key, c0: Tensor, c1: Tensor | int = 0, c2: Tensor | int = 0, c3: 
     for _ in range(10):
         # int64 products wrap modulo 2^64 with the right bits; the mask after the shift drops the sign's copies.
         low, high = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x1, x2, x3 = (
-            (high >> 32) & _MASK ^ x1 ^ k0,
-            high & _MASK,
-            (low >> 32) & _MASK ^ x3 ^ k1,
-            low & _MASK,
-        )
+        x0, x1, x2, x3 = ((high >> 32) & _MASK ^ x1 ^ k0, high & _MASK, (low >> 32) & _MASK ^ x3 ^ k1, low & _MASK)
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return torch.stack((x0, x1, x2, x3), dim=-1)
 

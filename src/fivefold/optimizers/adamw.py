@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fivefold.optimizers.protocol import Tensors
+
 
 class AdamW(OptimizerConfig, frozen=True, kw_only=True):
     states = ("exp_avg", "exp_avg_sq")
@@ -28,47 +30,30 @@ class AdamW(OptimizerConfig, frozen=True, kw_only=True):
         ]
 
     def update(
-        self,
-        masters: "Sequence[Tensor]",
-        gradients: "Sequence[Tensor]",
-        states: "Sequence[Sequence[Tensor]]",
-        rate: float,
-        decay: float,
-        number: int,
+        self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
     ) -> None:
         import torch
 
-        step = torch.full((), float(number), device=masters[0].device)
+        steps = [torch.full((), float(step), device=masters[0].device)] * len(masters)
         first, second = states
-        torch._fused_adamw_(
-            [*masters],
-            [*gradients],
-            [*first],
-            [*second],
-            [],
-            [step] * len(masters),
-            lr=rate,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            weight_decay=decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+        beta1, beta2 = self.betas
+        options: Any = {"lr": rate, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": self.eps}
+        lists = [[*masters], [*grads], [*first], [*second], [], steps]
+        torch._fused_adamw_(*lists, **options, amsgrad=False, maximize=False)
 
     def fused_update(
         self,
         master: "Tensor",
-        states: "Sequence[Tensor]",
+        states: "Tensors",
         scale: "Tensor",
         rounded: "Tensor | None",
         rate: float,
         decay: float,
-        number: int,
+        step: int,
     ) -> None:
         from fivefold.optimizers.fused_adamw import adamw
 
-        adamw(master, states, scale, rounded, self.betas, self.eps, rate, decay, number)
+        adamw(master, states, scale, rounded, self.betas, self.eps, rate, decay, step)
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         import torch

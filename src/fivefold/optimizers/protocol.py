@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    Tensors = Sequence[Tensor]
+
 Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
 
 
@@ -58,26 +60,20 @@ class OptimizerConfig(
         return []
 
     def update(
-        self,
-        masters: "Sequence[Tensor]",
-        gradients: "Sequence[Tensor]",
-        states: "Sequence[Sequence[Tensor]]",
-        rate: float,
-        decay: float,
-        number: int,
+        self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
     ) -> None:
-        """Update number `number`, from 1, of some parameters, in place; `states`: a list for each name of a state."""
+        """Step number `step`, from 1, of some parameters, in place; `states`: a list for each name of a state."""
         raise NotImplementedError
 
     def fused_update(
         self,
         master: "Tensor",
-        states: "Sequence[Tensor]",
+        states: "Tensors",
         scale: "Tensor",
         rounded: "Tensor | None",
         rate: float,
         decay: float,
-        number: int,
+        step: int,
     ) -> None:
         """On a GPU, in one pass over memory: the update of one float32 parameter, whose gradient counts `scale` times,
         and the model's `rounded` copy of it."""

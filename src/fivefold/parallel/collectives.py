@@ -1,10 +1,12 @@
-"""What moves between the ranks of an axis: one function per collective, out of place.
+"""Collectives over the ranks of an axis: one function each, out of place.
 
-Each returns at once with a tensor that is not to be read before `wait`: what runs in between overlaps. They are torch's
+Each returns at once with a tensor that must not be read before `wait`: what runs in between overlaps. They are torch's
 functional collectives, which compiled regions and recompute policies understand. On an axis of one rank nothing moves,
-and nothing is waited for: even that op is a fiftieth of a backward pass.
-Where ranks share a GPU (`Axis.staged`), what gloo cannot do there goes by way of host memory, and nothing overlaps.
+and nothing waits: that op alone would take a fiftieth of a backward pass.
+Where ranks share a GPU (`Axis.staged`), what gloo cannot do there goes through host memory, and nothing overlaps.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ _ops = torch.ops._c10d_functional
 
 
 def wait(x: Tensor, axis: Axis) -> Tensor:
-    """What a collective over the axis has made."""
+    """The result of a collective over the axis."""
     return x if axis.size == 1 else _ops.wait_tensor(x)
 
 
@@ -26,22 +28,20 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """[n, ...] of every rank -> [size * n, ...], in rank order."""
-    if axis.size == 1:
-        return x
-    if axis.staged:
-        gathered = _ops.all_gather_into_tensor(x.cpu().contiguous(), axis.size, axis.group_name)
-        return wait(gathered, axis).to(x.device)
-    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group_name)
+    return _resized(_ops.all_gather_into_tensor, x, axis)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[size * n, ...] -> [n, ...]: the sum over ranks of this rank's part."""
+    return _resized(_ops.reduce_scatter_tensor, x, axis, "sum")
+
+
+def _resized(collective: Any, x: Tensor, axis: Axis, *how: str) -> Tensor:
     if axis.size == 1:
         return x
     if axis.staged:
-        scattered = _ops.reduce_scatter_tensor(x.cpu().contiguous(), "sum", axis.size, axis.group_name)
-        return wait(scattered, axis).to(x.device)
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
+        return wait(collective(x.cpu().contiguous(), *how, axis.size, axis.group_name), axis).to(x.device)
+    return collective(x.contiguous(), *how, axis.size, axis.group_name)
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:

@@ -57,6 +57,12 @@ def stage(module: FSDPModule) -> None:
     module.set_custom_reduce_scatter(_HostScatter())
 
 
+def _by_host(collective: Any, out: Tensor, x: Tensor, **options: Any) -> None:
+    host = torch.empty_like(out, device="cpu")
+    collective(host, x.cpu(), **options)
+    out.copy_(host)
+
+
 class _Temporary:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -64,15 +70,11 @@ class _Temporary:
 
 class _HostGather(_Temporary, AllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        host = torch.empty_like(output_tensor, device="cpu")
-        _all_gather(host, input_tensor.cpu(), group=group)
-        output_tensor.copy_(host)
+        _by_host(_all_gather, output_tensor, input_tensor, group=group)
 
 
 class _HostScatter(_Temporary, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        host = torch.empty_like(output_tensor, device="cpu")
-        _reduce_scatter(host, input_tensor.cpu(), group=group, op=op)
-        output_tensor.copy_(host)
+        _by_host(_reduce_scatter, output_tensor, input_tensor, group=group, op=op)

@@ -19,15 +19,9 @@ def ops_of(
     compiled: bool = False,
     fp8: bool = False,
 ) -> LocalOps:
-    """With `later`, linears that can put off the gradients of their weights; `attention`: in place of the layout's."""
-    if attention is None and mesh.cp.size > 1:
-        attention = Context(mesh)
-    options: dict[str, Any] = {
-        "attention": attention,
-        "compiled": compiled,
-        "fp8": fp8,
-        "breaks": mesh.layout.breaks_graphs,
-    }
+    """With `later`, linears can put off the gradients of their weights; `attention`: in place of the layout's."""
+    attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
+    options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8, "breaks": mesh.layout.breaks_graphs}
     if mesh.tp.size > 1:
         return TensorParallel(spec, mesh, later, **options)
     return LocalOps(**options) if later is None else DeferredLocalOps(later, **options)

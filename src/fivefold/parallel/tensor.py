@@ -37,7 +37,6 @@ from fivefold.parallel.collectives import (
 )
 from fivefold.parallel.deferred_wgrad import Deferral, Target, WeightGradQueue
 from fivefold.parallel.mesh import Axis, Mesh
-from fivefold.parallel.vocabulary import SharedVocabulary
 from fivefold.spec.model import ModelSpec
 
 
@@ -94,8 +93,7 @@ class TensorParallel(LocalOps):
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         if isinstance(norm, nn.LayerNorm):
-            bias = self.local(norm, "bias")
-            return F.layer_norm(x, norm.normalized_shape, self.local(norm), bias, norm.eps)
+            return F.layer_norm(x, norm.normalized_shape, self.local(norm), self.local(norm, "bias"), norm.eps)
         assert isinstance(norm, nn.RMSNorm)
         return F.rms_norm(x, norm.normalized_shape, self.local(norm), norm.eps)
 
@@ -133,13 +131,11 @@ class TensorParallel(LocalOps):
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
         rows = tokens - self.vocabulary.start
         elsewhere = (rows < 0) | (rows >= len(self.vocabulary))
-        found = F.embedding(rows.masked_fill(elsewhere, 0), self._at_least_a_row(table))
-        return Reduce.apply(self.axis, self.sp, found.masked_fill(elsewhere[..., None], 0.0))
-
-    def _at_least_a_row(self, table: nn.Embedding) -> Tensor:
-        """A vocabulary too short for all ranks leaves the last ones none; a row of zeros lets them look up nothing."""
         weight = self.local(table)
-        return weight if len(self.vocabulary) else F.pad(weight, (0, 0, 0, 1))
+        if not len(self.vocabulary):  # too short for all ranks; a row of zeros lets the last ones look up nothing
+            weight = F.pad(weight, (0, 0, 0, 1))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+        return Reduce.apply(self.axis, self.sp, found.masked_fill(elsewhere[..., None], 0.0))
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
@@ -151,6 +147,29 @@ class TensorParallel(LocalOps):
         deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
         return head_loss(x, self.local(table), targets, words, deferral.ready if deferral else None, self.compiled)
+
+
+class SharedVocabulary(Vocabulary):
+    """A vocabulary that is divided over tp: every rank has the logits of its words, and they are never gathered."""
+
+    def __init__(self, size: int, axis: Axis, sp: bool):
+        super().__init__(size)
+        self.axis, self.sp = axis, sp
+        self.mine, self.most = chunk(size, axis.size, axis.rank), len(chunk(size, axis.size, 0))
+
+    def gather(self, x: Tensor) -> Tensor:
+        return gather_sequence(x, self.axis) if self.sp else x
+
+    def agree(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        largest = wait(all_reduce(lse, self.axis, "max"), self.axis)
+        every, *others = wait(all_reduce(torch.stack([(lse - largest).exp(), *sums]), self.axis), self.axis)
+        return largest + every.log(), others
+
+    def give_back(self, dx: Tensor) -> Tensor:
+        return scatter_sequence(dx, self.axis) if self.sp else all_reduce(dx, self.axis)
+
+    def arrived(self, dx: Tensor) -> Tensor:
+        return wait(dx, self.axis)
 
 
 class DeferredLocalOps(LocalOps):

@@ -1,10 +1,10 @@
-"""A counter of everything that this rank says to others: each collective and send, by axis, in calls and bytes.
+"""A counter of everything that this rank sends to others: each collective and send, by axis, in calls and bytes.
 
     with TrafficCounter(mesh) as counter:
         engine.accumulate(batch)
     counter.rows()      # axis, kind, calls, payload, wire
 
-It stands in the dispatcher, where the collectives of this project, of FSDP2 and of DTensor all pass, those of the
+It works in the dispatcher, where the collectives of this project, of FSDP2 and of DTensor all pass, those of the
 backward pass too (autograd's threads take the dispatch modes of their caller along). It reads shapes and never data, so
 it counts on fake tensors and fake process groups as well. An operator that it does not know is an error, not a zero.
 
@@ -13,7 +13,6 @@ Receives, waits and barriers carry no bytes of their own, and a group of one ran
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -23,6 +22,7 @@ from fivefold.layout.collective_cost import Kind, Traffic, total, wire
 from fivefold.parallel.mesh import Mesh
 
 SPACES = ("c10d", "_c10d_functional", "_dtensor")  # of the operators that communicate
+_UNCOUNTED = ("recv", "irecv", "barrier", "monitoredbarrier", "waittensor", "wraptensorautograd", "checkfornan")
 # The beginnings of the operators' names, without underscores and "_base", which tell variants of one thing apart.
 _KINDS: dict[str, Kind | None] = {
     "allreduce": "all-reduce",
@@ -33,14 +33,7 @@ _KINDS: dict[str, Kind | None] = {
     "broadcast": "broadcast",
     "send": "send",
     "isend": "send",
-    "recv": None,
-    "irecv": None,
-    "barrier": None,
-    "monitoredbarrier": None,
-    "waittensor": None,
-    "wraptensorautograd": None,
-    "checkfornan": None,
-}
+} | dict.fromkeys(_UNCOUNTED)
 
 
 class Event(NamedTuple):
@@ -51,7 +44,7 @@ class Event(NamedTuple):
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts while it is entered; leaving and entering again goes on counting. `events` is the order of it all."""
+    """Counts while it is entered; entering it again continues the count. `events` are in the order of the calls."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
@@ -103,9 +96,8 @@ def name_of(func: Any) -> str:
 
 def given_to(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by name."""
-    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | (
-        kwargs or {}
-    )
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | (kwargs or {})
 
 
 def ranks_of(given: dict[str, Any]) -> tuple[int, ...]:
@@ -122,10 +114,6 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def _bytes(side: Any) -> int:
     """Of one argument or result: a tensor, or a list of them (or of lists: one for each device of long ago)."""
-    if isinstance(side, torch.Tensor):
-        return _tensor_bytes(side)
+    if isinstance(side, Tensor):
+        return side.numel() * side.element_size()
     return sum(map(_bytes, side)) if isinstance(side, list | tuple) else 0
-
-
-def _tensor_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

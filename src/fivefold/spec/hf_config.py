@@ -72,7 +72,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     kind = "gpt2" if spec.positions == "learned" else "qwen3" if spec.qk_norm else "llama"
     write = {"gpt2": _to_gpt2}.get(kind, _to_llama)
     wanted: Config = {
-        "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads},
+        "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads}
     }.get(kind, {"norm": "rmsnorm", "bias": False, "activation": "swiglu"})
     problems = [
         f"{kind} of transformers has {key}={only!r}, and {spec.name} has {key}={getattr(spec, key)!r}"

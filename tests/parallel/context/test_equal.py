@@ -6,8 +6,7 @@ import torch
 
 from fivefold.layout.layout import Layout
 from fivefold.model.positions import TokenPositions
-from fivefold.parallel.context import Context
-from fivefold.parallel.context.share import share_of
+from fivefold.parallel.context import Context, share_of
 from fivefold.parallel.mesh import Axis, Mesh
 from tests.parallel.context.world import DOCUMENTS, Case, Rank, shares, worst
 from tests.ranks import run_ranks

@@ -38,21 +38,17 @@ def staged(out: Path, overwrite: bool) -> Iterator[Path]:
         hidden.mkdir(parents=True)  # mkdir and not mkdtemp: the result must be readable by whoever the umask allows
         yield hidden
         check_free(out, overwrite)  # again: another process may have been faster
-        _swap(hidden, out, out.parent / f".{out.name}.{token}.old")
+        # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
+        old = out.parent / f".{out.name}.{token}.old" if out.is_dir() and any(out.iterdir()) else None
+        if old:
+            os.rename(out, old)
+        os.rename(hidden, out)
+        if old:
+            shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}{_space(out.parent)}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _swap(hidden: Path, out: Path, old: Path) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
-        os.rename(out, old)
-        os.rename(hidden, out)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(hidden, out)
 
 
 def _space(place: Path) -> str:

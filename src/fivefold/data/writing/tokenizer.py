@@ -11,16 +11,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 
 # The names under which published tokenizers keep their end of document, most telling first.
-END_NAMES = (
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<EOS>",
-    "[EOS]",
-    "<｜end▁of▁sentence｜>",
-)
+END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
 
 class Joined(NamedTuple):

@@ -5,23 +5,57 @@ allgather   every rank gathers all keys and values    zigzag shares
 ulysses     ranks trade tokens for heads              contiguous shares
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.data.batch import Batch
+from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share
 from fivefold.model.ops import LocalAttention
 from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import check_runs
 from fivefold.parallel.context import allgather, ring, ulysses
-from fivefold.parallel.context.share import Share, share_of
 from fivefold.parallel.context.tiles import gathered_tiles, own_tile, ring_tile
 from fivefold.parallel.context.work import Work
 from fivefold.parallel.mesh import Mesh
 
-__all__ = ["Context", "Share"]
+
+@dataclass(frozen=True)
+class Share:
+    """The tokens of a batch that one cp rank works on."""
+
+    tokens: NDArray[np.int64]  # [B, S/c], like the next four
+    targets: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    documents: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    row_documents: NDArray[np.int32]  # [B, S] of whole rows: every cp rank reads them, so none has to ask
+
+    def with_documents(self, positions: TokenPositions) -> TokenPositions:
+        """The positions of these tokens, told of their documents."""
+        documents = torch.from_numpy(self.documents).to(positions.position_ids.device, non_blocking=True)
+        return replace(positions, documents=documents, row_documents=torch.from_numpy(self.row_documents))
+
+
+def share_of(batch: Batch, layout: Layout, rank: int) -> Share:
+    rows, seq = batch.tokens.shape
+    pieces = layout.cp * (2 if layout.cp > 1 and layout.cp_kind != "ulysses" else 1)
+    if seq % pieces:
+        raise ValueError(f"a sequence of {seq} tokens does not divide into the {pieces} equal pieces of {layout}")
+    places = _places(seq, layout, rank)
+    return Share(
+        tokens=batch.tokens[:, places],
+        targets=batch.targets[:, places],
+        loss_mask=batch.loss_mask[:, places],
+        documents=batch.documents[:, places],
+        positions=np.tile(places, (rows, 1)),
+        row_documents=batch.documents,
+    )
 
 
 class Context:
@@ -34,7 +68,7 @@ class Context:
         return share_of(batch, self.layout, self.axis.rank)
 
     def attention_mask(self, positions: TokenPositions) -> Any:
-        """What `attend` has to know of who may look at whom; made once for all layers. Nothing is sent."""
+        """What `attend` needs to know of which tokens see which; made once for all layers. Nothing is sent."""
         if self.kind == "local":
             return LocalAttention().attention_mask(positions)
         if positions.documents is not None and positions.row_documents is None:
@@ -49,9 +83,9 @@ class Context:
         """q [B, H, S/c, D], k and v [B, K, S/c, D], of this rank's tokens -> [B, H, S/c, D]."""
         match self.kind:
             case "ring":
-                return ring.attend(q, k, v, mask, self.axis)
+                return ring.Ring.apply(q, k, v, mask, self.axis)
             case "allgather":
-                return allgather.attend(q, k, v, mask, self.axis)
+                return allgather.AllGather.apply(q, k, v, mask, self.axis)
             case "ulysses":
                 return ulysses.attend(q, k, v, mask, self.axis)
             case _:
@@ -70,13 +104,15 @@ class Context:
             return [Work(tile) for tile in tiles]
         rows = positions.row_documents.numpy()
         check_runs(rows)
-        held = [rows[:, self._places(positions.length, source)] for source in sources]
+        held = [rows[:, _places(positions.length, self.layout, source)] for source in sources]
         keys = [*held, *[rows] * (len(tiles) - len(held))]
         device = positions.position_ids.device
         return [Work.of(tile, held[0], of, device) for tile, of in zip(tiles, keys, strict=True)]
 
-    def _places(self, length: int, rank: int) -> list[int]:
-        return [position for piece in context_share(length, self.layout, rank) for position in piece]
+
+def _places(seq: int, layout: Layout, rank: int) -> NDArray[np.int64]:
+    """The positions that a cp rank holds."""
+    return np.concatenate([np.arange(piece.start, piece.stop) for piece in context_share(seq, layout, rank)])
 
 
 def _whole(positions: TokenPositions) -> TokenPositions:

@@ -23,11 +23,6 @@ from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, forw
 from fivefold.parallel.mesh import Axis
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works`: the own tile, then those of all keys."""
-    return _AllGather.apply(q, k, v, works, axis)
-
-
 def by_position(shares: Tensor, ranks: int) -> Tensor:
     """Shares one after the other, [c * 2, B, K, S/c, D] -> [2, B, K, S, D]."""
     early, late = shares.unflatten(0, (ranks, 2)).chunk(2, dim=-2)
@@ -51,7 +46,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple
     return seen.out.to(q.dtype), seen.lse
 
 
-class _AllGather(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
+    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works`: the own tile, then those of all keys."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
         return forward_and_save(ctx, _forward, q, k, v, works, axis)

@@ -23,11 +23,6 @@ from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, forw
 from fivefold.parallel.mesh import Axis
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works` are in the order of the steps."""
-    return _Ring.apply(q, k, v, works, axis)
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
     """Output and LSE."""
     seen, kv = OnlineSoftmax(q), torch.stack((k, v))
@@ -39,7 +34,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple
     return seen.out.to(q.dtype), seen.lse
 
 
-class _Ring(torch.autograd.Function):
+class Ring(torch.autograd.Function):
+    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works` are in the order of the steps."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
         return forward_and_save(ctx, _forward, q, k, v, works, axis)

@@ -19,20 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of
-from fivefold.layout.sharding import Box
+from fivefold.layout.buckets import MINIMUM, Grouping, buckets, layers_of
 from fivefold.model.dtypes import wide
 from fivefold.model.init import draw
 from fivefold.parallel.host_staging import stage
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
-from fivefold.parallel.zero.part import Part
-from fivefold.parallel.zero.reducer import Reducer
-from fivefold.parallel.zero.shards import bytes_of, copies, globally, held_by, remake, shared
+from fivefold.parallel.zero.reducer import Part, Reducer
+from fivefold.parallel.zero.weights import Weights, held_by, remake
 from fivefold.spec.model import ModelSpec
 
 
-class FullySharded:
+class FullySharded(Weights):
     def __init__(
         self,
         stages: Sequence[nn.Module],
@@ -43,18 +41,17 @@ class FullySharded:
         minimum: int = MINIMUM,
         split: bool = False,
     ):
-        self.mesh, self.halves = mesh, split
-        self.held: dict[str, Held] = {}
+        self.mesh, self.halves, self.sharded = mesh, split, True
+        per_stage = [held_by(model, spec, mesh) for model in stages]
+        self.held = {name: one for held in per_stage for name, one in held.items()}
         self.modules: list[FSDPModule] = []
         self.parameters: dict[str, DTensor] = {}
-        self.masters: dict[str, nn.Parameter] = {}
+        self.masters = {}
         self.roots: list[FSDPModule] = []
-        for model in stages:
-            held = held_by(model, spec, mesh)
+        for model, held in zip(stages, per_stage, strict=True):
             remake(model, wide(compute), torch.device("meta"))
             self.modules += _shard(model, layers_of(one.parameter.unit for one in held.values()), mesh, compute)
             self.roots.append(self.modules[-1])
-            self.held |= held
             model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
             for name, parameter in model.named_parameters():
                 assert isinstance(parameter, DTensor)
@@ -64,16 +61,13 @@ class FullySharded:
                 self.masters[name] = nn.Parameter(local.detach())
                 if split and one.parameter.deferred:
                     parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
-        self.late = self._late(stages, spec, compute, minimum) if split else Reducer([], [], always=True)
-
-    def _late(self, stages: Sequence[nn.Module], spec: ModelSpec, compute: torch.dtype, minimum: int) -> Reducer:
         groups = [
             (number, group)
-            for number, model in enumerate(stages)
-            for group in buckets(held_by(model, spec, self.mesh).values(), minimum, split=True)
+            for number, held in enumerate(per_stage if split else ())
+            for group in buckets(held.values(), minimum, split=True)
             if group.late
         ]
-        return Reducer([self._bucket(group, compute) for _, group in groups], groups, always=True)
+        self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups, always=True)
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
         # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
@@ -85,50 +79,31 @@ class FullySharded:
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
             self.roots[stage].set_requires_all_reduce(last)
-        with self.late.microbatch(last, stage, part) if part == "weights" else nullcontext():
+        with self.reducer.microbatch(last, stage, part) if part == "weights" else nullcontext():
             yield
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        self.late.add(name, gradient)
-
     def finish(self) -> None:
-        self.late.finish()
-        for bucket in self.late.buckets if self.mesh.replicate.size > 1 else ():
+        self.reducer.finish()
+        for bucket in self.reducer.buckets if self.mesh.replicate.size > 1 else ():
             dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
         for name, parameter in self.parameters.items():
-            if name in self.late.home:
+            if name in self.reducer.home:
                 continue
             master, gradient = self.masters[name], parameter.grad
             # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
             assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
-            if shared(self.held[name], self.mesh):
+            if self.shared(self.held[name]):
                 dist.all_reduce(master.grad, group=self.mesh.ends.group)
-
-    def mirrors(self) -> dict[str, Tensor]:
-        return {}
 
     def publish(self, rounded: frozenset[str] = frozenset()) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
-        for bucket in self.late.buckets:
+        for bucket in self.reducer.buckets:
             bucket.forget()
 
     def ready(self) -> None:
         """The masters are the model's weights."""
-
-    def copies(self, name: str) -> tuple[int, int]:
-        return copies(self.held[name], self.mesh, sharded=True)
-
-    def block(self, name: str) -> Box:
-        return self.held[name].share(self.mesh.zero.size, self.mesh.zero.rank)
-
-    def globally(self, name: str, local: Tensor) -> Tensor:
-        return globally(self.held[name], local, self.mesh, sharded=True)
-
-    def buffers(self) -> Iterator[Tensor]:
-        for bucket in self.late.buckets:
-            yield from bucket.held()
 
     def gradient_memory(self) -> Iterator[Tensor]:
         yield from (p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor))
@@ -137,16 +112,11 @@ class FullySharded:
                 yield group._partial_reduce_output
         yield from self.buffers()
 
-    def resident(self) -> dict[str, int]:
-        seen: set[int] = set()
-        gathered = []
+    def compute_memory(self) -> Iterator[Tensor]:
+        yield from self.masters.values()
         for group in _groups(self.modules):
-            gathered += [tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs]
-        return {
-            "parameters": bytes_of((*self.masters.values(), *gathered), seen),
-            "gradients": bytes_of(self.gradient_memory(), seen),
-            "masters": 0,
-        }
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -3,12 +3,15 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from torch import Tensor
 
 from fivefold.layout.buckets import Grouping
 from fivefold.parallel.zero.bucket import Bucket
-from fivefold.parallel.zero.part import Part
+
+# What a backward pass computes: all gradients, those of inputs (and of all but linears), or those of linears.
+Part = Literal["all", "inputs", "weights"]
 
 
 class Reducer:

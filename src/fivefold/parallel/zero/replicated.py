@@ -6,30 +6,66 @@ and 2) the new weights are gathered while the next forward runs: a block waits f
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of
-from fivefold.layout.sharding import Box
 from fivefold.model.dtypes import wide
 from fivefold.model.init import draw
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
-from fivefold.parallel.zero.part import Part
-from fivefold.parallel.zero.reducer import Reducer
-from fivefold.parallel.zero.shards import bytes_of, copies, globally, held_by, local_of, remake, shared
-from fivefold.parallel.zero.unsharded import Loose
+from fivefold.parallel.zero.reducer import Part, Reducer
+from fivefold.parallel.zero.weights import Weights, held_by, local_of, remake
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.parameters import BOTTOM, TOP
 
 _AHEAD = 2  # stage 2: buckets of new weights on their way at a time, each in a buffer of its own
 
 
-class Replicated:
+class Unsharded:
+    """Parameters in whose gradients no other rank has a part. The gradients are final as they come, and need no buffer.
+
+    The master takes each one over, widened where needed. On a single device all parameters are unsharded.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], masters: dict[str, nn.Parameter]):
+        self.weights, self.masters = weights, masters
+
+    @torch.no_grad()
+    def add(self, name: str, gradient: Tensor) -> None:
+        master = self.masters[name]
+        if master.grad is None and gradient.dtype == master.dtype:
+            master.grad = gradient
+        elif master.grad is None:
+            master.grad = torch.empty_like(master)
+            torch._foreach_copy_([master.grad], [gradient])  # on a GPU three times as fast as `to`
+        else:
+            master.grad.add_(gradient)
+
+    def hand_over(self) -> None:
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
+    @torch.no_grad()
+    def publish(self, rounded: frozenset[str]) -> None:
+        for master in self.masters.values():
+            master.grad = None
+        stale = [name for name in self.mirrors() if name not in rounded]
+        if stale:
+            torch._foreach_copy_([self.weights[name] for name in stale], [self.masters[name] for name in stale])
+
+    def mirrors(self) -> dict[str, Tensor]:
+        """The model's weights that are rounded copies of their masters."""
+        return {name: weight for name, weight in self.weights.items() if weight.dtype != self.masters[name].dtype}
+
+
+class Replicated(Weights):
     def __init__(
         self,
         stages: Sequence[nn.Module],
@@ -43,6 +79,7 @@ class Replicated:
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
         self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
         self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
+        self.sharded = self.stage > 0
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
         for model in stages:
@@ -57,10 +94,13 @@ class Replicated:
             fresh = [one for name, one in held.items() if name not in seen]
             seen |= held.keys()
             groups += [(number, group) for group in buckets(fresh, minimum, split, mesh.ends.size > 1)]
-        self.loose = Loose({}, {})
-        if mesh.zero.size == 1:
-            self.loose = self._loosen([group for _, group in groups])
+        unsharded: list[str] = []
+        if mesh.zero.size == 1:  # nobody to shard over: only gradients that others have a part in need a bucket
+            unsharded = [name for _, group in groups if not (group.partial or group.shared) for name in group.names]
             groups = [(number, group) for number, group in groups if group.partial or group.shared]
+        self.unsharded = Unsharded(
+            {name: self.weights[name] for name in unsharded}, {name: self.masters[name] for name in unsharded}
+        )
         self.buckets = [self._bucket(group, compute) for _, group in groups]
         self.reducer = Reducer(self.buckets, groups, always=self.stage == 2)
         # Forward meets the stages in order; within a stage, buckets stand in backward's.
@@ -71,34 +111,24 @@ class Replicated:
             self._listen(name)
         if self.stage:
             for number, model in enumerate(stages):
-                self._set_gates(
-                    model, [(b, g) for b, (of, g) in zip(self.buckets, groups, strict=True) if of == number]
-                )
+                mine = [(b, group) for b, (of, group) in zip(self.buckets, groups, strict=True) if of == number]
+                self._set_gates(model, mine)
 
     # ---- making --------------------------------------------------------------------------------------------------
 
     def _draw(self, spec: ModelSpec, one: Held, seed: int) -> nn.Parameter:
         """Fill the weight, by way of full precision, and return this rank's master of it."""
         weight = self.weights[one.name]
-        mine, above = self._share(one)[0], one.box[0].start
+        mine, above = self.block(one.name)[0], one.box[0].start
         rows = slice(mine.start - above, mine.stop - above)
         exact = weight if weight.dtype == wide(weight.dtype) else torch.empty_like(weight, dtype=torch.float32)
         draw(spec, one.parameter, exact, seed, one.box)
         if exact is weight:
             parameter = self.parameters[one.name]
-            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor) and not shared(one, self.mesh)
+            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor) and not self.shared(one)
             return parameter if own else nn.Parameter(weight[rows])
         weight.copy_(exact)
         return nn.Parameter(exact[rows].clone() if self.stage else exact)
-
-    def _share(self, one: Held) -> Box:
-        """The part of the whole parameter that this rank's master is."""
-        return one.share(self.mesh.zero.size, self.mesh.zero.rank) if self.stage else one.box
-
-    def _loosen(self, groups: list[Grouping]) -> Loose:
-        """With nobody to shard over, only gradients that others have a part in need a bucket."""
-        names = [name for group in groups if not (group.partial or group.shared) for name in group.names]
-        return Loose({name: self.weights[name] for name in names}, {name: self.masters[name] for name in names})
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
         slots = slots_of(group, self.weights, self.masters, self.mesh.zero.size if self.stage else 1)
@@ -128,13 +158,7 @@ class Replicated:
         gates |= {BOTTOM: "", TOP: gates[layers[-1]] if layers else ""}
         for bucket, group in buckets:
             for gate in {gates[unit] for unit in group.units}:
-                model.get_submodule(gate).register_forward_pre_hook(self._gate(bucket))
-
-    def _gate(self, bucket: Bucket) -> Callable[..., None]:
-        def wait(*_: object) -> None:
-            self._receive(bucket)
-
-        return wait
+                model.get_submodule(gate).register_forward_pre_hook(partial(self._receive, bucket))
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -146,22 +170,21 @@ class Replicated:
         if name in self.reducer.home:
             self.reducer.add(name, gradient)
         else:
-            self.loose.add(name, gradient)
+            self.unsharded.add(name, gradient)
 
     def finish(self) -> None:
         self.reducer.finish()
-        self.loose.hand_over()
+        self.unsharded.hand_over()
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def mirrors(self) -> dict[str, Tensor]:
-        return self.loose.mirrors()
+        return self.unsharded.mirrors()
 
     def publish(self, rounded: frozenset[str] = frozenset()) -> None:
         for bucket in self.buckets:
             bucket.forget()
-        self.loose.forget()
-        self.loose.send_weights(but=rounded)
+        self.unsharded.publish(rounded)
         self.unsent = deque(self.forward_order)
         self._send(_AHEAD if self.stage == 2 else len(self.buckets))
 
@@ -170,7 +193,7 @@ class Replicated:
         while self.unsent and sum(bucket.gathering is not None for bucket in self.buckets) < most:
             self.unsent.popleft().send_weights()
 
-    def _receive(self, bucket: Bucket) -> None:
+    def _receive(self, bucket: Bucket, *_: object) -> None:
         while bucket in self.unsent:
             self.unsent.popleft().send_weights()
         bucket.receive_weights()
@@ -180,29 +203,11 @@ class Replicated:
         for bucket in self.forward_order:
             self._receive(bucket)
 
-    # ---- looking -------------------------------------------------------------------------------------------------
-
-    def copies(self, name: str) -> tuple[int, int]:
-        return copies(self.held[name], self.mesh, sharded=self.stage > 0)
-
-    def block(self, name: str) -> Box:
-        return self._share(self.held[name])
-
-    def globally(self, name: str, local: Tensor) -> Tensor:
-        return globally(self.held[name], local, self.mesh, sharded=self.stage > 0)
-
-    def buffers(self) -> Iterator[Tensor]:
-        for bucket in self.buckets:
-            yield from bucket.held()
+    # ---- memory --------------------------------------------------------------------------------------------------
 
     def gradient_memory(self) -> Iterator[Tensor]:
         yield from self.buffers()
-        yield from (master.grad for master in self.loose.masters.values() if master.grad is not None)
+        yield from (master.grad for master in self.unsharded.masters.values() if master.grad is not None)
 
-    def resident(self) -> dict[str, int]:
-        seen: set[int] = set()
-        return {
-            "parameters": bytes_of(self.weights.values(), seen),
-            "gradients": bytes_of(self.gradient_memory(), seen),
-            "masters": bytes_of(self.masters.values(), seen),
-        }
+    def compute_memory(self) -> Iterable[Tensor]:
+        return self.weights.values()

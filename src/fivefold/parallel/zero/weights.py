@@ -1,0 +1,154 @@
+"""Weights: one rank's part of a model's parameters, made anew and seen as part of the whole."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fivefold.layout.buckets import Held, held
+from fivefold.layout.sharding import Box
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.zero.reducer import Part, Reducer
+from fivefold.spec.model import ModelSpec
+
+
+class Weights(Protocol):
+    """A model's weights on this rank: in full precision for the optimizer, in the compute dtype for the model.
+
+    `Replicated` and `FullySharded` inherit what they share from here.
+    """
+
+    mesh: Mesh
+    held: dict[str, Held]
+    masters: dict[str, nn.Parameter]
+    """By global name, this rank's shard in full precision. `finish` sets `grad` and `publish` deletes it."""
+    sharded: bool
+    """Whether a master is the share of the rows that ZeRO gives to this rank, or all rows that its tp rank holds."""
+    halves: bool
+    """Whether every backward pass must come in two halves, because some passes of this schedule do."""
+    reducer: Reducer
+
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+        """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
+        other will follow in this step."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a gradient that does not come from autograd, but from a weight-gradient pass of its own."""
+        self.reducer.add(name, gradient)
+
+    def finish(self) -> None:
+        """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
+
+    def mirrors(self) -> dict[str, Tensor]:
+        """The model's weights that are rounded copies of this rank's masters, and that nobody else has a part in."""
+        return {}
+
+    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
+        """After the masters have changed: the model's weights follow, at the latest when its forward needs them.
+
+        Those that are `rounded` have followed already.
+        """
+
+    def ready(self) -> None:
+        """Wait until the model's own weights are the published ones, for whoever reads them without a forward."""
+
+    def gradient_memory(self) -> Iterator[Tensor]:
+        """Memory of gradients that is held right now."""
+        ...
+
+    def compute_memory(self) -> Iterable[Tensor]:
+        """Memory of the weights that the model computes with, as far as it is held right now."""
+        ...
+
+    def copies(self, name: str) -> tuple[int, int]:
+        """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
+        one, mesh = self.held[name], self.mesh
+        axes = [mesh.replicate] if self.sharded else [mesh.replicate, mesh.zero]
+        axes += [mesh.tp] if one.tp.dim is None else []
+        axes += [mesh.ends] if one.parameter.tied else []
+        number = 0
+        for axis in axes:
+            number = number * axis.size + axis.rank
+        return number, math.prod(axis.size for axis in axes)
+
+    def shared(self, one: Held) -> bool:
+        """Whether the other end of the pipeline holds a copy, whose gradients are added to this one's."""
+        return one.parameter.tied and self.mesh.ends.size > 1
+
+    def block(self, name: str) -> Box:
+        """The part of the whole parameter that this rank's master is."""
+        one, zero = self.held[name], self.mesh.zero
+        return one.share(zero.size, zero.rank) if self.sharded else one.box
+
+    def globally(self, name: str, local: Tensor) -> Tensor:
+        """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp."""
+        one, mesh = self.held[name], self.mesh
+        if mesh.world.size == 1:
+            return local
+        over_tp: Placement = Replicate() if one.tp.dim is None or mesh.tp.size == 1 else Shard(one.tp.dim)
+        over_zero: Placement = Replicate()
+        if self.sharded:
+            # The rows are cut over tp first and over zero second, though zero is the outer axis of the mesh.
+            over_zero = _StridedShard(0, split_factor=mesh.tp.size) if over_tp == Shard(0) else Shard(0)
+        shape = torch.Size(one.parameter.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        plane = mesh.plane("zero", "tp")
+        return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Memory of gradients that is held between steps."""
+        for bucket in self.reducer.buckets:
+            yield from bucket.held()
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
+        seen: set[int] = set()
+        return {
+            "parameters": _bytes(self.compute_memory(), seen),
+            "gradients": _bytes(self.gradient_memory(), seen),
+            "masters": _bytes(self.masters.values(), seen),
+        }
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the memory behind `tensors`, each piece of memory once; `seen` are the pieces counted already."""
+    total = 0
+    for tensor in tensors:
+        memory = tensor.untyped_storage()
+        if memory._cdata not in seen:
+            seen.add(memory._cdata)
+            total += memory.nbytes()
+    return total
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; without history."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def remake(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Its parameters anew and empty, in a dtype on a device.
+
+    As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
+    """
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is None:
+                continue
+            new = torch.empty(local_of(old).shape, dtype=dtype, device=device)
+            if isinstance(old, DTensor):
+                new = DTensor.from_local(
+                    new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+                )
+            setattr(module, name, nn.Parameter(new))
+
+
+def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
+    """The parameters of one of this rank's stages."""
+    here = {name for name, _ in model.named_parameters()}
+    return {name: one for name, one in held(spec, mesh.layout, mesh.tp.rank).items() if name in here}
