@@ -15,14 +15,17 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.mix import GOLDEN, U64, keyed, mix64
 from fivefold.support.errors import UserError
 
 I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
 
 # Four rounds do for large n, but a small split has halves of a few values: over many seeds the 720 orders of 6 windows
 # are visibly uneven up to 12 rounds, and even at 16, which for a batch of a thousand samples still takes under 2 ms.
 ROUNDS = 16
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / phi: consecutive multiples of it are far apart
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def windows(tokens: int, seq: int) -> int:
@@ -83,3 +86,28 @@ def _turn(half: U64, other: U64, size: int, keys: U64) -> U64:
     # The top 32 bits scaled to [0, size): cheaper than a division, and size stays below 2**32 for n < 2**63.
     shift = ((bits >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
     return (half + shift) % np.uint64(size)
+
+
+# ---- the mixer: where every pseudo-random choice about data comes from ----------------------------------------------
+# It has no state on purpose. A choice is a hash of what it is about (seed, document, sample). So it is the same on every
+# rank, after every restart and on every numpy: no generator whose stream a library release could change.
+
+
+def mix64(x: U64) -> U64:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014, variant 13): a bijection in which each input bit
+    flips each output bit with probability close to one half."""
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    return x ^ (x >> np.uint64(31))
+
+
+def keyed(seed: int, stream: NDArray[np.int64] | U64) -> U64:
+    """A 64-bit key for every element of `stream`; any Python integer is a seed."""
+    # The seed is mixed before the stream is added, or (seed, i + 1) and (seed + GOLDEN, i) would be one key.
+    base = mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + GOLDEN)
+    return mix64(base + np.asarray(stream).astype(np.uint64) * GOLDEN)
+
+
+def uniform(seed: int, stream: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number in [0, 1) for every element of `stream`."""
+    return (keyed(seed, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
