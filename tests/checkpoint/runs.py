@@ -8,8 +8,8 @@ from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
+from fivefold.parallel.collectives import digest, whole
 from fivefold.parallel.control import Control
-from fivefold.parallel.gather_full import digest, whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.loop import Trainer

@@ -8,7 +8,7 @@ import torch
 
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
-from fivefold.parallel.gather_full import whole
+from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch

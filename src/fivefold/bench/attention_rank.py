@@ -11,7 +11,7 @@ from fivefold.launch.ranks import Rank
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Attention, Decoder
 from fivefold.model.positions import TokenPositions
-from fivefold.parallel.gather_full import whole
+from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.ops import ops_of
 from fivefold.parallel.tensor import TensorParallel

@@ -18,7 +18,7 @@ from fivefold.launch.ranks import Rank
 from fivefold.model.loss import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.channels import Channels
-from fivefold.parallel.gather_full import whole
+from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedule.costs import Costs

@@ -33,7 +33,6 @@ class Shard(msgspec.Struct, frozen=True):
     loss_file: File | None = None
 
     def files(self) -> list[File]:
-        """All the files of the shard."""
         return [self.token_file, self.document_file, *([self.loss_file] if self.loss_file else [])]
 
 
@@ -71,7 +70,6 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_index(path: Path) -> Index:
-    """The index of a prepared directory."""
     file = path / NAME
     try:
         text = file.read_bytes()

@@ -89,8 +89,8 @@ def _turn(half: U64, other: U64, size: int, keys: U64) -> U64:
 
 
 # ---- the mixer: where every pseudo-random choice about data comes from ----------------------------------------------
-# It has no state on purpose. A choice is a hash of what it is about (seed, document, sample). So it is the same on every
-# rank, after every restart and on every numpy: no generator whose stream a library release could change.
+# Stateless on purpose: a choice is a hash of what it is about (seed, document, sample), so it is the same on all ranks,
+# after every restart and on every numpy. There is no generator whose stream a library release could change.
 
 
 def mix64(x: U64) -> U64:

@@ -6,11 +6,14 @@ and nothing waits: that op alone would take a fiftieth of a backward pass.
 Where ranks share a GPU (`Axis.staged`), what gloo cannot do there goes through host memory, and nothing overlaps.
 """
 
+import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.mesh import Axis
 
@@ -92,3 +95,26 @@ class Exchange:
         for work in self.work:
             work.wait(self.patience)
         return self.received.to(self.home)
+
+
+# ---- whole tensors -------------------------------------------------------------------------------------------------
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that ranks hold in parts, copied to the CPU. Collective where it is sharded: all its ranks must
+    ask, in the same order."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu().clone()
+    mesh = tensor.device_mesh
+    if mesh.device_type != "cpu" and mesh.get_group(0).name() == "gloo":
+        # gloo gathers host tensors only: the same ranks and groups, as a mesh of CPUs
+        groups, names = [mesh.get_group(axis) for axis in range(mesh.ndim)], mesh.mesh_dim_names
+        mesh = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+        local, shape, stride = tensor.to_local().cpu(), tensor.shape, tensor.stride()
+        tensor = DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return tensor.full_tensor().detach().cpu().clone()
+
+
+def digest(tensor: Tensor) -> str:
+    """Equal for equal bits. Of a float32 or float64 tensor on the CPU."""
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()

@@ -8,6 +8,7 @@ collecting, linears compute the first and leave the second as a piece of work.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,14 +64,11 @@ class Deferral:
             return None
         works, (target,) = self.later.open, self.targets
 
-        def take(gradient: Tensor) -> None:
-            def work() -> None:
-                assert self.later.report is not None
-                self.later.report(target.name, target.whole(gradient))
+        def work(gradient: Tensor) -> None:
+            assert self.later.report is not None
+            self.later.report(target.name, target.whole(gradient))
 
-            works.append(work)
-
-        return take
+        return lambda gradient: works.append(partial(work, gradient))
 
     def leave(self, inputs: Callable[[], Tensor], gradients: list[Tensor]) -> None:
         """Defer dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""

@@ -20,7 +20,7 @@ from fivefold.launch.device import choose_device, make_repeatable
 from fivefold.launch.processes import named
 from fivefold.launch.ranks import Rank
 from fivefold.model.compiled import compilation
-from fivefold.parallel.gather_full import digest, whole
+from fivefold.parallel.collectives import digest, whole
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.train.engine import Engine

@@ -15,7 +15,7 @@ from fivefold.model.loss import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.optimizers import AdamW
-from fivefold.parallel.gather_full import whole
+from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.tensor import TensorParallel

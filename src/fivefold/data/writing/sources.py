@@ -102,7 +102,6 @@ class Meter:
         self.empty = 0  # documents that held no text
 
     def read(self) -> int:
-        """Bytes read so far."""
         return self._before + self.position()
 
     @contextmanager
