@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fivefold.job.config import read_job
-from fivefold.model.fp8 import SLOPES, VALUES, fp8_linear, rounded
+from fivefold.model.fp8 import GRADS, VALUES, fp8_linear, rounded
 
 
 def test_products_are_off_by_the_formats_roundings() -> None:
@@ -32,7 +32,7 @@ def test_no_8_bit_copy_of_the_weight_waits_for_the_backward_pass() -> None:
     assert large == {((16, 32), VALUES), ((48, 32), torch.float32)}
 
 
-@pytest.mark.parametrize("kind", [VALUES, SLOPES])
+@pytest.mark.parametrize("kind", [VALUES, GRADS])
 def test_the_largest_value_becomes_the_formats_largest(kind: torch.dtype) -> None:
     x = torch.tensor([[0.001, -0.004, 0.0]])
     small, by = rounded(x, kind)

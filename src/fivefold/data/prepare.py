@@ -81,13 +81,13 @@ def prepare(
     """
     started = time.perf_counter()
     inputs, out = [Path(path) for path in inputs], Path(out)
-    checks = _Checks()
-    checks(lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
-    checks(lambda: check_free(out, overwrite))
-    sources = checks(lambda: find_sources(inputs, out))
-    encoder = checks(lambda: load_tokenizer(tokenizer, eos))
-    if sources is None or encoder is None or checks.problems:
-        raise UserError(checks.problems)
+    problems: list[str] = []  # each check runs whatever the others found, so that all problems are told together
+    _checked(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
+    _checked(problems, lambda: check_free(out, overwrite))
+    sources = _checked(problems, lambda: find_sources(inputs, out))
+    encoder = _checked(problems, lambda: load_tokenizer(tokenizer, eos))
+    if sources is None or encoder is None or problems:
+        raise UserError(problems)
 
     meter = Meter()
     total = sum(source.size for source in sources)
@@ -109,18 +109,12 @@ def prepare(
     )
 
 
-class _Checks:
-    """Runs each check whatever the others found, so that all problems are told together."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def __call__(self, check: Callable[[], T]) -> T | None:
-        try:
-            return check()
-        except UserError as error:
-            self.problems += error.problems
-            return None
+def _checked(problems: list[str], check: Callable[[], T]) -> T | None:
+    try:
+        return check()
+    except UserError as error:
+        problems += error.problems
+        return None
 
 
 def _check_options(text_field: str, prompt_field: str | None, valid: float, shard_tokens: int, seed: int) -> None:

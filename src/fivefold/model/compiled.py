@@ -25,11 +25,6 @@ def compiled(function: Function) -> Function:
     return torch.compile(function, dynamic=False, backend=BACKEND)  # type: ignore[return-value]
 
 
-def outside(function: Function) -> Function:
-    """Called between graphs, as Python."""
-    return torch.compiler.disable(function)
-
-
 def compilation() -> tuple[int, dict[str, int]]:
     """Of this process so far: graphs that were made, and the reasons for breaks between them, with their number."""
     from torch._dynamo.utils import counters

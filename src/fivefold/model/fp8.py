@@ -1,4 +1,4 @@
-"""Linears whose products take 8-bit floats: values by e4m3, gradients by e5m2, one scale per tensor, found as it comes.
+"""Linears whose matmuls take 8-bit floats: values in e4m3, gradients in e5m2, one scale per tensor, found as it comes.
 
     y = x W^T      x and W rounded to e4m3, times what makes their largest value the format's largest
     dx = dy W      dy rounded to e5m2, which has the range of gradients
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-VALUES, SLOPES = torch.float8_e4m3fn, torch.float8_e5m2
+VALUES, GRADS = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,14 +39,14 @@ class Fp8Product(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         flat, by, weight, weight_by = ctx.saved_tensors
         narrow = _narrow(weight, weight_by, VALUES)  # again: a copy of it would outlive the weight that ZeRO 3 gathered
-        steep, slope_by = rounded(grad.flatten(0, -2), SLOPES)
-        dx = _product(steep, slope_by, _columns(narrow), weight_by, ctx.dtype)
-        dw = _product(steep.t().contiguous(), slope_by, _columns(flat), by, ctx.dtype)
+        dy, dy_by = rounded(grad.flatten(0, -2), GRADS)
+        dx = _product(dy, dy_by, _columns(narrow), weight_by, ctx.dtype)
+        dw = _product(dy.t().contiguous(), dy_by, _columns(flat), by, ctx.dtype)
         return dx.view(ctx.shape), dw
 
 
 def rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x as 8-bit floats, and the number that they are to be multiplied with again."""
+    """x as 8-bit floats, and the factor that undoes their scale."""
     most = torch.finfo(kind).max
     by = most / x.abs().amax().float().clamp(min=1e-12)
     return _narrow(x, by.reciprocal(), kind), by.reciprocal()
@@ -59,7 +59,7 @@ def _narrow(x: Tensor, by: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _columns(x: Tensor) -> Tensor:
-    """The same matrix, a column after the other: how the products want their second factor."""
+    """The same matrix, a column after the other: as the matmuls want their second factor."""
     return x.t().contiguous().t()
 
 

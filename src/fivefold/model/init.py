@@ -21,11 +21,8 @@ def draw(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, box: Box
     """Fill `out` with a box of a parameter; by default with all of it."""
     if isinstance(out, FakeTensor):
         return  # a dry run: there is nothing to fill
-    if parameter.kind == "norm":
-        out.fill_(1.0)
-        return
-    if parameter.kind == "bias":
-        out.zero_()
+    if parameter.kind in ("norm", "bias"):
+        out.fill_(1.0 if parameter.kind == "norm" else 0.0)
         return
     *stack, rows, columns = box or tuple(map(range, parameter.shape))
     # GPT-2's rule: the matrices that write into the residual stream start smaller, by the number of writers.

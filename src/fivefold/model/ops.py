@@ -2,13 +2,13 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model import attention
 from fivefold.model import deterministic_attention as deterministic
 from fivefold.model.attention import AttentionMask
-from fivefold.model.compiled import outside
 from fivefold.model.deterministic_attention import Tiles
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
@@ -60,7 +60,7 @@ class LocalOps:
     def between_graphs(self, *names: str) -> None:
         """Call these ops between the graphs of a compiled block, as Python."""
         for name in names if self.compiled else ():
-            setattr(self, name, outside(getattr(self, name)))
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""

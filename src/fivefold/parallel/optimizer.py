@@ -93,11 +93,8 @@ class Optimizer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """By parameter name the master and the rule's states, as parts of the whole; they share memory with this."""
-        kept: dict[str, dict[str, Tensor]] = {}
-        for name, master in self.weights.masters.items():
-            local = {"master": master.detach()} | self.kept[name]
-            kept[name] = {key: self.weights.globally(name, value) for key, value in local.items()}
-        return kept
+        local = {n: {"master": master.detach()} | self.kept[n] for n, master in self.weights.masters.items()}
+        return {n: {key: self.weights.globally(n, x) for key, x in states.items()} for n, states in local.items()}
 
     def resident(self) -> int:
         """Bytes of the states on this rank."""

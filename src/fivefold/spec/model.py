@@ -58,9 +58,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        divides = self.heads > 0 and self.hidden % self.heads == 0
         derived = {
             "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or _share(self.hidden, self.heads),
+            "head_dim": self.head_dim or (self.hidden // self.heads if divides else 0),  # 0 is refused as a problem
             "ffn": self.ffn or 4 * self.hidden,
         }
         for field, value in derived.items():
@@ -172,8 +173,3 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"{scaling.factor}, {scaling.high_freq_factor} and {scaling.low_freq_factor}"
             )
         return found
-
-
-def _share(hidden: int, heads: int) -> int:
-    """The width of a head; 0, which is refused as a problem, where the heads do not divide the hidden width."""
-    return hidden // heads if heads > 0 and hidden % heads == 0 else 0
