@@ -33,7 +33,8 @@ _KINDS: dict[str, Kind | None] = {
     "broadcast": "broadcast",
     "send": "send",
     "isend": "send",
-} | dict.fromkeys(_UNCOUNTED)
+    **dict.fromkeys(_UNCOUNTED),
+}
 
 
 class Event(NamedTuple):
