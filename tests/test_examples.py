@@ -16,6 +16,7 @@ PRINTS = {
     "dryrun.py": ("GPUs of 80 GB", "fits"),
     "plan.py": ("8x8xH100: ", "tp=", "MFU"),
     "simulate.py": ("1f1b   ", "zb-v   ", "bubble"),
+    "train.py": ("held-out loss", "the two curves differ by at most"),
     "verify.py": ("dp=2,tp=2,zero=3: holds", "pp=2,schedule=zb-h1,microbatches=4: holds"),
 }
 
