@@ -9,7 +9,7 @@ from fivefold.model import compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ops import ops_of
+from fivefold.parallel.tensor import ops_of
 from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import plain_batch

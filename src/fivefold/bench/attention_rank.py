@@ -13,8 +13,7 @@ from fivefold.model.decoder import Attention, Decoder
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ops import ops_of
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor import TensorParallel, ops_of
 from fivefold.parallel.zero import spread
 
 

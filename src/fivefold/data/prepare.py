@@ -15,12 +15,11 @@ from typing import TypeVar
 
 from fivefold.data.progress import Report, quiet
 from fivefold.data.writing.documents import documents
-from fivefold.data.writing.encode import encoded
 from fivefold.data.writing.pieces import Fields
 from fivefold.data.writing.sink import Sink
 from fivefold.data.writing.sources import Meter, find_sources
 from fivefold.data.writing.staging import check_free, staged
-from fivefold.data.writing.tokenizer import load_tokenizer
+from fivefold.data.writing.tokenizer import encoded, load_tokenizer
 from fivefold.support.errors import UserError
 
 T = TypeVar("T")

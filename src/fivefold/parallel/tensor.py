@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from fivefold.layout.buckets import held
 from fivefold.layout.sharding import chunk, kv_head
 from fivefold.model.head import Targets, Vocabulary, head_loss
-from fivefold.model.ops import LocalOps
+from fivefold.model.ops import AttentionOps, LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import (
@@ -35,6 +35,7 @@ from fivefold.parallel.collectives import (
     scatter_sequence,
     wait,
 )
+from fivefold.parallel.context import Context
 from fivefold.parallel.deferred_wgrad import Deferral, Target, WeightGradQueue
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.spec.model import ModelSpec
@@ -201,6 +202,26 @@ class DeferredLocalOps(LocalOps):
         words = Vocabulary(table.weight.shape[0])
         put_off = self._deferral(table).ready if isinstance(table, nn.Linear) else None
         return head_loss(x, table.weight, targets, words, put_off, self.compiled)
+
+
+def ops_of(
+    spec: ModelSpec,
+    mesh: Mesh,
+    later: WeightGradQueue | None = None,
+    *,
+    attention: AttentionOps | None = None,
+    compiled: bool = False,
+    fp8: bool = False,
+) -> LocalOps:
+    """The decoder's ops for a layout: tensor parallelism where tp > 1, context parallelism where cp > 1.
+
+    With `later`, linears can put off the gradients of their weights; `attention`: in place of the layout's.
+    """
+    attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
+    options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8, "breaks": mesh.layout.breaks_graphs}
+    if mesh.tp.size > 1:
+        return TensorParallel(spec, mesh, later, **options)
+    return LocalOps(**options) if later is None else DeferredLocalOps(later, **options)
 
 
 class Columns(Function):

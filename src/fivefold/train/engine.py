@@ -21,10 +21,10 @@ from fivefold.parallel.collectives import all_reduce, wait
 from fivefold.parallel.context import Context
 from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ops import ops_of
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.peer_errors import waiting
 from fivefold.parallel.pipeline import Microbatch, Pipeline, Watch
+from fivefold.parallel.tensor import ops_of
 from fivefold.parallel.zero import spread
 
 

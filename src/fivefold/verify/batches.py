@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from fivefold.data.batch import Batch
 from fivefold.data.prepare import SHARD_TOKENS
-from fivefold.data.writing.encode import Encoded
 from fivefold.data.writing.sink import Sink
-from fivefold.data.writing.tokenizer import ByteTokenizer
+from fivefold.data.writing.tokenizer import ByteTokenizer, Encoded
 from fivefold.job.config import Job
 
 _DOCUMENTS = 5  # per sequence, at most

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 import fivefold
 from fivefold.data.index import NAME, SPLITS, VERSION, Index, Shard
 from fivefold.data.order import uniform
-from fivefold.data.writing.encode import Encoded
-from fivefold.data.writing.tokenizer import Tokenizer
+from fivefold.data.writing.tokenizer import Encoded, Tokenizer
 from fivefold.support.errors import UserError
 from fivefold.support.files import File, HashedFile
 

@@ -1,15 +1,22 @@
-"""Text to token ids: bytes, which need nothing, or a Hugging Face `tokenizers` file."""
+"""Text to token ids, a batch at a time: bytes, which need nothing, or a Hugging Face `tokenizers` file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.data.prefetch import prefetch
+from fivefold.data.writing.pieces import Piece
+from fivefold.data.writing.sources import Meter
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 
+BATCH = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
+BATCH_PIECES = 8192
 # The names under which published tokenizers keep their end of document, most telling first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -140,3 +147,44 @@ def _end(path: Path, eos: str | int | None, names: dict[str, int], added: list[s
             return names[name]
     known = f"its special tokens: {', '.join(added[:20])}" if added else "it has no special tokens"
     raise UserError(f"{path} has no end-of-document token with a usual name; give one with --eos ({known})")
+
+
+# ---- batches, one ahead of the writer ------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """A batch of tokenized pieces, joined."""
+
+    tokens: NDArray[np.generic]
+    lengths: NDArray[np.int64]  # tokens of each piece, its end-of-document token included
+    loss: NDArray[np.bool_]  # of each piece
+    ends: NDArray[np.bool_]  # whether a piece ends its document
+    read: int  # bytes read from disk so far
+
+
+def encoded(stream: Iterator[Piece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
+    """The batches, read and encoded in a background thread: Rust, zlib and file reads leave the interpreter free
+    for joining, hashing and writing the batch before."""
+
+    def step() -> tuple[list[Piece], Callable[[], Joined], int]:
+        pieces = _take(stream)
+        join = tokenizer.encode([piece.text for piece in pieces], [piece.ends for piece in pieces])
+        return pieces, join, meter.read()
+
+    with closing(prefetch(repeat(step))) as results:
+        for pieces, join, read in results:
+            if not pieces:
+                return
+            loss, ends = [piece.loss for piece in pieces], [piece.ends for piece in pieces]
+            yield Encoded(*join(), np.array(loss, bool), np.array(ends, bool), read)
+
+
+def _take(stream: Iterator[Piece]) -> list[Piece]:
+    pieces: list[Piece] = []
+    size = 0
+    for piece in stream:
+        pieces.append(piece)
+        size += len(piece.text)
+        if size >= BATCH or len(pieces) == BATCH_PIECES:
+            break
+    return pieces
