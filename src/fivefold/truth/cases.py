@@ -192,8 +192,8 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     chunks = row.whole("vp") or _chunks(spec.layers, pp, source.chunks)
     several = chunks > 1 and pp > 1 and microbatches >= pp
     sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
-    degrees, sp = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}, sp and tp > 1
-    layout = Layout(**degrees, cp_kind=source.cp_kind, sp=sp, recompute=_recompute(row, source))
+    degrees: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}
+    layout = Layout(**degrees, cp_kind=source.cp_kind, sp=sp and tp > 1, recompute=_recompute(row, source))
     if several:
         layout = structs.replace(layout, schedule="interleaved", chunks=chunks)
     if source.stack.even and spec.layers % layout.stages == 0:

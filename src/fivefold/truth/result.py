@@ -74,7 +74,8 @@ class TruthResult(Result):
         rows = []
         for one in self.scores:
             cells = [one.source, str(one.rows), str(one.timed), _percent(one.mape), _percent(one.median_ape)]
-            cells += [_percent(one.bias, True), _percent(one.null_mape), _percent(one.worst and one.worst.error, True)]
+            worst = one.worst.error if one.worst else None
+            cells += [_percent(one.bias, signed=True), _percent(one.null_mape), _percent(worst, signed=True)]
             rows.append(cells + ([_percent(left.get(one.source))] if left else []))
         timed = [one for one in self.scores if one.mape is not None]
         null = _percent(_mean([one.null_mape or 0.0 for one in timed]))

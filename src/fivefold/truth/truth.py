@@ -49,7 +49,7 @@ def _steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
 
 def _runs(every: list[Row]) -> list[Measured]:
     """Those that can be predicted."""
-    runs = []
+    runs: list[Measured] = []
     for row in every:
         with suppress(UserError):
             runs += [measured(row)] if row.status == "ok" else []

@@ -110,8 +110,8 @@ def difference(best: Option, other: Option) -> str:
     if abs(slower) < 0.001:
         return "takes the same time"
     here, there = best.estimate.causes, other.estimate.causes
-    most = min if slower < 0 else max
-    cause = most(there, key=lambda cause: there[cause] - here[cause])
+    sign = -1 if slower < 0 else 1
+    cause = max(there, key=lambda cause: sign * (there[cause] - here[cause]))
     moved = there[cause] - here[cause]
     why = f"{CAUSES[cause]} {'+' if moved > 0 else '-'}{abs(moved) / best.seconds:.1%} of the step"
     if slower < 0:

@@ -65,7 +65,7 @@ class Space:
     def layout(self, at: int) -> Layout:
         """One combination as a layout."""
         names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
-        numbers = {name: int(getattr(self.of, name)[at]) for name in names}
+        numbers: dict[str, Any] = {name: int(getattr(self.of, name)[at]) for name in names}
         _, _, cp_kind, sp, _, recompute = self.shapes[self.of.shape[at]]
         record, chunks = self.pipelines[self.of.pipeline[at]]
         alone = numbers["pp"] == 1
