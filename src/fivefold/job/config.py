@@ -283,19 +283,17 @@ def _model(value: Any, of_its_own: bool, problems: list[str]) -> ModelSpec | Non
     problems += [unknown_key("model", key, known) for key in table if key not in known]
     fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
     try:
-        base = _base(bases[0], str(table[bases[0]])) if bases else {}
+        base: Table = {}
+        if "config" in bases:
+            base = msgspec.structs.asdict(read_hf_config(Path(str(table["config"])).expanduser()))
+        elif bases:  # a preset leaves out what is derived from others, so that it follows them
+            name = str(table["preset"])
+            preset(name)  # names the nearest where there is none
+            base = {"name": name} | PRESETS[name]
     except UserError as error:
         problems += error.problems
         return None
     return read(ModelSpec, base | fields, "model", problems)
-
-
-def _base(kind: str, name: str) -> Table:
-    """The fields to start from; a preset leaves out what is derived from others, so that it follows them."""
-    if kind == "config":
-        return msgspec.structs.asdict(read_hf_config(Path(name).expanduser()))
-    preset(name)  # names the nearest where there is none
-    return {"name": name} | PRESETS[name]
 
 
 def to_toml(job: Job) -> str:

@@ -26,7 +26,11 @@ class Sources:
 def preflight(job: Job, world: int) -> Sources:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
     problems = job.problems(world) or _schedule(job)
-    problems += [*_packages(job), *run_directory_problems(Path(job.run.dir).expanduser())]
+    if absent("torch"):
+        problems.append(needs("torch"))
+    if job.run.tensorboard and absent("tensorboard"):
+        problems.append('run.tensorboard needs tensorboard: pip install "fivefold[tensorboard]"')
+    problems += run_directory_problems(Path(job.run.dir).expanduser())
     sources = _open(job, problems)
     if problems or sources is None:
         raise UserError(problems)
@@ -40,13 +44,6 @@ def _schedule(job: Job) -> list[str]:
     except UserError as error:
         return error.problems
     return []
-
-
-def _packages(job: Job) -> list[str]:
-    missing = [needs("torch")] if absent("torch") else []
-    if job.run.tensorboard and absent("tensorboard"):
-        missing.append('run.tensorboard needs tensorboard: pip install "fivefold[tensorboard]"')
-    return missing
 
 
 def run_directory_problems(parent: Path) -> list[str]:

@@ -56,7 +56,8 @@ class Processes:
         if self.home is not None and hasattr(os, "fork"):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(PRELOAD)
-        elif sys.platform == "linux" and not _uses_gpu():  # elsewhere a fork after numpy or torch is not safe
+        # A fork after numpy or torch is safe on Linux alone, and not after a GPU was opened, as a notebook may have.
+        elif sys.platform == "linux" and not ("torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()):
             context = multiprocessing.get_context("fork")
             for name in PRELOAD:
                 importlib.import_module(name)
@@ -154,12 +155,6 @@ class Processes:
         return own.partition(f'  File "{__file__}"')[0]
 
 
-def _uses_gpu() -> bool:
-    """Whether this process has opened a GPU, as a notebook may have: CUDA does not survive a fork."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
-
-
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Ranks are told by name what to run; multiprocessing would have each of them run the caller's script first."""
@@ -182,7 +177,14 @@ def _live(
     os.environ.update(env)
     if home is not None:
         os.setpgid(0, 0)  # Ctrl-C is for the caller, who ends this group
-        _write_into(home, rank)
+        out = os.open(home / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(out, stream)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr,unused-ignore]
+        stacks = open(home / f"{rank}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
+        faulthandler.enable(stacks)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(_STACK_SIGNAL, stacks)
     try:
         if threads:
             import torch
@@ -198,17 +200,6 @@ def _live(
     pipe.send_bytes(message)
     if home is not None:
         threading.Event().wait()
-
-
-def _write_into(home: Path, rank: int) -> None:
-    out = os.open(home / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(out, stream)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr,unused-ignore]
-    stacks = open(home / f"{rank}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
-    faulthandler.enable(stacks)
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(_STACK_SIGNAL, stacks)
 
 
 def named(name: str) -> Callable[..., Any]:

@@ -83,21 +83,23 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Collective. Returns when the snapshot is taken, or under way."""
-        self.saved, engine = step, self.trainer.engine
-        manifest = Manifest(
-            step=step,
-            samples=self.trainer.samples,
-            updates=engine.optimizer.updates,
-            optimizer=True,
-            data=self.data,
-            job=msgspec.to_builtins(self.trainer.job),
-        )
-        engine.copied = self.saver.start(self.pieces(), manifest)
+        self.saved = step
+        self.trainer.engine.copied = self.saver.start(self.pieces(), self.manifest(step))
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank writes."""
         engine = self.trainer.engine
         return written(engine.weights, self.shapes, engine.optimizer)
+
+    def manifest(self, step: int) -> Manifest:
+        return Manifest(
+            step=step,
+            samples=self.trainer.samples,
+            updates=self.trainer.engine.optimizer.updates,
+            optimizer=True,
+            data=self.data,
+            job=msgspec.to_builtins(self.trainer.job),
+        )
 
 
 def conflicts(manifest: Manifest, job: Job) -> list[str]:

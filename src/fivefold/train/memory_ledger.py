@@ -12,6 +12,7 @@ reader lets go of it. So it counts what an allocator would be asked for, on real
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class Ledger(TorchDispatchMode):
             self._sizes[key] = 0
             self._entries += 1
             self._entered[key] = self._entries
-            self._readers[key] = weakref.ref(memory, self._struck(key))
+            self._readers[key] = weakref.ref(memory, partial(self._strike, key))
             self._enter(key, memory.nbytes())
 
     def _enter(self, key: int, size: int) -> None:
@@ -109,23 +110,19 @@ class Ledger(TorchDispatchMode):
         if self.held > self.peak:
             self.peak, self.peak_moment = self.held, self._name
 
-    def _struck(self, key: int) -> Any:
-        def gone(_: Any) -> None:
-            self.held -= self._sizes.pop(key, 0)
-            self._readers.pop(key, None)
-            self._entered.pop(key, None)
-
-        return gone
+    def _strike(self, key: int, _: Any) -> None:
+        self.held -= self._sizes.pop(key, 0)
+        self._readers.pop(key, None)
+        self._entered.pop(key, None)
 
     def __enter__(self) -> Any:
         """FSDP2 frees gathered weights by resizing their memory, which no operator shows."""
         self._resize = torch.UntypedStorage.resize_
-        ledger, resize = self, self._resize
 
         def resized(memory: Any, size: int) -> Any:
-            done = resize(memory, size)
-            if memory._cdata in ledger._sizes:
-                ledger._enter(memory._cdata, size)
+            done = self._resize(memory, size)
+            if memory._cdata in self._sizes:
+                self._enter(memory._cdata, size)
             return done
 
         torch.UntypedStorage.resize_ = resized  # type: ignore
@@ -141,14 +138,12 @@ class Ledger(TorchDispatchMode):
         self._name, self.peak_here, self._entries_at_peak = str(name), self.held, self._entries
         yield
         resident = self.engine.weights.resident()
-        moments = self.engine.optimizer.resident()
-        state = (resident["parameters"], resident["gradients"], resident["masters"] + moments)
-        self.moments.append(Moment(self._name, self.peak_here, self.held, *state, self._gradients_at_peak()))
-
-    def _gradients_at_peak(self) -> int:
-        """Of the gradients that are there now, those that were when this moment held the most."""
+        optimizer = resident["masters"] + self.engine.optimizer.resident()
+        state = (resident["parameters"], resident["gradients"], optimizer)
+        # Of the gradients that are there now, those that were when this moment held the most.
         keys = {tensor.untyped_storage()._cdata for tensor in self.engine.weights.gradient_memory()}
-        return sum(self._sizes[key] for key in keys if self._entered.get(key, 0) <= self._entries_at_peak)
+        at_peak = sum(self._sizes[key] for key in keys if self._entered.get(key, 0) <= self._entries_at_peak)
+        self.moments.append(Moment(self._name, self.peak_here, self.held, *state, at_peak))
 
 
 def _state_of(engine: Engine) -> Iterator[Tensor]:
@@ -163,29 +158,16 @@ def _state_of(engine: Engine) -> Iterator[Tensor]:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Of products and attention, as executed: a causal mask leaves half of the scores."""
+    """Of matmuls and attention, as executed: a causal mask leaves half of the scores."""
     packet = getattr(func, "overloadpacket", None)
-    if packet in _ATTENTION:
-        return _scores(*args[:2]) * _seen(args, kwargs)
-    if packet in _ATTENTION_BACKWARD:  # the gradient of the output comes before query and key
-        return 2.5 * _scores(*args[1:3]) * _seen(args, kwargs)
-    if packet in flop_registry:
-        return float(flop_registry[packet](*args, **kwargs, out_val=result))
-    return 0.0
-
-
-def _scores(query: Tensor, key: Tensor) -> float:
-    """Two products over all pairs of tokens. [B, H, S, D]; without a batch, [tokens, H, D]."""
-    if query.ndim == 3:
-        tokens, heads, width = query.shape
-        return 4.0 * tokens * heads * width * key.shape[0]
-    batch, heads, queries, width = query.shape
-    return 4.0 * batch * heads * queries * key.shape[2] * width
-
-
-def _seen(args: Any, kwargs: Any) -> float:
-    """One half with a causal flag, whose place differs from operator to operator; it is the only True there."""
-    return 0.5 if any(value is True for value in (*args[3:], kwargs.get("is_causal"))) else 1.0
+    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+        backward = packet in _ATTENTION_BACKWARD
+        query, key = args[1:3] if backward else args[:2]  # the gradient of the output comes before them
+        keys = key.shape[0 if key.ndim == 3 else 2]  # [B, H, S, D]; without a batch, [tokens, H, D]
+        # The place of the causal flag differs from operator to operator. It is the only True there.
+        seen = 0.5 if any(value is True for value in (*args[3:], kwargs.get("is_causal"))) else 1.0
+        return (2.5 if backward else 1.0) * 4.0 * query.numel() * keys * seen  # two matmuls over all pairs of tokens
+    return float(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0.0
 
 
 class Counted:

@@ -29,19 +29,14 @@ def trace(
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {file.path.parent}")
-    short = shortened(job if isinstance(job, Job) else read_job(job, changes))
+    whole, replace = job if isinstance(job, Job) else read_job(job, changes), msgspec.structs.replace
+    traced = replace(whole.trace, steps=whole.trace.steps or STEPS)
+    steps = max(0, traced.after) + max(1, traced.steps)  # the warm-up and the traced steps, and no evaluation
+    short = replace(whole, train=replace(whole.train, steps=steps, eval_samples=0), trace=traced)
     preflight(short, short.layout.world)
     file(ranks.run(short.layout.world, "fivefold.train.trace:trace_rank", short, timeout=timeout)[0])
     assert file.result is not None
     return file.result
-
-
-def shortened(job: Job) -> Job:
-    """The job with its warm-up and its traced steps alone, and no evaluation."""
-    replace = msgspec.structs.replace
-    traced = replace(job.trace, steps=job.trace.steps or STEPS)
-    train = replace(job.train, steps=max(0, traced.after) + max(1, traced.steps), eval_samples=0)
-    return replace(job, train=train, trace=traced)
 
 
 def trace_rank(rank: ranks.Rank, job: Job) -> Trace | None:
