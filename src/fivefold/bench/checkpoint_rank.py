@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.bench.checkpoint import CheckpointResult
 from fivefold.bench.harness import Times
@@ -50,20 +50,18 @@ def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> 
     checkpointing.prepare()
     for _ in range(2):
         step()
-    usual: list[float] = []
-    snapshot: list[float] = []
-    lost: list[float] = []
+    found: list[tuple[float, float, float]] = []
     for _ in range(rounds):
-        usual.append(median(step() for _ in range(plain_steps)))
+        plain = median(step() for _ in range(plain_steps))
         start = time.perf_counter()
         checkpointing.save(trainer.done)
-        snapshot.append(time.perf_counter() - start)
+        stopped = time.perf_counter() - start
         beside = [step() for _ in range(plain_steps)]  # on every rank as many: they wait for each other
-        lost.append(snapshot[-1] + sum(beside) - plain_steps * usual[-1])
+        found.append((plain, stopped, stopped + sum(beside) - plain_steps * plain))
         checkpointing.saver.finish()
     files = Files(rank, control, checkpointing, Path(directory))
-    save, load = files.times(rounds)
-    return CheckpointResult(job, files.bytes, usual, snapshot, lost, save, load)
+    usual, snapshot, lost = map(list, zip(*found, strict=True))
+    return CheckpointResult(job, files.bytes, usual, snapshot, lost, *files.times(rounds))
 
 
 class Files:
@@ -87,9 +85,9 @@ class Files:
         }
         saves, loads = Times({name: [] for name in systems}), Times({name: [] for name in systems})
         for _ in range(rounds):
-            for name, (save, read) in systems.items():
-                saves[name].append(timed(save))
-                loads[name].append(timed(read))
+            for name, (saving, loading) in systems.items():
+                saves[name].append(timed(saving))
+                loads[name].append(timed(loading))
             if self.rank.number == 0:
                 for old in self.store.complete():
                     shutil.rmtree(old.path)
@@ -104,15 +102,9 @@ class Files:
         load(found, self.into)
 
     def save_dcp(self) -> None:
-        writer, control = FileSystemWriter(self.dcp, overwrite=True), self.control
+        writer, group, lone = FileSystemWriter(self.dcp, overwrite=True), self.control.group, self.control.size == 1
         with quietly():
-            state_dict_saver.save(
-                dict(self.mine),
-                storage_writer=writer,
-                planner=SavePlan(),
-                process_group=control.group,
-                no_dist=control.size == 1,
-            )
+            save(dict(self.mine), storage_writer=writer, planner=SavePlan(), process_group=group, no_dist=lone)
 
     def save_torch(self) -> None:
         torch.save(self.plain, self.torch)

@@ -21,11 +21,7 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("interleaved", 16, 32, 4),
-    Case("interleaved", 16, 64, 4),
-    Case("interleaved", 16, 128, 4),
-    Case("interleaved", 16, 256, 4),
-    Case("interleaved", 16, 512, 4),
+    *(Case("interleaved", 16, m, 4) for m in (32, 64, 128, 256, 512)),
     Case("zb-h1", 64, 512),
     Case("interleaved", 64, 512, 2),
     Case("auto", 16, 128),
@@ -71,7 +67,6 @@ def best(case: Case, times: int = 3) -> Timing:
 
 
 def measure(case: Case, clock: Callable[[], float] = perf_counter) -> Timing:
-    """Build, check and simulate one schedule."""
     begin = clock()
     schedule = build(case.name, case.p, case.m, chunks=case.chunks)
     built = clock()

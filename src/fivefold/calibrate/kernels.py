@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ from fivefold.calibrate.clock import Clock, sets
 from fivefold.model.ops import LocalOps
 from fivefold.spec.presets import preset
 
-LAYOUTS = ("forward", "input gradient", "weight gradient")
+# The matmuls of a layer as autograd asks for them, of its input, its weight and its output's gradient.
+LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "forward": lambda x, weight, output_grad: F.linear(x, weight),
+    "input gradient": lambda x, weight, output_grad: output_grad @ weight,
+    "weight gradient": lambda x, weight, output_grad: output_grad.t() @ x,
+}
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,8 @@ class Kernels:
 
     def _random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Never zeros: a matmul of them draws less power, and runs faster than a real one."""
-        return torch.randn(shape, device=self.device, dtype=torch.float32 if dtype else self.dtype).to(
-            dtype or self.dtype
-        )
+        drawn = torch.float32 if dtype else self.dtype  # fp8 cannot be drawn
+        return torch.randn(shape, device=self.device, dtype=drawn).to(dtype or self.dtype)
 
     # ---- matmuls -----------------------------------------------------------------------------------------------------
 
@@ -100,9 +105,8 @@ class Kernels:
             count = sets(sum(one.nbytes for one in operands))
             copies = [operands, *([one.clone() for one in operands] for _ in range(count - 1))]
             shapes = ((tokens, columns, inner), (tokens, inner, columns), (columns, inner, tokens))
-            for layout, (m, n, k) in zip(LAYOUTS, shapes, strict=True):
-                calls = [partial(_matmul, layout, *copy) for copy in copies]
-                yield Matmul(m, n, k, layout, self.clock.seconds(*calls))
+            for (layout, matmul), (m, n, k) in zip(LAYOUTS.items(), shapes, strict=True):
+                yield Matmul(m, n, k, layout, self.clock.seconds(*(partial(matmul, *copy) for copy in copies)))
 
     def sustained(self) -> float:
         """FLOP/s of the block's matmuls, back to back for seconds: until power and heat have had their say."""
@@ -139,13 +143,10 @@ class Kernels:
 
     def attention(self, kernel: str) -> list[AttentionTiming]:
         """Causal, four query heads to a kv head. Empty where the device has no such kernel."""
-        found = []
-        for shape in self.sizes.attention:
-            try:
-                found.append(self._attended(kernel, *shape))
-            except RuntimeError:  # torch's way to say that no kernel takes it
-                return []
-        return found
+        try:
+            return [self._attended(kernel, *shape) for shape in self.sizes.attention]
+        except RuntimeError:  # torch's way to say that no kernel takes it
+            return []
 
     def _attended(self, kernel: str, samples: int, heads: int, seq: int, head_dim: int) -> AttentionTiming:
         kv = heads // 4
@@ -192,15 +193,13 @@ class Kernels:
 
     def host(self) -> tuple[float, float]:
         """Seconds in which this host launches a block's forward and backward pass, with next to nothing to compute."""
-        narrow = self.device.type != "cuda"  # a CPU computes, too: there must be nothing to compute
-        sizes = (
-            {"hidden": 32, "head_dim": 16, "heads": 2, "ffn": 32} if narrow else {"hidden": 256, "heads": 4, "ffn": 512}
-        )
-        count = 1 if narrow else 16
+        count, sizes = 16, {"hidden": 256, "heads": 4, "ffn": 512}
+        if self.device.type != "cuda":  # a CPU computes, too: there must be nothing to compute
+            count, sizes = 1, {"hidden": 32, "head_dim": 16, "heads": 2, "ffn": 32}
         spec = preset("llama3.2-1b", kv_heads=1, vocab=256, layers=1, **sizes)
         _, _, forward = block_of(spec, LocalOps(), 1, count, self.device, self.dtype)
-        ahead, back, rounds = [], [], 30
-        for _ in range(rounds):
+        ahead, back = [], []
+        for _ in range(30):
             self.clock.synchronize()
             start = time.perf_counter()
             y = forward()
@@ -208,7 +207,7 @@ class Kernels:
             y.backward(y.detach())
             back.append(time.perf_counter() - middle)
             ahead.append(middle - start)
-        return sorted(ahead)[rounds // 2], sorted(back)[rounds // 2]
+        return median_high(ahead), median_high(back)
 
     def update(self) -> float:
         """Seconds a parameter of the gradient norm, clipping and AdamW, as the trainer calls them on a CPU."""
@@ -225,13 +224,6 @@ class Kernels:
             )  # fmt: skip
 
         return self.clock.seconds(step) / count
-
-
-def _matmul(layout: str, x: Tensor, weight: Tensor, output_grad: Tensor) -> Tensor:
-    """As autograd asks for it: x weight', grad weight, grad' x."""
-    if layout == "forward":
-        return F.linear(x, weight)
-    return output_grad @ weight if layout == "input gradient" else output_grad.t() @ x
 
 
 def _only(kernel: str, device: torch.device) -> Any:

@@ -4,8 +4,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -321,35 +320,27 @@ def train(
     _show(lambda told: [measure(words, against, steps, rounds, extras, told)], as_json, output)
 
 
-def _show(results: "Callable[[Told], Iterable[Result]]", as_json: bool, output: Path | None = None) -> None:
-    """Measure, and show the last result. Each of them is kept: a run that is stopped has left what it measured."""
-    with _progress() as told:
-        for result in results(told):
-            kept = output is None or _keep(result, output)
-    show(result, as_json)
-    if not kept:
-        raise typer.Exit(1)
+def _show(measure: "Callable[[Told], Iterable[Result]]", as_json: bool, output: Path | None = None) -> None:
+    """Measure, and show the last result. Each of them is kept: a run that is stopped has left what it measured.
 
-
-@contextmanager
-def _progress() -> "Iterator[Told]":
-    """Show what is measured now; each measurement leaves a line with its seconds."""
+    The status line says what is measured now, and each measurement leaves a line with its seconds.
+    """
     console = console_of(stderr=True)
     begun: list[tuple[str, float]] = []
 
-    def finish() -> None:
-        for what, start in begun[-1:]:
-            console.print(f"{what}: {time.monotonic() - start:.0f} s", style="dim", markup=False)
+    def told(what: str) -> None:
+        for last, start in begun[-1:]:
+            console.print(f"{last}: {time.monotonic() - start:.0f} s", style="dim", markup=False)
+        begun.append((what, time.monotonic()))
+        status.update(what)
 
     with console.status("") as status:
-
-        def told(what: str) -> None:
-            finish()
-            begun.append((what, time.monotonic()))
-            status.update(what)
-
-        yield told
-        finish()
+        for result in measure(told):
+            kept = output is None or _keep(result, output)
+        told("")
+    show(result, as_json)
+    if not kept:
+        raise typer.Exit(1)
 
 
 def _keep(result: Result, output: Path) -> bool:
