@@ -129,10 +129,7 @@ class TrainBenchResult(Result):
             "seq": job.data.seq,
             "batch": train.batch,
             "layout": str(job.layout),
-            "fp8": train.fp8,
-            "compile": train.compile,
-            "deterministic": train.deterministic,
-            "dtype": train.dtype,
+            **{key: getattr(train, key) for key in ("fp8", "compile", "deterministic", "dtype")},
             "peak": self.peak,
             "systems": [
                 {
@@ -241,8 +238,8 @@ def systems(job: Job, against: str) -> dict[str, Job]:
         from fivefold.launch.device import choose_device, compiles  # torch knows which device there is
 
         if not compiles(job.train, choose_device(job.train.device)):
-            compile = job.train.compile
-            raise UserError(f"--against eager: with train.compile={compile} the job is not compiled here itself")
+            setting = f"train.compile={job.train.compile}"
+            raise UserError(f"--against eager: with {setting} the job is not compiled here itself")
     found = {OURS: job}
     changed: dict[str, dict[str, Any]] = {"hf": {}, "eager": {"compile": "off"}}
     for word in wanted:

@@ -96,8 +96,8 @@ class Fit:
     ) -> None:
         """With the errors of the planned times."""
         errors = [abs(ratio - 1) for ratio in ratios]
-        middle, worst = (median(errors), max(errors)) if errors else (None, None)
-        self.rows.append(Row(what, measured, share, middle, worst, note))
+        middle = median(errors) if errors else None
+        self.rows.append(Row(what, measured, share, middle, max(errors, default=None), note))
 
     def settled(self, shares: Achieved, name: str, ratios: Ratios) -> Achieved:
         """The share with which the median of planned / measured is 1. Where something else bounds a time the share does
