@@ -1,4 +1,4 @@
-"""How well one could do without a model: the loss of the best guess from no context, and from one token of it.
+"""Losses that need no model: those of the best guess from no context, and from one token of context.
 
 A model that reaches the first has learnt how frequent tokens are; below the second it must look further back than one
 token. Both are estimates from the split's own counts (which, given few tokens, flatter the guess), over all tokens,

@@ -1,4 +1,4 @@
-"""What lies in a directory of tokens.
+"""The files of a directory of prepared tokens.
 
     index.json              this description; written last, so a directory without it is not a prepared one
     train-00000.tokens      token ids, uint16 or uint32, little endian, documents one after another

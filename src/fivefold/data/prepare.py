@@ -6,19 +6,22 @@ Documents stream through: memory is bounded by a few batches of text, whatever t
 encodes while another hashes and writes.
 """
 
+import os
+import secrets
+import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from fivefold.data.index import is_prepared
 from fivefold.data.progress import Report, quiet
 from fivefold.data.writing.documents import documents
 from fivefold.data.writing.pieces import Fields
 from fivefold.data.writing.sink import Sink
 from fivefold.data.writing.sources import Meter, find_sources
-from fivefold.data.writing.staging import check_free, staged
 from fivefold.data.writing.tokenizer import encoded, load_tokenizer
 from fivefold.support.errors import UserError
 
@@ -141,3 +144,51 @@ def _check_options(text_field: str, prompt_field: str | None, valid: float, shar
     ]
     if problems := [problem for holds, problem in rules if not holds]:
         raise UserError(problems)
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Refuse a place where something stands that is not ours to replace."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise UserError(f"{out} exists and is not a directory; name a new directory for the tokens")
+    if not any(out.iterdir()):
+        return
+    if not is_prepared(out):
+        raise UserError(f"{out} exists and holds other files; name a new or an empty directory for the tokens")
+    if not overwrite:
+        raise UserError(f"{out} already holds prepared tokens; name another directory, or give --overwrite")
+
+
+@contextmanager
+def staged(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A directory to write into; it takes the place of `out` when the block ends well.
+
+    It is a hidden directory beside `out`, so that `out` appears complete or not at all. An exception or an interrupt
+    removes it; a killed process leaves it behind, without an index.
+    """
+    token = secrets.token_hex(4)
+    hidden = out.parent / f".{out.name}.{token}.partial"
+    try:
+        hidden.mkdir(parents=True)  # mkdir and not mkdtemp: the result must be readable by whoever the umask allows
+        yield hidden
+        check_free(out, overwrite)  # again: another process may have been faster
+        # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
+        old = out.parent / f".{out.name}.{token}.old" if out.is_dir() and any(out.iterdir()) else None
+        if old:
+            os.rename(out, old)
+        os.rename(hidden, out)
+        if old:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}{_space(out.parent)}") from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _space(place: Path) -> str:
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError:
+        return ""
+    return f" ({free / 1e9:.1f} GB are free there)"

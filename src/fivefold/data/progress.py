@@ -1,4 +1,4 @@
-"""How far a long job is: a callback of (bytes done, bytes in all), and a bar that is one."""
+"""Progress of a long job: a callback of (bytes done, total bytes), and a bar as one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ Report: TypeAlias = Callable[[int, int], None]
 
 
 def quiet(done: int, total: int) -> None:
-    """Nobody is watching."""
+    """Report nothing."""
 
 
 @contextmanager

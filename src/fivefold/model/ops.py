@@ -1,4 +1,4 @@
-"""The ops of the decoder, on one device; `parallel/` speaks the same ones across ranks."""
+"""The ops of the decoder, on one device; `parallel/` has the same ones across ranks."""
 
 from typing import Any, Protocol
 

@@ -1,4 +1,4 @@
-"""Messages between pipeline stages: what crosses a boundary, one way, in order.
+"""Messages between pipeline stages. A channel crosses one boundary, one way, in order.
 
 Shapes are known beforehand, so nothing but the tensors travels. On gloo a message has a tag, its channel's and its
 microbatch's; NCCL ignores tags and matches in order, so every channel has a communicator of its own there.

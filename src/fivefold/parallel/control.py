@@ -1,4 +1,4 @@
-"""The ranks' agreement on small things: objects over a gloo group of its own, which a background thread may use while
+"""Small objects that ranks exchange, over a gloo group of its own, which a background thread may use while
 the training step uses the others."""
 
 from datetime import timedelta
@@ -19,14 +19,14 @@ class Control:
         self.group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.size > 1 else None
 
     def from_first(self, value: T) -> T:
-        """Rank 0's, everywhere."""
+        """The value of rank 0, on every rank."""
         box: list[Any] = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, group=self.group)
         return box[0]
 
     def from_all(self, value: T) -> list[T]:
-        """Every rank's, in their order, everywhere."""
+        """The values of all ranks, in their order, on every rank."""
         box: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(box, value, group=self.group)

@@ -81,7 +81,7 @@ class Pipeline:
             self.channels.drain()
 
     def forward_only(self, microbatch: Microbatch) -> Tensor | None:
-        """One microbatch forward through all stages, and what the last makes of it, on the rank that has it."""
+        """Run one microbatch forward through all stages; the rank of the last stage returns its output."""
         left: Tensor | None = None  # by the stage before, where it is on this rank too
         last = None
         for stage, model in self.stages.items():
@@ -104,7 +104,7 @@ class Pipeline:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Errors inside say what this rank was at; those for want of a peer are said in one sentence."""
+        """Errors inside say what this rank was doing; an error for want of a peer becomes one sentence."""
         mesh = self.channels.mesh
         try:
             with waiting(what, mesh, mesh.tp, mesh.cp, mesh.data):  # what collectives there are within an action

@@ -66,7 +66,7 @@ class TrafficCounter(TorchDispatchMode):
         return result
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator has run."""
+        """Count an operator that has run."""
         if func.namespace in SPACES and (kind := _kind(func)) is not None:
             given = given_to(func, args, kwargs)
             ranks = ranks_of(given)

@@ -1,1 +1,1 @@
-"""How the program speaks: errors, formatting, reading of tables, files."""
+"""Helpers for all rooms: errors, formatting, reading of tables, files."""

@@ -42,10 +42,7 @@ def hashed(path: Path) -> File:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that knows its sum when it is written, without being read again.
-
-    Without a buffer: who syncs it syncs all of it.
-    """
+    """A new file that computes its checksum while it is written. It has no buffer, so one fsync covers all of it."""
 
     def __init__(self, path: Path):
         self._path, self._raw = path, path.open("wb", buffering=0)

@@ -1,4 +1,4 @@
-"""Small things that sentences are made of: the nearest name, numbers for people."""
+"""Text for messages: the nearest name, numbers in readable form."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches

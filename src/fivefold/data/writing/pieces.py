@@ -1,4 +1,4 @@
-"""What a document is made of on its way to the tokenizer.
+"""Pieces: what the tokenizer gets of a document.
 
 A document is one or more pieces: a prompt and its answer (which differ in loss), or the parts of a text too long to be
 tokenized at once.

@@ -1,6 +1,6 @@
 """Context parallelism: the cp ranks share every sequence, in one of three ways.
 
-ring        keys and values go round the ranks        zigzag shares
+ring        keys and values travel around the ranks   zigzag shares
 allgather   every rank gathers all keys and values    zigzag shares
 ulysses     ranks trade tokens for heads              contiguous shares
 """

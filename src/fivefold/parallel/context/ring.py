@@ -1,6 +1,6 @@
-"""Ring attention: keys and values go round, and each rank merges what its queries see in them.
+"""Ring attention: keys and values travel around the ranks, and each merges what its queries see in them.
 
-In each of c steps a rank works with the keys of one rank, while they travel on to the next. Backward goes round again;
+In each of c steps a rank works with the keys of one rank, while they travel on to the next. Backward goes around again;
 the gradient of the keys and values follows them one step behind, and the last step brings it home.
 
 Payload of a rank, for a layer and a microbatch of B rows of S tokens, K kv heads (of this tp rank) of D:

@@ -89,7 +89,7 @@ class Bucket:
 
     @torch.no_grad()
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Take in a gradient, widened on the way."""
+        """Add a gradient, widened to the table's dtype."""
         if self.gathering is not None:  # else the buffer that holds them would be overwritten, here and elsewhere
             raise RuntimeError(f"{slot.name} was used before its new weights had come: its block's forward did not run")
         if self.table is None:
@@ -103,7 +103,7 @@ class Bucket:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Start the sum over the zero axis: every gradient of this bucket has come."""
+        """Start the sum over the zero axis, once every gradient of this bucket has come."""
         if self.table is None:
             self.table = self._empty(self.wide)
         for slot in self.slots:
@@ -157,7 +157,7 @@ class Bucket:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Bring the masters' new values on their way to everybody's model."""
+        """Start to send the masters' new values to every rank's model."""
         if self.stage == 0:
             rounded = [slot for slot in self.slots if slot.weight.dtype != slot.master.dtype]
             if rounded:
