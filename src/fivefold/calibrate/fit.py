@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from msgspec import structs
 
-from fivefold.calibrate.block import BlockTiming
+from fivefold.calibrate.block import AttentionTiming, BlockTiming
 from fivefold.calibrate.clock import Timing
-from fivefold.calibrate.kernels import AttentionTiming, Matmul
+from fivefold.calibrate.kernels import Matmul
 from fivefold.calibrate.result import CalibrationResult, Row
 from fivefold.hardware.accelerators import Accelerator, Link
 from fivefold.hardware.cluster import SHARE

@@ -47,8 +47,8 @@ class RankTime:
             return {axis: mean(getattr(time, name).get(axis, 0.0) for time in times) for axis in axes}
 
         numbers = ("step", "compute", "bubble", "optimizer", "other", "wait")
-        means = (mean(getattr(time, name) for time in times) for name in numbers)
-        return cls(*means, exposed=by_axis("exposed"), hidden=by_axis("hidden"))
+        means = {name: mean(getattr(time, name) for time in times) for name in numbers}
+        return cls(**means, exposed=by_axis("exposed"), hidden=by_axis("hidden"))
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,10 @@ class _TimedWork(dist.Work):
         self.work, self.flight, self.timer = work, flight, timer
         if timer.on_host:
             with suppress(RuntimeError):  # gloo reports the end of some collectives, and of no message
-                work.get_future().add_done_callback(lambda _: flight.land(timer.now()))
+                work.get_future().add_done_callback(self._over)
+
+    def _over(self, _: Any) -> None:
+        self.flight.land(self.timer.now())
 
     def wait(self, *timeout: Any) -> bool:
         start = self.timer.now()

@@ -18,6 +18,7 @@ every pair of settings.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from typing import Any, get_args
 
@@ -129,8 +130,8 @@ def all_cases(job: Job, world: int, deepen: bool = False) -> list[LayoutCase]:
         chosen = [case(spec, layout, name) for layout in layouts]
         if name in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
             chosen = [one for one in chosen if one.job.layout.tp > 1]
-        asked = {"world": world, "seq": seq, "batch": batch}
-        cases += pairwise([one for one in chosen if not one.job.layout.problems(one.job.model, **asked)])
+        asked = partial(Layout.problems, world=world, seq=seq, batch=batch)
+        cases += pairwise([one for one in chosen if not asked(one.job.layout, one.job.model)])
     return cases
 
 

@@ -39,8 +39,8 @@ def to_terminal(simulation: Simulation, columns: int = 100, colour: bool = True)
     text = Text()
     for rank in range(simulation.schedule.p):
         text.append(f"rank {rank} ".rjust(label), "dim")
-        for span, columns in groupby(_columns([*_side_by_side(simulation.timeline[rank])], width, slice_)):
-            text.append_text(_cell(simulation.schedule, span, len([*columns]), colour))
+        for span, group in groupby(_columns([*_side_by_side(simulation.timeline[rank])], width, slice_)):
+            text.append_text(_cell(simulation.schedule, span, len([*group]), colour))
         text.append("\n")
     text.append("memory\n".rjust(label), "dim")
     most = max(simulation.peak_activations) or 1.0
