@@ -61,8 +61,8 @@ class CheckpointContents(Result):
     tensors: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        found = msgspec.to_builtins(self.checkpoint.manifest)
-        return {**found, "path": str(self.checkpoint.path), "tensors": self.tensors}
+        manifest = msgspec.to_builtins(self.checkpoint.manifest)
+        return {**manifest, "path": str(self.checkpoint.path), "tensors": self.tensors}
 
     def blocks(self) -> Iterator[Block]:
         manifest = self.checkpoint.manifest

@@ -42,13 +42,11 @@ def newest(store: Store, control: Control, say: Say) -> Checkpoint | None:
 
 
 def _candidate(store: Store, tried: int) -> tuple[Checkpoint | None, list[str]]:
-    """The newest there is, or why the run must not go on."""
+    """The newest checkpoint, or why the run must not resume."""
     newest = next(iter(store.complete()), None)
     if newest is None:
-        none_left = (
-            f"none of the {tried} checkpoints in {store.directory} is good; --fresh starts over in a new directory"
-        )
-        return None, [none_left] if tried else []
+        fresh = "--fresh starts over in a new directory"
+        return None, [f"none of the {tried} checkpoints in {store.directory} is good; {fresh}"] if tried else []
     try:
         assert newest.manifest
     except Damaged:

@@ -1,7 +1,7 @@
 """What a rank holds of the whole model, in DCP's words.
 
-A piece is a box of a tensor with a global name. A checkpoint is written as the
-boxes of one layout and read as those of another; DCP finds the overlaps.
+A piece is a box of a tensor with a global name. A checkpoint is written as the boxes of one layout and read as those of
+another; DCP finds the overlaps.
 """
 
 import warnings

@@ -9,8 +9,8 @@ saver.finish()                             # waits for the one under way, and ra
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -93,22 +93,23 @@ def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) ->
     needed = sum(piece.nbytes for piece in pieces.values())
     path = together(control, lambda: _room(store, manifest.step, sum(control.from_all(needed)), control.rank))[0]
     assert path is not None
-    try:
+    with _complete_or_gone(path) if control.rank == 0 else nullcontext():
         mine = _dcp(path, control, pieces)
         files = together(control, lambda: [hashed(path / ".metadata"), *mine] if control.rank == 0 else mine)
         whole = msgspec.structs.replace(manifest, files=[file for of_rank in files for file in of_rank])
         together(control, lambda: store.commit(path, whole) if control.rank == 0 else None)
-    except BaseException:
-        if control.rank == 0:
-            _drop(path)
-        raise
     return path
 
 
-def _drop(path: Path) -> None:
-    """Half a save, and ours: nothing good is in it. What has its manifest is whole, whatever went wrong afterwards."""
-    if not (path / MANIFEST).exists():
-        shutil.rmtree(path, ignore_errors=True)
+@contextmanager
+def _complete_or_gone(path: Path) -> Iterator[None]:
+    """Delete half a save where it fails. What has its manifest is whole, whatever went wrong afterwards."""
+    try:
+        yield
+    except BaseException:
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progress: Progress = lambda _: None) -> Path:
@@ -118,7 +119,7 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
     """
     path = _room(store, manifest.step, sum(piece.nbytes for part in parts for piece in part.values()), 0)
     assert path is not None
-    try:
+    with _complete_or_gone(path):
         planners, writers, plans = [SavePlan() for _ in parts], [Writer(path) for _ in parts], []
         for rank, (planner, writer, part) in enumerate(zip(planners, writers, parts, strict=True)):
             planner.set_up_planner(dict(part), is_coordinator=rank == 0)
@@ -133,9 +134,6 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
         writers[0].finish(metadata, results)
         files = [*(file for writer in writers for file in writer.files), hashed(path / ".metadata")]
         store.commit(path, msgspec.structs.replace(manifest, files=files))
-    except BaseException:
-        _drop(path)
-        raise
     return path
 
 
@@ -157,25 +155,18 @@ def together(control: Control, do: Callable[[], T]) -> list[T]:
     except OSError as error:
         problem = error.strerror or str(error)
     found = control.from_all((done, problem))
-    for _, other in found:
-        if other:
-            raise OSError(other)
+    if why := next(filter(None, (other for _, other in found)), ""):
+        raise OSError(why)
     return [cast(T, value) for value, _ in found]
 
 
 def _dcp(path: Path, control: Control, pieces: Pieces) -> list[File]:
     """This rank's files."""
-    writer = Writer(path, for_files())
+    writer, alone = Writer(path, for_files()), control.size == 1
     try:
         with quietly():
-            save(
-                dict(pieces),
-                storage_writer=writer,
-                planner=SavePlan(),
-                process_group=control.group,
-                no_dist=control.size == 1,
-            )
+            save(dict(pieces), storage_writer=writer, planner=SavePlan(), process_group=control.group, no_dist=alone)
     except CheckpointException as error:
         rank, (failure, _) = min(error.failures.items())
-        raise OSError(f"rank {rank}: {failure}" if control.size > 1 else str(failure)) from None
+        raise OSError(str(failure) if alone else f"rank {rank}: {failure}") from None
     return writer.files

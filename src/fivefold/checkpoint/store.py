@@ -71,10 +71,8 @@ class Checkpoint:
             raise UserError(f"cannot read {self.path / MANIFEST}: {error.strerror}") from None
         except msgspec.MsgspecError as error:
             raise Damaged(f"{self.path / MANIFEST} is damaged: {error}") from None
-        if manifest.version != VERSION:
-            raise UserError(
-                f"{self.path} has version {manifest.version} of the format, and this release reads {VERSION}"
-            )
+        if (found := manifest.version) != VERSION:
+            raise UserError(f"{self.path} has version {found} of the format, and this release reads {VERSION}")
         if manifest.sealed().seal != manifest.seal:
             raise Damaged(f"{self.path / MANIFEST} is damaged: its numbers are not those that it was sealed with")
         return manifest
@@ -97,26 +95,25 @@ class Checkpoint:
 
     def _misfit(self, file: File) -> str | None:
         place = self.path / file.name
-        size = place.stat().st_size if place.is_file() else None
-        if size is None:
+        if not place.is_file():
             return f"{place} is missing: the manifest promises {file.bytes} bytes"
-        if size != file.bytes:
-            word = "short" if size < file.bytes else "too long"
-            return f"{place} is {word}: {size} bytes, and the manifest promises {file.bytes}"
-        return None
+        size = place.stat().st_size
+        word = "short" if size < file.bytes else "too long"
+        said = f"{place} is {word}: {size} bytes, and the manifest promises {file.bytes}"
+        return None if size == file.bytes else said
 
     def damage(self, files: Iterable[File] | None = None, progress: Progress | None = None) -> list[str]:
         """What is wrong with some of its files (all), every byte read."""
         chosen = self.manifest.files if files is None else list(files)
-        found = side_by_side(lambda file: self._misfit(file) or self._damage(file, progress), chosen, for_files())
-        return [problem for problem in found if problem]
 
-    def _damage(self, file: File, progress: Progress | None) -> str | None:
-        found = digest(self.path / file.name, progress)
-        if found == file.sha256:
-            return None
-        promised = f"the manifest promises {file.sha256[:16]}..."
-        return f"{self.path / file.name} is damaged: its sha256 is {found[:16]}..., and {promised}"
+        def wrong(file: File) -> str | None:
+            if misfit := self._misfit(file):
+                return misfit
+            found, promised = digest(self.path / file.name, progress), f"the manifest promises {file.sha256[:16]}..."
+            said = f"{self.path / file.name} is damaged: its sha256 is {found[:16]}..., and {promised}"
+            return None if found == file.sha256 else said
+
+        return [problem for problem in side_by_side(wrong, chosen, for_files()) if problem]
 
 
 class Store:
@@ -135,12 +132,13 @@ class Store:
 
     def aside(self) -> list[Path]:
         """Set aside earlier."""
-        inside = self.directory.iterdir() if self.directory.is_dir() else ()
-        return sorted(path for path in inside if _ASIDE.search(path.name))
+        return sorted(path for path in self._inside() if _ASIDE.search(path.name))
 
     def _named(self) -> list[Path]:
-        inside = self.directory.iterdir() if self.directory.is_dir() else ()
-        return [path for path in inside if _NAME.fullmatch(path.name)]
+        return [path for path in self._inside() if _NAME.fullmatch(path.name)]
+
+    def _inside(self) -> Iterable[Path]:
+        return self.directory.iterdir() if self.directory.is_dir() else ()
 
     def new(self, step: int) -> Path:
         """An empty directory of its own for a save of this step."""
