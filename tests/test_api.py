@@ -92,3 +92,27 @@ def test_schedules_draw_themselves_in_a_notebook() -> None:
         ff.draw("zbv", pp=4, microbatches=8)
     with pytest.raises(ff.UserError, match="there is no schedule to draw"):
         ff.draw()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ff.plan("tiny", "2xCPU", batch=8, seq=64, by="speed"), "by='speed' is not a ranking"),
+        (lambda: ff.plan("tiny", "2xCPU", batch=8, seq=64, top=0), "top=0 shows no layout"),
+        (lambda: ff.truth("nowhere"), "nowhere has no .csv files"),
+        (lambda: ff.models(seq=0), "seq=0 must be at least 1"),
+        (lambda: ff.verify("dp=1", ["model.layers=2"], model=ff.preset("tiny")), "a ModelSpec is the whole model"),
+    ],
+)
+def test_bad_arguments_are_sentences(call, said: str) -> None:
+    with pytest.raises(ff.UserError, match=said):
+        call()
+
+
+def test_serving_asks_the_same_from_python_as_from_the_command_line() -> None:
+    from fivefold.cli.plan import plan
+    from fivefold.plan.serving.serve import serve
+
+    command, function = inspect.signature(plan).parameters, inspect.signature(serve).parameters
+    assert command["prompt"].default == function["prompt"].default
+    assert command["answer"].default == function["output"].default

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fivefold.report import Cell, Result, Table, Text, mark
 from fivefold.report.html import to_html
-from fivefold.report.terminal import to_text
+from fivefold.report.terminal import console_of, to_text
 
 LAYOUT = "dp=2,tp=4,pp=4,cp=2,cp_kind=ulysses,zero=1,sp,microbatches=256"
 TABLE = Table(
@@ -75,3 +75,8 @@ def test_a_notebook_shows_the_same_tables_escaped_and_the_picture() -> None:
 def test_printing_a_result_is_its_text() -> None:
     assert "a < b" in str(Found())
     assert "x & y" in str(Found())
+
+
+def test_a_terminal_of_no_columns_is_one_of_unknown_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert console_of().width == 80

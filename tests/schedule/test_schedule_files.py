@@ -207,3 +207,10 @@ def test_train_keeps_the_schedule_and_resumes_without_the_original(by_hand: Path
     assert load(folder / "schedule.txt") == edited()
     run(["train", folder / "job.toml", "train.steps=2", "--nproc", 2])
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_job_finds_the_schedule_that_lies_beside_it(by_hand: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "job.toml").write_text(f'[layout]\npp = 2\nmicrobatches = 4\nschedule = "{by_hand.name}"\n')
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert Path(read_job(tmp_path / "job.toml").layout.schedule) == tmp_path / by_hand.name

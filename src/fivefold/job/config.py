@@ -166,6 +166,10 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
     table = _read_toml(_found(Path(path).expanduser())) if path is not None else {}
     of_its_own = "model" in table
+    if path is not None and isinstance(layout := table.get("layout"), dict) and "schedule" in layout:
+        beside = Path(path).expanduser().parent / str(layout["schedule"])  # a schedule file may lie beside the job
+        if beside.is_file() and not Path(str(layout["schedule"])).exists():
+            table["layout"] = layout | {"schedule": str(beside)}
     problems: list[str] = []
     for change in changes:
         _apply(table, change, problems)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
@@ -23,6 +23,7 @@ from fivefold.plan.search.search import SURVIVORS, By, Option, evaluate, search
 from fivefold.plan.search.space import groups_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
 
 TOKENS = 1 << 22  # of a step without a given batch: four million, as in most large runs
 SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
@@ -50,6 +51,10 @@ def plan(
     """
     if price is not None and not 0 <= price < 1e6:
         raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
+    if by not in get_args(By):
+        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
+    if top < 1:
+        raise UserError(f"top={top} shows no layout; the least is 1")
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
     job, case = _question(model, cluster, changes, batch, seq, precision, software)
@@ -82,7 +87,7 @@ def simulate(
     precision: str = "",
     software: str = "fivefold",
 ) -> SimulateResult:
-    """Time one step of a layout: its schedule runs on a clock, and neither the model nor the cluster is needed."""
+    """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed."""
     _, case = _question(model, cluster, changes, batch, seq, precision, software)
     return SimulateResult(_given(case, layout))
 

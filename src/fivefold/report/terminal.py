@@ -15,7 +15,9 @@ STYLES = {"": "", "bold": "bold", "dim": "dim", "good": "green", "bad": "bold re
 
 def console_of(stderr: bool = False) -> Console:
     """For everything that the program prints: numbers are not coloured, and nothing is cut."""
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    columns = os.environ.get("COLUMNS", "")
+    unknown = columns.isdigit() and int(columns) < 1  # some shells say 0 where there is no terminal
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=80 if unknown else None)
 
 
 def width_of(console: Console) -> int | None:

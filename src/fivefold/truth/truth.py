@@ -17,7 +17,7 @@ Progress = Callable[[str, int, int], None]  # what is done, steps so far, all st
 
 
 def truth(
-    data: Path | None = None,
+    data: str | Path | None = None,
     *,
     rows: str = "",
     leave_out: bool = False,
@@ -29,7 +29,7 @@ def truth(
     `rows` names one source, whose rows are then shown; `leave_out` also predicts each source with constants that were
     fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
     """
-    every = read_rows(data or DATA)
+    every = read_rows(Path(data) if data else DATA)
     files = list(dict.fromkeys(row.file for row in every))
     if rows and rows not in files:
         raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}")

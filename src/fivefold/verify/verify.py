@@ -25,6 +25,7 @@ from fivefold.layout.stages import schedule_of
 from fivefold.plan.cost.memory import proof_problems, state_of
 from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.schedule.schedule import peak_live
+from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.verify.compare import OPTIMIZER
 from fivefold.verify.layouts import LayoutCase, all_cases, covered, pairwise
@@ -42,7 +43,7 @@ def verify(
     layout: str | Layout | None = None,
     changes: Sequence[str] = (),
     *,
-    model: str = "tiny",
+    model: str | ModelSpec = "tiny",
     dtype: str = "float64",
     steps: int = 3,
     seq: int = 32,
@@ -64,13 +65,15 @@ def verify(
     _check(layout, everything, world, sample, timeout)
     world = 4 if world is None else world
     chosen = "dp=1" if everything else str(layout or _DEFAULT)
-    tiny = model.startswith("tiny")
+    if isinstance(model, ModelSpec) and any(one.startswith("model") for one in changes):
+        raise UserError("a ModelSpec is the whole model; change it, and not model settings beside it")
+    tiny = not isinstance(model, ModelSpec) and model.startswith("tiny")
     deepen = tiny and not any(one.startswith("model.layers=") for one in changes)
     narrow = [*_NARROW, *([f"model.layers={_layers(chosen)}"] if deepen else [])] if tiny else []
     if batch is None:
         batch = max(8, 2 * world) if everything else 8
     settings = {
-        "model.preset": model,
+        "model.preset": "tiny" if isinstance(model, ModelSpec) else model,
         "layout": chosen,
         "data.seq": seq,
         "data.document_mask": "true",
@@ -81,6 +84,8 @@ def verify(
     }
     settings |= {f"optimizer.{key}": value for key, value in OPTIMIZER.items()}
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
+    if isinstance(model, ModelSpec):
+        job = msgspec.structs.replace(job, model=model)
     rounding = "train.fp8=true rounds by what a rank sees, so layouts agree as far as 8 bits do; prove train.fp8=false"
     if problems := job.problems() or ([rounding] if job.train.fp8 else proof_problems(job)):
         raise UserError(problems)
