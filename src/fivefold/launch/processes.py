@@ -53,14 +53,15 @@ class Processes:
         `threads` are torch's in each rank; None leaves that to the environment.
         """
         context: Any = multiprocessing.get_context("spawn")
-        if self.home is not None and hasattr(os, "fork"):
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOAD)
-        # A fork after numpy or torch is safe on Linux alone, and not after a GPU was opened, as a notebook may have.
-        elif sys.platform == "linux" and not ("torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()):
+        # A process that has used torch, as a notebook has, must not be forked: neither autograd's threads nor CUDA
+        # survive it. Then, and where ranks have a home, a server that has only imported is forked instead.
+        if self.home is None and sys.platform == "linux" and "torch" not in sys.modules:
             context = multiprocessing.get_context("fork")
             for name in PRELOAD:
                 importlib.import_module(name)
+        elif hasattr(os, "fork"):
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world}
