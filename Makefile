@@ -41,12 +41,12 @@ pure: install
 smoke: install
 	$(BIN)/fivefold verify --layout dp=2
 
-# Three at a time on two cores: tests wait for their ranks half of the time. Those that measure time run by themselves.
+# Four at a time on two cores: tests wait for their ranks half of the time. Those that measure time run by themselves.
 pytest:
 	@$(MAKE) --no-print-directory shared
 	@$(MAKE) --no-print-directory alone
 shared: install
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not alone and not slow"
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow"
 alone: install
 	$(BIN)/python -m pytest -m "alone and not slow"
 

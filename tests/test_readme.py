@@ -73,8 +73,8 @@ SMALLER = {
 }
 
 
-def test_every_command_runs(folder: Path) -> None:
-    for line in COMMANDS:
+def run(lines: list[str], folder: Path) -> None:
+    for line in lines:
         more = ["--check"] if line.startswith("fivefold train") else []
         if "run.name=essays" in line:  # those whose checkpoints the next ones read are really run, for a few steps
             steps = 1 + ("--restarts" in line)
@@ -84,6 +84,15 @@ def test_every_command_runs(folder: Path) -> None:
         assert done.returncode == 0, line + done.stderr
         if line == "fivefold verify --layout dp=2,tp=2,zero=3":
             assert numbers(done.stdout) == numbers(PROOF)
+
+
+def test_every_command_runs(folder: Path) -> None:
+    run([line for line in COMMANDS if not line.startswith("fivefold bench ")], folder)
+
+
+@pytest.mark.slow  # tests/bench runs the same benchmarks smaller, in every `make test`
+def test_every_benchmark_runs(folder: Path) -> None:
+    run([line for line in COMMANDS if line.startswith("fivefold bench ")], folder)
 
 
 @pytest.mark.parametrize("block", QUOTED)

@@ -24,7 +24,8 @@ def replica(model: str, tp: int = 1, pp: int = 1, device: Device = H100, **more:
 
 
 def plan(model: str, cluster: str, **more: object) -> ServePlan:
-    return serve(model, cluster, **more)  # type: ignore[arg-type]
+    """Short prompts and answers, unless others are asked for."""
+    return serve(model, cluster, **({"prompt": 1024, "output": 256} | more))  # type: ignore[arg-type]
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ are slower.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fivefold.layout.axes import PLACED
@@ -42,19 +42,9 @@ class Wires:
 
     @cached_property
     def reaches(self) -> dict[str, Reach]:
-        """The degrees' by the order in which the software places them, and from those the compound axes'."""
-        layout, found, stride = self.layout, dict[str, Reach](), 1
-        for axis in dict.fromkeys((*self.order, *PLACED)):  # what an order does not name is furthest apart
-            size = getattr(layout, axis)
-            found[axis] = Reach(size, _together(size, stride, self.gpus))
-            stride *= size
-        within = found["dp"].together
-        found["shard"] = Reach(layout.shard, min(layout.shard, within))
-        found["replicate"] = Reach(layout.replicate, _together(layout.replicate, layout.shard, within))
-        for axis, parts in layout.table.items():
-            if axis not in (*found, "world", "ends") and found.keys() >= set(parts):
-                found[axis] = Reach(layout.size(axis), math.prod(found[part].together for part in parts))
-        return found
+        """Of the degrees by the order in which the software places them, and from those of the compound axes."""
+        layout = self.layout
+        return _reaches(type(layout), tuple(layout.degrees.items()), layout.replicate, self.gpus, self.order)
 
     def across(self, axis: str) -> bool:
         """Whether an axis leaves the node."""
@@ -104,3 +94,21 @@ def _together(size: int, stride: int, gpus: int) -> int:
     if gpus % (stride * size) and stride * size < gpus:
         return max(1, size // 2)  # nodes are no multiple of the groups: some lie across two
     return max(1, min(size, gpus // stride))
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same degrees with every other choice
+def _reaches(
+    kind: type[Layout], degrees: tuple[tuple[str, int], ...], replicate: int, gpus: int, order: tuple[str, ...]
+) -> dict[str, Reach]:
+    layout, found, stride = kind(**dict(degrees), replicate=replicate), dict[str, Reach](), 1
+    for axis in dict.fromkeys((*order, *PLACED)):  # what an order does not name is furthest apart
+        size = getattr(layout, axis)
+        found[axis] = Reach(size, _together(size, stride, gpus))
+        stride *= size
+    within = found["dp"].together
+    found["shard"] = Reach(layout.shard, min(layout.shard, within))
+    found["replicate"] = Reach(layout.replicate, _together(layout.replicate, layout.shard, within))
+    for axis, parts in layout.table.items():
+        if axis not in (*found, "world", "ends") and found.keys() >= set(parts):
+            found[axis] = Reach(layout.size(axis), math.prod(found[part].together for part in parts))
+    return found
