@@ -115,15 +115,15 @@ class LayerAttention:
 
     def work(self, calls: Sequence[Call], merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
-        done, tile, heads = KernelTime(), self.device.tile, heads or self.heads
+        found, tile, heads = [KernelTime()], self.device.tile, heads or self.heads
         name = self.partial if merged else self.kernel
         for call in calls:
             rows = math.ceil(call.queries / tile) * tile
             keys = call.computed(tile) / rows  # that a query is computed with, on average
             kernel = Both(*self.device.attention(name, self.samples, heads, self.head_dim, rows, keys))
             parts = self.samples * call.queries * heads * self.head_dim * merged
-            done = plus(done, KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
-        return done
+            found.append(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
+        return plus(*found)
 
     def send(self, *payloads: int) -> float:
         """Seconds in which a rank passes messages on to the next, through one port."""

@@ -32,19 +32,20 @@ CPU_QUERIES = 32  # likewise, of torch's kernel for CPUs below 192 queries; from
 UNFUSED: dict[str, tuple[float, float]] = {"fused": (13.0, 17.0), "torch": (26.0, 30.0)}
 
 
-T = TypeVar("T", bound=tuple[Any, ...])  # of numbers, or of such tuples
+T = TypeVar("T", bound=tuple[Any, ...])  # all of numbers, or all of such tuples
 
 
 def plus(first: T, *others: T) -> T:
     """Field by field."""
     make: Any = type(first)
     columns = zip(first, *others, strict=True)
-    return make(*(plus(*column) if isinstance(column[0], tuple) else sum(column) for column in columns))
+    return make(*((plus(*column) for column in columns) if isinstance(first[0], tuple) else map(sum, columns)))
 
 
 def times(parts: T, factor: float) -> T:
     make: Any = type(parts)
-    return make(*(times(part, factor) if isinstance(part, tuple) else factor * part for part in parts))
+    nested = isinstance(parts[0], tuple)
+    return make(*([times(part, factor) for part in parts] if nested else [factor * part for part in parts]))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ are slower.
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fivefold.layout.axes import PLACED
 from fivefold.layout.collective_cost import Kind
@@ -100,7 +100,8 @@ def _together(size: int, stride: int, gpus: int) -> int:
 def _reaches(
     kind: type[Layout], degrees: tuple[tuple[str, int], ...], replicate: int, gpus: int, order: tuple[str, ...]
 ) -> dict[str, Reach]:
-    layout, found, stride = kind(**dict(degrees), replicate=replicate), dict[str, Reach](), 1
+    named: dict[str, Any] = dict(degrees)
+    layout, found, stride = kind(**named, replicate=replicate), dict[str, Reach](), 1
     for axis in dict.fromkeys((*order, *PLACED)):  # what an order does not name is furthest apart
         size = getattr(layout, axis)
         found[axis] = Reach(size, _together(size, stride, gpus))
