@@ -145,7 +145,7 @@ def alive(pids: list[int]) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    patience = time.monotonic() + 5  # a killed process may take a moment to vanish
+    patience = time.monotonic() + 60  # a killed process may take a moment to vanish
     while any(map(runs, pids)) and time.monotonic() < patience:
         time.sleep(0.01)
     return [pid for pid in pids if runs(pid)]

@@ -1,15 +1,14 @@
 """Ranks come from torchrun, Slurm, or our own launcher."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from fivefold.launch.meeting import Meeting
 from fivefold.launch.world import World, current_world, first_host
 from fivefold.support.errors import UserError
+from tests.commands import fivefold
 
 
 def test_a_plain_process_is_a_world_of_one() -> None:
@@ -17,8 +16,18 @@ def test_a_plain_process_is_a_world_of_one() -> None:
 
 
 def test_torchrun_says_who_we_are() -> None:
-    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a"}
-    assert current_world(env) == World(5, 8, 1, local_size=4, joined=True)
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    env |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    assert current_world(env) == World(5, 8, 1, local_size=4, joined=True, meeting=Meeting("", "a", 29500))
+
+
+def test_ranks_that_are_all_of_one_machine_meet_on_its_loopback() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu007", "MASTER_PORT": "29500"}
+    assert current_world(env).meeting == Meeting("", "127.0.0.1", 29500, alone=True)
+    agent = env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # torchrun's store is where torchrun put it
+    assert current_world(agent).meeting == Meeting("", "gpu007", 29500, agent=True, alone=True)
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "gpu007"}
+    assert (current_world(step).meeting.address, current_world(step).meeting.alone) == ("127.0.0.1", True)
 
 
 @pytest.mark.parametrize(
@@ -27,10 +36,14 @@ def test_torchrun_says_who_we_are() -> None:
         {"RANK": "abc", "WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "x"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "65536"},
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
     ],
 )
 def test_a_broken_environment_is_named(env: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="RANK"):
+    with pytest.raises(UserError, match=r"RANK|environment is broken"):
         current_world(env)
 
 
@@ -44,7 +57,18 @@ def test_slurm_says_who_we_are_inside_a_step_only() -> None:
     assert current_world(batch_script) == World()
     step = batch_script | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
     step["SLURM_STEP_TASKS_PER_NODE"] = "4(x3),2(x2)"
-    assert current_world(step) == World(9, 16, 1, local_size=4, joined=True, address="gpu007", port=20_007)
+    found = current_world(step)
+    meeting = Meeting("", "gpu007", found.meeting.port)
+    assert found == World(9, 16, 1, local_size=4, joined=True, meeting=meeting, run="Slurm step 7.0")
+
+
+def test_every_start_of_every_slurm_step_has_a_port_of_its_own() -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+    others = [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}, {"SLURM_RESTART_COUNT": "1"}]
+    worlds = [current_world(step | other) for other in [{}, *others]]
+    assert len({world.meeting.port for world in worlds}) == 4
+    assert len({(world.run, world.start) for world in worlds}) == 4
+    assert current_world(step | {"MASTER_PORT": "29500"}).meeting.port == 29500
 
 
 @pytest.mark.parametrize(
@@ -59,11 +83,12 @@ import json, pathlib, sys
 import torch.distributed as dist, torch
 from fivefold.support.errors import UserError
 from fivefold.launch.world import current_world, join, leave
+from tests.launch.test_meeting import listening
 world = current_world()
 join(world, "gloo")
 total = torch.tensor([world.rank + 1])
 dist.all_reduce(total)
-pathlib.Path(sys.argv[1], f"{world.rank}.json").write_text(json.dumps([world.size, total.item()]))
+pathlib.Path(sys.argv[1], f"{world.rank}.json").write_text(json.dumps([world.size, total.item(), sorted(listening())]))
 leave(world)
 sys.exit(int(sys.argv[2]) if world.rank == 1 else 0)
 """
@@ -72,14 +97,12 @@ sys.exit(int(sys.argv[2]) if world.rank == 1 else 0)
 @pytest.mark.parametrize("code", [0, 7])
 def test_launch_starts_ranks_that_meet_and_returns_the_exit_code(tmp_path: Path, code: int) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
-    start = "import sys; from fivefold.launch.local import launch; sys.exit(launch(3, ['probe', *sys.argv[1:]]))"
-    env = os.environ | {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}  # a process of its own: ranks are forked
-    done = subprocess.run(
-        [sys.executable, "-c", start, str(tmp_path), str(code)], env=env, text=True, capture_output=True
-    )
+    begin = "import sys; from fivefold.launch.local import launch; sys.exit(launch(3, ['probe', *sys.argv[1:]]))"
+    (tmp_path / "begin.py").write_text(begin)
+    done = fivefold(tmp_path, code, module="begin", cwd=tmp_path)
     assert done.returncode == code
     if code == 0:
         found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-        assert found == [[3, 6]] * 3
+        assert found == [[3, 6, ["127.0.0.1"]]] * 3
     else:
         assert "rank 1 failed with exit code 7" in done.stderr

@@ -2,6 +2,7 @@
 
 import linecache
 import re
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ _GONE = re.compile(
 )
 _SILENT = re.compile(r"[Tt]imed? ?out")
 _INNERMOST = re.compile(r'most recent call first.*\n +File "(.+)", line (\d+)')
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?(e[+-]?\d+)?")
+_COMMAND_LINE = re.compile(r' +File ".*/(typer|click)/')
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # of a scheduler, of Slurm's --signal, of a closed terminal
 _KINDS = ("died", "raised", "hung", "stopped", "returned")
 
 
@@ -22,6 +26,14 @@ def lost_peer(error: BaseException | str) -> str | None:
     if _SILENT.search(text):
         return "it gave no sign"
     return "the connection is closed" if _GONE.search(text) else None
+
+
+def signal_name(number: int) -> str:
+    """'SIGKILL'; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,14 @@ class End:
     value: Any = None
     code: int = 0  # of a process that died; negative for a signal
     output: str = ""
+    last: str = ""  # where it last moved
+    place: str = ""  # where it died: "step 4"
+    cause: str = ""  # the exception that an exit code stands for
+
+    @property
+    def signature(self) -> tuple[int, str, str, str]:
+        """Equal for two ends of one cause in one place. Numbers in words vary, with addresses and times."""
+        return self.rank, self.kind, self.place, _NUMBER.sub("#", f"{self.error} {self.cause}")
 
     @property
     def doubt(self) -> int:
@@ -63,12 +83,20 @@ class End:
         return file, int(line)
 
     @property
+    def crash(self) -> str:
+        """The Python stack of the thread in which the process died, from the innermost frame to the command line."""
+        threads = self.stack.split("\n\n") if self.kind == "died" else []
+        current = (thread for thread in threads if thread.startswith("Current thread"))
+        return _COMMAND_LINE.split(next(current, ""))[0].rstrip()
+
+    @property
     def how(self) -> str:
         """A predicate for the rank: 'was ended by SIGKILL'."""
         if self.kind in ("hung", "stopped"):
             file, line = self._innermost
             silent = "gave no answer" if self.kind == "hung" else "did not end with the others"
-            return f"{silent}; it is in {file}, line {line}" if file else silent
+            return "; ".join(filter(None, [silent, self.last, f"it is in {file}, line {line}" if file else ""]))
         if self.kind == "returned":
             return self.kind
-        return f"was ended by {self.error}" if self.code < 0 else f"failed with {self.error}"
+        where = f" in {self.place}" if self.place else ""
+        return (f"was ended by {self.error}" if self.code < 0 else f"failed with {self.error}") + where

@@ -2,24 +2,29 @@
 
     kill      SIGKILL to this process            raise   an exception
     stop      SIGSTOP: alive, and silent         term    SIGTERM, as a cluster's scheduler sends it
-    nan       poisons a gradient
+    segv      a read of address 0                usr1    SIGUSR1, as Slurm's --signal sends it
+    nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
+    hang      a wait that never ends
 
 The words after @ say where: `rank`, `step`, and `at`, one of the places that call `strike`: step (the default: after
-the gradients of a step, before its update), write, commit and retain of a checkpoint. It happens in the first start
-of a run only, not in those after a failure. Tests inject with it what docs/faults.md promises to survive; without the
-variable nothing happens.
+the gradients of a step, before its update), write, commit, retain and read of a checkpoint. It happens in the first
+start of a run only, not in those after a failure; `starts=3` has it happen in three. Tests inject with it what
+docs/faults.md promises to survive; without the variable nothing happens.
 """
 
+import ctypes
 import os
 import signal
+import threading
 from functools import cache
 from typing import NamedTuple
 
 from fivefold.launch.world import RESTARTS
 from fivefold.support.errors import UserError
 
-KINDS = ("kill", "stop", "raise", "term", "nan")
-PLACES = ("step", "write", "commit", "retain")
+_SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
+KINDS = (*_SIGNALS, "raise", "segv", "hang", "nan")
+PLACES = ("step", "write", "commit", "retain", "read")
 
 
 class Fault(NamedTuple):
@@ -27,6 +32,7 @@ class Fault(NamedTuple):
     at: str = "step"
     rank: int | None = None
     step: int | None = None
+    starts: int = 1
 
 
 @cache
@@ -41,8 +47,8 @@ def parse(text: str) -> Fault | None:
             raise ValueError
     except (ValueError, TypeError):  # no number, or no such word
         raise UserError(
-            f"FIVEFOLD_FAULT={text!r} is not KIND@rank=R,step=S,at=PLACE, with KIND of {', '.join(KINDS)} and PLACE of "
-            f"{', '.join(PLACES)}"
+            f"FIVEFOLD_FAULT={text!r} is not KIND@rank=R,step=S,at=PLACE,starts=N, with KIND of {', '.join(KINDS)} and "
+            f"PLACE of {', '.join(PLACES)}"
         ) from None
     return fault
 
@@ -50,14 +56,17 @@ def parse(text: str) -> Fault | None:
 def strike(at: str, step: int | None = None) -> bool:
     """Called where a fault may happen; True where the caller is to poison something."""
     fault = parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    if fault is None or fault.at != at or os.environ.get(RESTARTS, "0") != "0":
+    if fault is None or fault.at != at or int(os.environ.get(RESTARTS, "0")) >= fault.starts:
         return False
     elsewhere = fault.rank not in (None, int(os.environ.get("RANK", "0")))
     if elsewhere or (step is not None and fault.step not in (None, step)):
         return False
     if fault.kind == "raise":
         raise RuntimeError(f"FIVEFOLD_FAULT={os.environ['FIVEFOLD_FAULT']} was asked for, and happens")
-    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-    if fault.kind in signals:
-        os.kill(os.getpid(), signals[fault.kind])
+    if fault.kind == "segv":
+        ctypes.string_at(0)
+    if fault.kind == "hang":
+        threading.Event().wait()
+    if fault.kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[fault.kind])
     return fault.kind == "nan"

@@ -6,75 +6,124 @@ one line, the others get a moment to say what they know, and none is left behind
 
 import os
 import runpy
+import secrets
 import signal
-import socket
 import sys
+import tempfile
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from fivefold.launch.cores import cores
+from fivefold.launch.ends import STOPPING, End, signal_name
 from fivefold.launch.processes import Processes
-from fivefold.launch.world import RESTARTS, RUN
+from fivefold.launch.secret import SECRET
+from fivefold.launch.world import RESTARTS, RUN, STORE
 from fivefold.support.errors import PeerLost
 
-INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after SIGTERM and a checkpoint
+INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after a signal to stop and a checkpoint
 _GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
-_SAVING = 600.0  # seconds for a last checkpoint after SIGTERM, if no rank fails
+_SAVING = 600.0  # seconds for a last checkpoint after a signal to stop, if no rank fails
 
 
 def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambda rank: "", restarts: int = 0) -> int:
     """Run `python -m ARGUMENTS` as `nproc` ranks, and up to `restarts` times again if a rank fails.
 
-    `place` says where a rank stands in the layout. SIGTERM is handed on to the ranks, which save before they end. The
-    result is 0, the first failure's exit code, 130 after Ctrl-C, or 143 after SIGTERM.
+    `place` says where a rank stands in the layout. Signals to stop are handed on to the ranks, which save before they
+    end. The result is 0, the first failure's exit code, 130 after Ctrl-C, or 143 after a signal and a checkpoint.
+    A failure that comes twice in a row in the same step would come again, and so there is no third start.
     """
-    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
-    run, code = os.environ.get(RUN, uuid.uuid4().hex), 0
-    for start in range(restarts + 1):
-        if start:
-            print(f"starting again from the last checkpoint: {start} of {restarts}", file=sys.stderr, flush=True)
-        added = {RUN: run, RESTARTS: str(start), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        code = _once(nproc, arguments, place, {"OMP_NUM_THREADS": str(threads), **os.environ, **added}, threads)
-        if code in (0, 2, INTERRUPTED, TERMINATED):  # done, bad input, or asked to stop
-            break
+    starts, code, before = _Starts(nproc, arguments, place), 1, None
+    with starts.signals_handed_on():
+        for start in range(restarts + 1):
+            if start:
+                _say(f"starting again from the last checkpoint: {start} of {restarts}")
+            code, failure = starts.once(start)
+            if failure is None:
+                break
+            if before and before.signature == failure.signature and start < restarts:
+                _say("the same failure came twice in a row, without progress: it is not tried again")
+                break
+            before = failure
     return code
 
 
-def _once(
-    nproc: int, arguments: list[str], place: Callable[[int], str], env: dict[str, str], threads: int | None
-) -> int:
-    ranks = Processes(nproc)
-    told: list[int] = []
+class _Starts:
+    """The starts of one run."""
 
-    def hand_on(number: int, _: object) -> None:
-        told.append(number)
-        ranks.tell(number)
+    def __init__(self, nproc: int, arguments: list[str], place: Callable[[int], str]):
+        self.nproc, self.arguments, self.place = nproc, arguments, place
+        self.run = os.environ.get(RUN, uuid.uuid4().hex)
+        self.threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
+        self.told = 0  # the signal to stop, if there was one
+        self.ranks: Processes | None = None  # of the start under way
 
-    before = signal.signal(signal.SIGTERM, hand_on)
-    try:
-        ranks.start(f"{__name__}:run_module", arguments, env=env, threads=threads)
-        if told:
-            ranks.tell(signal.SIGTERM)  # those that it was too early for
-        ends = ranks.watch(lambda end: _SAVING if end.code == TERMINATED else _GRACE)
-    except KeyboardInterrupt:
-        ranks.tell(signal.SIGINT)  # a terminal has told them already; `kill -INT` on this process alone has not
-        ranks.watch(lambda end: _GRACE, _GRACE)
-        return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        ranks.kill()
-    first = min(ends, key=lambda end: end.blame)
-    if first.kind == "returned":
-        return 0
-    if told or any(end.code == TERMINATED for end in ends):
-        return TERMINATED
-    silent = [end for end in ends if end.kind == "stopped"]
-    for end in silent if first.kind == "stopped" else [first]:
-        where = f" ({place(end.rank)})" if place(end.rank) else ""
-        print(f"rank {end.rank}{where} {end.how}", file=sys.stderr, flush=True)
-    return next((end.code for end in ends if end.code > 0 and end.code != PeerLost.code), 1)
+    @contextmanager
+    def signals_handed_on(self) -> Iterator[None]:
+        """To the ranks; signals that are ignored, as SIGHUP is under nohup, stay so."""
+
+        def hand_on(number: int, _: object) -> None:
+            self.told = number
+            if self.ranks:
+                self.ranks.tell(number)
+
+        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, hand_on) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def once(self, start: int) -> tuple[int, End | None]:
+        """The exit code of one start, and what failed, if another start may help."""
+        with tempfile.TemporaryDirectory(prefix="fivefold-") as home:  # private to this user: no port is opened
+            added = {RUN: self.run, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}
+            env = {"OMP_NUM_THREADS": str(self.threads), **os.environ, **added}
+            ranks = self.ranks = Processes(self.nproc, Path(home), attached=True)
+            try:
+                ranks.start(f"{__name__}:run_module", self.arguments, env=env, threads=self.threads)
+                if self.told:
+                    ranks.tell(self.told)  # those that it was too early for
+                ends = ranks.watch(self._grace)
+            except KeyboardInterrupt:
+                ranks.tell(signal.SIGINT)  # a terminal has told them already; `kill -INT` on this process has not
+                ranks.watch(lambda end: _GRACE, _GRACE)
+                return INTERRUPTED, None
+            finally:
+                self.ranks = None
+                ranks.kill()
+        return self._judged(ends)
+
+    def _grace(self, end: End) -> float:
+        """Seconds for the others after an end. Ranks that a signal ended before they could answer it leave no hope."""
+        return _SAVING if end.code == TERMINATED else 1.0 if self.told and end.code == -self.told else _GRACE
+
+    def _judged(self, ends: list[End]) -> tuple[int, End | None]:
+        first = min(ends, key=lambda end: end.blame)
+        if first.kind == "returned":
+            return 0, None
+        if any(end.code == TERMINATED for end in ends):  # which a rank says when all have saved
+            return TERMINATED, None
+        if self.told:
+            _say(f"stopped by {signal_name(self.told)}; no step was saved since")
+        said = first.code in (-self.told, 2)  # by the lines above, or by the rank: bad input
+        silent = [end for end in ends if end.kind == first.kind]
+        for end in silent if first.kind in ("hung", "stopped") else [first] if not said else []:
+            where = f" ({self.place(end.rank)})" if self.place(end.rank) else ""
+            _say(f"rank {end.rank}{where} {end.how}")
+            if end.crash:
+                _say(end.crash)
+        code = next((end.code for end in ends if end.code > 0 and end.code != PeerLost.code), 1)
+        return code, None if self.told or code == 2 else first
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # whoever read it may be gone
+        print(line, file=sys.stderr, flush=True)
 
 
 def run_module(rank: int, world: int, arguments: list[str]) -> NoReturn:
@@ -86,9 +135,3 @@ def run_module(rank: int, world: int, arguments: list[str]) -> NoReturn:
         traceback.print_exc()  # multiprocessing would put a line of its own before it
         sys.exit(1)
     sys.exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

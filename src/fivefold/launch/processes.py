@@ -26,24 +26,30 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fivefold.launch.ends import End
+from fivefold.launch.ends import STOPPING, End, signal_name
+from fivefold.launch.heartbeat import BEATS, Board
 from fivefold.launch.world import HERE
 from fivefold.support.errors import UserError
 
 # torch imports the first three late, and each rank would for itself: the first step of an optimizer imports dynamo.
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.train.run"]
 _LOOK = 0.2  # seconds: a child that a rank has forked may keep the pipe open that tells of the rank's end
-_STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # a rank answers with its stack
+_STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # a rank answers with its stack
 _TGKILL = getattr(ctypes.CDLL(None), "tgkill", None) if sys.platform == "linux" else None
 
 
 class Processes:
-    """`world` ranks. With a `home`, a directory, they are forked from a server that has only imported, what they print
-    and their stacks go into files there, and they stay until `kill`, so that their sockets outlive the peers that still
-    read from them. Without one they are forked from this process, share its terminal, and end by themselves."""
+    """`world` ranks. Their stacks go into files of `home`, a directory of this launcher's own.
 
-    def __init__(self, world: int, home: Path | None = None):
-        self.world, self.home = world, home
+    They are forked from a server that has only imported, what they print goes there too, and they stay until `kill`, so
+    that their sockets outlive the peers that still read from them. Ranks that are `attached` are forked from this
+    process instead, share its terminal, and end by themselves.
+    """
+
+    def __init__(self, world: int, home: Path, attached: bool = False):
+        self.world, self.home, self.attached = world, home, attached
+        self.beats = home / "beats"
+        self.board = Board(self.beats, world)
         self.ends: dict[int, End] = {}
         self._ranks: list[tuple[Any, Connection]] = []
 
@@ -53,9 +59,7 @@ class Processes:
         `threads` are torch's in each rank; None leaves that to the environment.
         """
         context: Any = multiprocessing.get_context("spawn")
-        # A process that has used torch, as a notebook has, must not be forked: neither autograd's threads nor CUDA
-        # survive it. Then, and where ranks have a home, a server that has only imported is forked instead.
-        if self.home is None and sys.platform == "linux" and "torch" not in sys.modules:
+        if self.attached and forkable():  # else a server that has only imported is
             context = multiprocessing.get_context("fork")
             for name in PRELOAD:
                 importlib.import_module(name)
@@ -64,10 +68,11 @@ class Processes:
             context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world}
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world, BEATS: self.beats}
             mine = {**env, **{name: str(value) for name, value in place.items()}}
             call = pickle.dumps((function, (rank, self.world, *args)))
-            process = context.Process(target=_live, args=(rank, theirs, self.home, mine, threads, call))
+            life = (rank, theirs, self.home, self.attached, mine, threads, call)
+            process = context.Process(target=_live, args=life)
             self._ranks.append((process, ours))
             with _without_main():
                 process.start()
@@ -80,7 +85,8 @@ class Processes:
                 os.kill(process.pid, number)
 
     def watch(self, grace: Callable[[End], float], timeout: float = math.inf) -> list[End]:
-        """Wait until every rank has ended. After a failure the others have `grace` seconds; all have `timeout`."""
+        """Wait until every rank has ended. After a failure the others have `grace` seconds; all have `timeout`, and
+        each the time that it says it may take without a sign of life."""
         deadline, silence = time.monotonic() + timeout, "hung"
         while len(self.ends) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {rank: one for rank, one in enumerate(self._ranks) if rank not in self.ends}
@@ -90,9 +96,12 @@ class Processes:
                     end = self.ends[rank] = self._end_of(rank)
                     if end.kind != "returned":
                         silence, deadline = "stopped", min(deadline, time.monotonic() + grace(end))
+            if self.board.still(waiting.keys() - self.ends.keys()):
+                break
         silent = [rank for rank in range(self.world) if rank not in self.ends]
-        self._ask_for_stacks(silent)
-        self.ends |= {rank: End(rank, silence, stack=self._stack(rank)) for rank in silent}
+        last = {rank: self.board.last(rank) for rank in silent}
+        self._ask_for_stacks(silent)  # which wakes those that were stopped
+        self.ends |= {rank: End(rank, silence, stack=self._stack(rank), last=last[rank]) for rank in silent}
         return [self.ends[rank] for rank in range(self.world)]
 
     def kill(self) -> None:
@@ -108,8 +117,8 @@ class Processes:
 
     def text(self, name: str) -> str:
         """Of a file in the ranks' home: RANK.out has what a rank printed."""
-        file = self.home / name if self.home else None
-        return file.read_text(errors="replace") if file and file.exists() else ""
+        file = self.home / name
+        return file.read_text(errors="replace") if file.exists() else ""
 
     def _end_of(self, rank: int) -> End:
         process, pipe = self._ranks[rank]
@@ -121,21 +130,22 @@ class Processes:
                 return end
         process.join(1)
         code = process.exitcode
-        if code == 0 and self.home is None:
+        if code == 0 and self.attached:
             return End(rank, "returned")
         self._kill_group(process.pid)
-        error = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        return End(rank, "died", error, self._stack(rank), code=code or 0)
+        error = signal_name(-code) if code is not None and code < 0 else f"exit code {code}"
+        place, cause = self.board.place(rank), self.text(f"{rank}.cause")
+        return End(rank, "died", error, self._stack(rank), code=code or 0, place=place, cause=cause)
 
     def _kill_group(self, pid: int) -> None:
-        """A rank that has a home leads a process group, of which are its children. That of a dead rank is killed as
-        soon as its death is seen, before its number can be another's."""
-        if self.home is not None:
+        """A rank that is not attached leads a process group, of which are its children. That of a dead rank is killed
+        as soon as its death is seen, before its number can be another's."""
+        if not self.attached:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
-        if self.home is None or not ranks or not hasattr(faulthandler, "register"):
+        if not ranks or not hasattr(faulthandler, "register"):
             return
         for pid in (self._ranks[rank][0].pid for rank in ranks):
             with suppress(ProcessLookupError):
@@ -156,6 +166,14 @@ class Processes:
         return own.partition(f'  File "{__file__}"')[0]
 
 
+def forkable() -> bool:
+    """Whether this process can be forked. One that has used torch, as a notebook has, cannot: neither the threads of a
+    pool nor CUDA survive it. One that has only imported it, as a forked process may have, has a single thread."""
+    if sys.platform != "linux" or "torch" not in sys.modules:
+        return sys.platform == "linux"
+    return len(os.listdir("/proc/self/task")) == 1 and not sys.modules["torch"].cuda.is_initialized()
+
+
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Ranks are told by name what to run; multiprocessing would have each of them run the caller's script first."""
@@ -168,24 +186,26 @@ def _without_main() -> Iterator[None]:
 
 
 def _live(
-    rank: int, pipe: Connection, home: Path | None, env: dict[str, str], threads: int | None, call: bytes
+    rank: int, pipe: Connection, home: Path, attached: bool, env: dict[str, str], threads: int | None, call: bytes
 ) -> None:
     """The whole life of a rank."""
     gc.freeze()  # a collection would write to, and so copy, every page that the ranks share
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank has a way to answer it
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # until the rank has a way to answer it
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
-    if home is not None:
+    if not attached:
         os.setpgid(0, 0)  # Ctrl-C is for the caller, who ends this group
         out = os.open(home / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(out, stream)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr,unused-ignore]
-        stacks = open(home / f"{rank}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
-        faulthandler.enable(stacks)
-        if hasattr(faulthandler, "register"):
-            faulthandler.register(_STACK_SIGNAL, stacks)
+    stacks = open(home / f"{rank}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
+    faulthandler.enable(stacks)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(_STACK_SIGNAL, stacks)
     try:
         if threads:
             import torch
@@ -198,8 +218,11 @@ def _live(
         known = error if isinstance(error, UserError) else None
         text = f"{type(error).__name__}: {error}"
         message = pickle.dumps(End(rank, "raised", text, traceback.format_exc(), time.monotonic(), known))
+    except SystemExit as leaving:
+        (home / f"{rank}.cause").write_text(repr(leaving.__context__))
+        raise
     pipe.send_bytes(message)
-    if home is not None:
+    if not attached:
         threading.Event().wait()
 
 

@@ -17,9 +17,11 @@ from typing import Any
 from fivefold.launch.allocator import keep_freed_memory
 from fivefold.launch.cores import cores
 from fivefold.launch.ends import End
+from fivefold.launch.meeting import Meeting
 from fivefold.launch.processes import Processes, named
 from fivefold.launch.world import World, join
 from fivefold.support.errors import TrainingError, UserError, absent
+from fivefold.support.ranges import seconds
 
 _GRACE = 1.0  # seconds that the others have after a first failure, to say what they know of it
 
@@ -32,7 +34,8 @@ class Rank:
 
     def join(self, backend: str, timeout: float = 3600.0) -> None:
         """Enter a process group with the other ranks of the call. Hangs are ended from outside, and named there."""
-        here = World(self.number, self.world, self.number, self.world, joined=True, store=str(self.home / "store"))
+        meeting = Meeting(file=str(self.home / "store"), alone=True)
+        here = World(self.number, self.world, self.number, self.world, joined=True, meeting=meeting)
         join(here, backend, timeout)
 
 
@@ -52,6 +55,7 @@ class RankError(TrainingError):
 
 def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
     """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it."""
+    seconds("timeout", timeout)
     if absent("torch"):  # said here, once, and not by each rank
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     threads = max(1, cores() // world)

@@ -2,15 +2,25 @@
 
 import os
 import re
+import time
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from fivefold.launch.meeting import Meeting, stay_on_this_machine
 from fivefold.support.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.launch.statement import Claim
 
 # torchrun's words, and our launcher's.
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
 RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
 HERE = "LOCAL_WORLD_SIZE"  # ranks of this node
+STORE = "FIVEFOLD_STORE"  # the file at which the ranks of our launcher meet
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun alone; "True": its own store is at MASTER_ADDR
+_PORTS = range(20_000, 32_000)  # below those that Linux gives to whoever connects
 
 
 @dataclass(frozen=True)
@@ -20,9 +30,9 @@ class World:
     local_rank: int = 0
     local_size: int = 1  # ranks of this node
     joined: bool = False  # started by a launcher: there is a process group to join, even a group of one
-    address: str = ""  # of rank 0, where the launcher does not set MASTER_ADDR itself
-    port: int = 0
-    store: str = ""  # the file at which ranks of one machine meet, where no port is needed
+    meeting: Meeting = field(default_factory=Meeting)
+    run: str = ""  # the launcher's name for it
+    start: int | None = 0  # which start of the run this is; None where ranks may count differently: torchrun's do
 
 
 def current_world(env: Mapping[str, str] = os.environ) -> World:
@@ -30,9 +40,16 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
     try:
         world = _from_environment(env)
     except ValueError as error:
-        raise UserError(f"the launcher's environment is broken: {error} in RANK, WORLD_SIZE or SLURM_*") from None
-    if world.joined and not world.address and "MASTER_ADDR" not in env:
-        raise UserError("RANK and WORLD_SIZE are set but MASTER_ADDR is not: start with torchrun, or unset RANK")
+        words = "RANK, WORLD_SIZE, MASTER_PORT or SLURM_*"
+        raise UserError(f"the launcher's environment is broken: {error} in {words}") from None
+    meeting = world.meeting
+    if world.joined and not meeting.file and not (meeting.address and meeting.port):
+        missing = "MASTER_PORT" if meeting.address else "MASTER_ADDR"
+        raise UserError(f"RANK and WORLD_SIZE are set but {missing} is not: start with torchrun, or unset RANK")
+    if world.joined and not (0 <= world.rank < world.size and 0 <= meeting.port < 1 << 16):
+        raise UserError(
+            f"the launcher's environment is broken: rank {world.rank} of {world.size}, port {meeting.port} of 65535"
+        )
     return world
 
 
@@ -45,24 +62,46 @@ def ranks_here(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _from_environment(env: Mapping[str, str]) -> World:
-    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
-        size = int(env["WORLD_SIZE"])
-        local = int(env.get(HERE, size))
-        return World(int(env["RANK"]), size, int(env.get("LOCAL_RANK", 0)), local, joined=True)
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torchrun(env)
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # srun; the batch script itself is no rank and has no step
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
-        size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
-        per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
-        return World(
-            rank=int(env["SLURM_PROCID"]),
-            size=size,
-            local_rank=int(env.get("SLURM_LOCALID", 0)),
-            local_size=max(map(int, re.findall(r"(?:^|,)(\d+)", per_node)), default=size),  # "4(x2),2": the most
-            joined=True,
-            address=first_host(nodes),
-            port=20_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000,  # equal on all ranks, apart between jobs
-        )
+        return _from_slurm(env)
     return World()
+
+
+def _from_torchrun(env: Mapping[str, str]) -> World:
+    """Or from our own launcher, or from a person who speaks torchrun's words."""
+    size = int(env["WORLD_SIZE"])
+    local, alone = int(env.get(HERE, size)), env.get(HERE) == env["WORLD_SIZE"]
+    agent = env.get(_AGENT) == "True"
+    address = env.get("MASTER_ADDR", "")
+    if alone and address and not agent:
+        address = "127.0.0.1"
+    meeting = Meeting(env.get(STORE, ""), address, int(env.get("MASTER_PORT", 0)), agent, alone)
+    # torchrun's agents count for themselves: one whose ranks failed has started once more than the others.
+    start = None if _AGENT in env else int(env.get(RESTARTS, 0))
+    return World(int(env["RANK"]), size, int(env.get("LOCAL_RANK", 0)), local, True, meeting, env.get(RUN, ""), start)
+
+
+def _from_slurm(env: Mapping[str, str]) -> World:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
+    size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+    per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
+    run, start = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}", int(env.get("SLURM_RESTART_COUNT", 0))
+    # Equal on all ranks, apart between jobs, between the steps of a job, and between its starts.
+    port = _PORTS[zlib.crc32(f"{run}.{start}".encode()) % len(_PORTS)]
+    alone = first_host(nodes) == nodes
+    address = "127.0.0.1" if alone else env.get("MASTER_ADDR", first_host(nodes))
+    return World(
+        rank=int(env["SLURM_PROCID"]),
+        size=size,
+        local_rank=int(env.get("SLURM_LOCALID", 0)),
+        local_size=max(map(int, re.findall(r"(?:^|,)(\d+)", per_node)), default=size),  # "4(x2),2": the most
+        joined=True,
+        meeting=Meeting("", address, int(env.get("MASTER_PORT", port)), alone=alone),
+        run=f"Slurm step {run}",
+        start=start,
+    )
 
 
 def first_host(nodes: str) -> str:
@@ -71,27 +110,29 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else nodes
 
 
-def join(world: World, backend: str, timeout: float = 600.0) -> None:
-    """Enter the process group, where a launcher made one; `timeout` is the seconds that ranks wait for each other."""
+def join(world: World, backend: str, timeout: float = 600.0, claim: "Claim | None" = None) -> None:
+    """Enter the process group, where a launcher made one; `timeout` is the seconds that ranks wait for each other.
+
+    With a claim, what each rank claims is compared first; ranks that one process has started need none.
+    """
     from datetime import timedelta
 
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+    from fivefold.launch.handshake import meet
 
     if not world.joined:
         return
-    if world.address:
-        os.environ.setdefault("MASTER_ADDR", world.address)
-        os.environ.setdefault("MASTER_PORT", str(world.port))
+    if world.meeting.alone:
+        stay_on_this_machine()
     patience = timedelta(seconds=timeout)
-    store: Store | None = FileStore(world.store, world.size) if world.store else None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps its store when it starts ranks again, with the addresses of those that died in it.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        kept = TCPStore(address, port, world.size, is_master=False, timeout=patience)
-        store = PrefixStore(f"start {os.environ.get(RESTARTS, '0')}", kept)
+    if claim:
+        store = meet(world.meeting, world.rank, claim, timeout)
+    else:
+        store = world.meeting.store(world.rank, world.size, time.monotonic() + timeout)
+    store.set_timeout(patience)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
-    if world.store and store:
+    if world.meeting.file:
         if store.add("connected", 1) == world.size:
             store.set("all connected", "")
         store.wait(["all connected"], patience)  # else a rank that fails at once fails peers that still connect
