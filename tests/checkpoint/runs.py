@@ -1,16 +1,21 @@
 """Runs with checkpoints on real ranks, in one call each."""
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
-from fivefold.checkpoint.store import Store
+from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.parallel.collectives import digest, whole
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
+from fivefold.support.files import hashed
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.loop import Trainer
 from fivefold.train.records import Evaluation, Step
@@ -88,3 +93,13 @@ def gathered(ranks: list[dict[str, str]]) -> dict[str, str]:
         for name, value in one.items():
             assert found.setdefault(name, value) == value, f"{name} differs between ranks"
     return found
+
+
+def resealed(path: Path, **changes: Any) -> None:
+    """What a checkpoint says of itself, changed, with the sums of its files as they are and a seal that holds."""
+    table = json.loads((path / MANIFEST).read_bytes()) | changes
+    if "files" not in changes:
+        table["files"] = [msgspec.to_builtins(hashed(path / file["name"])) for file in table["files"]]
+    table["seal"] = ""
+    table["seal"] = hashlib.sha256(msgspec.json.encode(table)).hexdigest()
+    (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(table)) + b"\n")

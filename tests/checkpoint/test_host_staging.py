@@ -30,8 +30,6 @@ def test_a_snapshot_keeps_what_was_in_memory_of_its_own() -> None:
         snapshot.arrive()
         kept = {name: piece.make() for name, piece in snapshot.pieces.items()}
         assert all(torch.equal(kept[name], was[name]) for name in was)
-        # DCP writes a tensor's whole storage, or copies it once more.
-        assert all(one.untyped_storage().nbytes() == one.nbytes for one in kept.values())
         assert all(one.data_ptr() % PAGE == 0 for one in kept.values())
         places.append([one.data_ptr() for one in kept.values()])
     assert places[0] == places[1]

@@ -99,7 +99,7 @@ def test_resharding_keeps_every_bit_and_makes_the_files_of_the_layout(tokens: Pa
     written = run_ranks(2, train, job, tmp_path / "a")
     layout = Layout.parse("tp=2,pp=2")
     path = reshard(find(tmp_path / "a"), job.model, layout, job.data.seq, Store(tmp_path / "b"), lambda _: None)
-    assert len(list(path.glob("*.distcp"))) == 4
+    assert len(list(path.glob("*.tensors"))) == 4
     other = small_job(tokens, *ODD, "train.steps=2", f"layout={layout}")
     read = run_ranks(4, loaded, other, tmp_path / "b")
     assert gathered([state for _, state, _ in read]) == gathered([state for _, state, _ in written])

@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
+from fivefold.checkpoint.tensors import TABLE, Chunk, Stored
 from fivefold.support.errors import UserError
 from fivefold.support.files import hashed
 
 
 def save(store: Store, step: int, text: str = "weights", finish: bool = True) -> Path:
     path = store.new(step)
-    (path / "__0_0.distcp").write_text(text)
+    (path / "rank-0.tensors").write_text(text)
+    table = {"model.a": Stored((len(text),), "uint8", (Chunk((0,), (len(text),), "rank-0.tensors", 0, len(text)),))}
+    (path / TABLE).write_bytes(msgspec.json.encode(table))
     files = [hashed(file) for file in path.iterdir()]
     manifest = Manifest(fivefold="0", torch="0", step=step, samples=0, updates=0, optimizer=True, data="", job={},
                         files=files)  # fmt: skip
@@ -38,7 +42,7 @@ def test_retention_keeps_the_newest_good_ones_and_every_nth(tmp_path: Path) -> N
     store = Store(tmp_path)
     for step in range(1, 10):
         save(store, step)
-    (tmp_path / "step-00000009" / "__0_0.distcp").write_text("short")  # 9 is no longer good, and does not count
+    (tmp_path / "step-00000009" / "rank-0.tensors").write_text("short")  # 9 is no longer good, and does not count
     gone = store.retain(keep=2, every=4)
     assert [one.step for one in store.complete()] == [9, 8, 7, 4]
     assert sorted(path.name for path in gone) == [f"step-{step:08d}" for step in (1, 2, 3, 5, 6)]
@@ -54,6 +58,30 @@ def test_what_a_kill_left_half_deleted_goes_with_the_next(tmp_path: Path) -> Non
     assert not list(tmp_path.glob("*.deleting"))
 
 
+def test_of_saves_that_were_never_finished_the_newest_set_aside_stays(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step, times in ((2, 1), (12, 12)):
+        for _ in range(times):
+            store.set_aside(save(store, step, finish=False), "incomplete")
+    store.set_aside(save(store, 1), "damaged")
+    (tmp_path / "mine.incomplete").mkdir()
+    save(store, 13)
+    half = save(store, 14, finish=False)  # of this run, and nobody is at it any more
+    store.retain(keep=1, every=0)
+    assert [path.name for path in store.aside()] == [
+        "mine.incomplete", "step-00000001.damaged", "step-00000012.incomplete-12"
+    ]  # fmt: skip
+    assert not half.exists()
+    assert [one.step for one in store.complete()] == [13]
+
+
+def test_a_checkpoint_needs_no_link(tmp_path: Path) -> None:
+    (tmp_path / "latest" / "mine").mkdir(parents=True)
+    save(Store(tmp_path), 1)
+    assert find(tmp_path).step == 1
+    assert (tmp_path / "latest" / "mine").is_dir()
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
@@ -66,9 +94,9 @@ def test_harm_is_named_by_file(tmp_path: Path, harm, said: str) -> None:
     path = save(Store(tmp_path), 1)
     (one,) = Store(tmp_path).complete()
     assert one.damage() == []
-    harm(path / "__0_0.distcp")
+    harm(path / "rank-0.tensors")
     (problem,) = Store(tmp_path).complete()[0].damage()
-    assert "__0_0.distcp" in problem
+    assert "rank-0.tensors" in problem
     assert said in problem
 
 

@@ -28,7 +28,7 @@ SHAPES = {"table": (300, 40), "up": (96, 40), "down": (40, 96), "norm": (40,), "
 
 class Alone(Control):
     def __init__(self) -> None:
-        self.rank, self.size, self.group = 0, 1, None
+        self.rank, self.size = 0, 1
 
 
 def tensors() -> dict[str, Tensor]:
@@ -55,10 +55,10 @@ def test_several_files_hold_every_bit_and_their_sums_are_of_what_is_on_the_disk(
     of = tensors()
     path = write(Store(tmp_path), Alone(), pieces(of), manifest())
     found = Checkpoint(path).manifest.files
-    assert [file.name for file in found] == [".metadata", *(f"__0_{number}_0.distcp" for number in range(3))]
+    assert [file.name for file in found] == [*(f"rank-0.{number}.tensors" for number in range(3)), "tensors.json"]
     assert found == [hashed(path / file.name) for file in found]
     assert not Checkpoint(path).damage()
-    sizes = sorted(file.bytes for file in found[1:])
+    sizes = sorted(file.bytes for file in found[:-1])
     assert sizes[0] > 15_000  # the two matrices; the table, the largest by far, is by itself
     back = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     load(Checkpoint(path), pieces(back))
@@ -70,16 +70,15 @@ def test_several_files_hold_every_bit_and_their_sums_are_of_what_is_on_the_disk(
 def test_what_fails_in_one_of_the_files_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int
 ) -> None:
-    """DCP's own threads would lose the error, and the file's pieces with it."""
     real = HashedFile.write
 
     def refuse(stream: Any, data: Any) -> int:
-        if stream._path.name == f"__0_{full}_0.distcp" and stream.tell() > 1000:
+        if stream._path.name == f"rank-0.{full}.tensors" and stream.tell() + memoryview(data).nbytes > 1000:
             raise OSError(28, os.strerror(28))
         return real(stream, data)
 
     monkeypatch.setattr(HashedFile, "write", refuse)
-    with pytest.raises(OSError, match=f"No space left on device.*go into {tmp_path}"):
+    with pytest.raises(save.NotSaved, match=f"No space left on device.*go into {tmp_path}"):
         write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
     assert not list(tmp_path.iterdir())  # nothing half is left
 
@@ -125,7 +124,7 @@ def test_several_files_of_several_ranks_are_read_in_another_layout(tokens: Path,
     job = small_job(tokens, "train.steps=2", "layout=dp=2,zero=1")
     written = run_ranks(2, train_in_parts, job, tmp_path)
     files = [file.name for file in Store(tmp_path).complete()[0].manifest.files]
-    assert files == [".metadata", *(f"__{rank}_{part}_0.distcp" for rank in range(2) for part in range(3))]
+    assert files == [*(f"rank-{rank}.{part}.tensors" for rank in range(2) for part in range(3)), "tensors.json"]
     reader = small_job(tokens, "train.steps=2", "layout=tp=2")
     step, state, said = run_ranks(2, loaded, reader, tmp_path)[0]
     assert (step, said) == (2, [])
@@ -135,19 +134,19 @@ def test_several_files_of_several_ranks_are_read_in_another_layout(tokens: Path,
 def test_small_pieces_stay_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save, "for_files", lambda: 8)
     path = write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
-    assert [file.name for file in path.glob("*.distcp")] == ["__0_0.distcp"]
+    assert [file.name for file in path.glob("*.tensors")] == ["rank-0.tensors"]
 
 
 def test_the_system_may_take_less_of_a_write_than_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does with more than two gigabytes at a time."""
-    real = HashedFile(tmp_path / "file.distcp")
+    real = HashedFile(tmp_path / "file.tensors")
     monkeypatch.setattr(real, "_raw", Sips(real._raw))
     data = os.urandom(10_000)
     assert real.write(data) == 10_000
     assert real.tell() == 10_000
     real.close()
-    assert (tmp_path / "file.distcp").read_bytes() == data
-    assert real.file == hashed(tmp_path / "file.distcp")
+    assert (tmp_path / "file.tensors").read_bytes() == data
+    assert real.file == hashed(tmp_path / "file.tensors")
 
 
 class Sips:

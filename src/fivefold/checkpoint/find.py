@@ -1,9 +1,10 @@
 """Which checkpoint a person means: a run's directory, its `checkpoints`, or one of them."""
 
+import warnings
 from pathlib import Path
 
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Note, UserError
 
 
 def store_of(path: Path) -> Store:
@@ -28,16 +29,17 @@ def find(path: Path, step: int | None = None) -> Checkpoint:
     """The one of `step`, or the newest that is complete and has all its files."""
     if (path / MANIFEST).is_file():
         one = Checkpoint(path.resolve())  # it may be the link `latest`
-        if step is not None and one.step != step:
-            raise UserError(f"{path} is the checkpoint of step {one.step}, and --step {step} is another; leave one out")
+        if step is not None and (found := one.manifest.step) != step:
+            raise UserError(f"{path} is the checkpoint of step {found}, and --step {step} is another; leave one out")
         return one
     complete = store_of(path).complete()
     if step is not None:
-        if found := [one for one in complete if one.step == step]:
-            return found[0]
+        if same := [one for one in complete if one.step == step]:
+            return same[0]
         known = ", ".join(str(one.step) for one in reversed(complete)) or "none"
         raise UserError(f"{path} has no complete checkpoint of step {step}; it has: {known}")
     for one in complete:
-        if not one.misfits():
+        if not (misfits := one.misfits()):
             return one
+        warnings.warn(Note(f"{misfits[0]}; the checkpoint before it is taken"), stacklevel=2)
     raise UserError(f"{path} has no complete checkpoint")

@@ -17,19 +17,21 @@ from torch import Tensor
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.pieces import Piece, Pieces
 from fivefold.checkpoint.save import write_alone
-from fivefold.checkpoint.state import MODEL, model_key
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.checkpoint.tensors import MODEL, model_key
 from fivefold.job.config import Job, RunConfig, to_toml
 from fivefold.layout.sharding import Box
 from fivefold.model.hf import Source, source
 from fivefold.spec.hf_config import HF_CONFIG, read_hf_config, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.parameters import Parameter
+from fivefold.support.documents import read_json
 from fivefold.support.errors import UserError
-from fivefold.support.files import Progress, whole_or_nothing
+from fivefold.support.files import Progress, plain_name, whole_or_nothing
 
 T = TypeVar("T")
 _PART = 1 << 30  # bytes that an import holds at a time
+_LISTED = 1000  # layers of a model of which every parameter is looked for by its name
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Tensors of others' files that are made of the configuration, or are the embedding once more.
@@ -42,10 +44,13 @@ class HuggingFace:
 
     def __init__(self, directory: Path):
         self.directory = directory
+        config = own_file(directory, "config.json")
         self.spec = read_hf_config(directory)
-        if quantised := json.loads((directory / "config.json").read_text()).get("quantization_config"):
+        if quantised := read_json(config).get("quantization_config"):
             raise UserError(f"{directory} is quantised ({quantised}); import the weights that it was made of")
         self.files = _files(directory)
+        if self.spec.layers > max(_LISTED, len(self.files)):
+            raise UserError(f"{config} means {self.spec.layers} layers, and {directory} has {len(self.files)} tensors")
         self.open: dict[Path, Any] = {}
         self.homes = {parameter.name: source(self.spec, parameter) for parameter in self.spec.parameters()}
         problems = [problem for one in self.spec.parameters() if (problem := self._misfit(one))]
@@ -70,7 +75,7 @@ class HuggingFace:
             return f"tensor {name} of {self.files[name].name} is of {lies.get_dtype()}, which is no kind of weight"
         shape = lies.get_shape()
         shape = shape[::-1] if home.transposed else shape
-        if home.third is not None:
+        if home.third is not None and shape and shape[0] % 3 == 0:
             shape = [shape[0] // 3, *shape[1:]]
         if tuple(shape) != parameter.shape:
             return (
@@ -98,9 +103,7 @@ class HuggingFace:
         lies = self._slice(found)
         if home.third is None and not home.transposed:
             return lies[tuple(slice(side.start, side.stop) for side in box)]
-        whole = lies[:].T if home.transposed else lies[:]
-        whole = whole if home.third is None else whole.chunk(3, dim=0)[home.third]
-        return whole[tuple(slice(side.start, side.stop) for side in box)].contiguous()
+        return home.ours(lies[:])[tuple(slice(side.start, side.stop) for side in box)].contiguous()
 
     def fill(self, pieces: Pieces) -> None:
         """The `model.` pieces of a rank, each its box."""
@@ -108,18 +111,39 @@ class HuggingFace:
             piece.make().copy_(self.read(key.removeprefix(f"{MODEL}."), piece.box))
 
 
+def own_file(directory: Path, name: str) -> Path:
+    """A file of a directory that others made: nothing elsewhere, and nothing that is no file. It may be missing.
+
+    The hub's cache has links in its directories, to the `blobs` beside them.
+    """
+    if not plain_name(name):
+        raise UserError(f"{directory} names the file {name[:200]!r}, which is not one of its own")
+    place, home = directory / name, directory.resolve()
+    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    try:
+        real = place.resolve()
+    except RuntimeError:  # a link to itself
+        real = Path()
+    if not any(real.is_relative_to(one) for one in homes):
+        raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
+    if real.exists() and not real.is_file():
+        raise UserError(f"{place} is no regular file")
+    return place
+
+
 def _files(directory: Path) -> dict[str, Path]:
     """By tensor, the file that has it."""
-    index = directory / _INDEX
+    index = own_file(directory, _INDEX)
     if index.is_file():
         try:
-            names = msgspec.convert(json.loads(index.read_text())["weight_map"], dict[str, str])
-        except (ValueError, KeyError, TypeError) as error:
+            names = msgspec.convert(read_json(index)["weight_map"], dict[str, str])
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise UserError(f"{index} is not an index of tensors: {error}") from None
-        if missing := sorted({name for name in names.values() if not (directory / name).is_file()}):
-            raise UserError(f"{directory / name} is missing, and {_INDEX} names it" for name in missing)
-        return {tensor: directory / name for tensor, name in names.items()}
-    found = sorted(directory.glob("*.safetensors"))
+        places = {name: own_file(directory, name) for name in sorted(set(names.values()))}
+        if missing := [place for place in places.values() if not place.is_file()]:
+            raise UserError(f"{place} is missing, and {_INDEX} names it" for place in missing)
+        return {tensor: places[name] for tensor, name in names.items()}
+    found = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]
     if not found:
         others = [path.name for pattern in ("*.bin", "*.pth") for path in directory.glob(pattern)]
         hint = f"; it has {others[0]}: save it with safetensors first" if others else ""
@@ -153,8 +177,8 @@ def import_hf(directory: Path, run: Path, progress: Progress) -> Checkpoint:
         path = write_alone(Store(run / "checkpoints"), parts, manifest, progress)
         (run / "job.toml").write_text(to_toml(job))
         shutil.copyfile(directory / "config.json", run / HF_CONFIG)
-        if (directory / "tokenizer.json").is_file():
-            shutil.copyfile(directory / "tokenizer.json", run / "tokenizer.json")
+        if (tokenizer := own_file(directory, "tokenizer.json")).is_file():
+            shutil.copyfile(tokenizer, run / "tokenizer.json")
     return Checkpoint(path)
 
 
@@ -167,7 +191,7 @@ def _lazy(theirs: HuggingFace, parameter: Parameter) -> Piece:
             raise UserError(f"{theirs.directory} has weights that are no numbers in {parameter.name}")
         return tensor
 
-    return Piece(torch.Size(parameter.shape), box, torch.float32, make)
+    return Piece(parameter.shape, box, torch.float32, make)
 
 
 # ---- out -----------------------------------------------------------------------------------------------------------
@@ -243,6 +267,5 @@ def _read(
         ours = {part.name: torch.empty(part.shape) for part in parts}
         load(checkpoint, {model_key(name): Piece.whole(tensor) for name, tensor in ours.items()})
         home = source(spec, parts[0])
-        whole = torch.cat([ours[part.name] for part in parts]) if len(parts) > 1 else ours[parts[0].name]
-        found[home.name] = (whole.T if home.transposed else whole).to(dtype).contiguous()
+        found[home.name] = home.theirs(*ours.values()).to(dtype).contiguous()
     return found

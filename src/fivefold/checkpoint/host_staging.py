@@ -9,6 +9,7 @@ Locked memory is what a GPU copies into by itself, at its link's pace. PyTorch's
 up to a power of two, which for a vocabulary's table is nearly twice; so the pages are asked for and locked here.
 """
 
+import math
 import mmap
 import threading
 import warnings
@@ -93,13 +94,12 @@ class Staging:
         tensor = piece.make()
         if self.stream is not None:
             tensor.record_stream(self.stream)
-        return Piece.of(self.room[name].copy_(tensor, non_blocking=True), tuple(piece.shape), piece.box)
+        return Piece.of(self.room[name].copy_(tensor, non_blocking=True), piece.shape, piece.box)
 
 
 def _view(memory: mmap.mmap, start: int, piece: Piece) -> Tensor:
-    """A tensor with a storage of its own: DCP would copy one that is part of a larger."""
-    shape = piece.chunk.sizes
-    return torch.frombuffer(memory, dtype=piece.dtype, count=shape.numel(), offset=start).view(shape)
+    count = math.prod(piece.sizes)
+    return torch.frombuffer(memory, dtype=piece.dtype, count=count, offset=start).view(piece.sizes)
 
 
 def _lock(owner: Staging, memory: mmap.mmap, refused: list[int]) -> None:

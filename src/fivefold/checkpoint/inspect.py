@@ -49,10 +49,17 @@ def list_checkpoints(run: Path) -> CheckpointList:
         misfits = one.misfits()
         row: dict[str, Any] = {"name": one.path.name, "step": one.step, "complete": not misfits, "problems": misfits}
         if not misfits:
-            layout = str(Layout.from_dict(one.manifest.job["layout"]))
-            row |= {"layout": layout, "files": len(one.manifest.files), "bytes": one.bytes}
+            row |= {"layout": _layout(one), "files": len(one.manifest.files), "bytes": one.bytes}
         rows.append(row)
     return CheckpointList(run, rows, [path.name for path in store.incomplete()], [path.name for path in store.aside()])
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    """Of the job that wrote it, if this release knows such layouts."""
+    try:
+        return str(Layout.from_dict(checkpoint.manifest.job.get("layout", {})))
+    except UserError:
+        return "a layout of its own"
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,11 @@ class CheckpointContents(Result):
 
     def blocks(self) -> Iterator[Block]:
         manifest = self.checkpoint.manifest
-        yield Text(f"{self.checkpoint.path}  {manifest.job['model']['name']} after step {manifest.step}", "bold")
+        model = manifest.job.get("model", {}).get("name")
+        yield Text(f"{self.checkpoint.path}  {model} after step {manifest.step}", "bold")
         facts = {
             "samples": f"{manifest.samples} of the data order are done, in {manifest.updates} updates",
-            "layout": f"written under {Layout.from_dict(manifest.job['layout'])}; any other reads it",
+            "layout": f"written under {_layout(self.checkpoint)}; any other reads it",
             "holds": "weights and AdamW's moments" if manifest.optimizer else "weights",
             "made by": f"fivefold {manifest.fivefold}, torch {manifest.torch}",
         }
@@ -82,17 +90,12 @@ class CheckpointContents(Result):
 
 def show_checkpoint(run: Path, step: int | None = None) -> CheckpointContents:
     """The newest complete checkpoint, or that of `step`: the run's position, its job, its files and its tensors."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     one = find(run, step)
     if misfits := one.misfits():
         raise UserError(misfits)
-    stored = FileSystemReader(one.path).read_metadata().state_dict_metadata
     tensors = [
-        {"name": name, "shape": list(one.size), "dtype": str(one.properties.dtype), "pieces": len(one.chunks)}
-        for name, one in sorted(stored.items())
-        if isinstance(one, TensorStorageMetadata)
+        {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "pieces": len(stored.chunks)}
+        for name, stored in sorted(one.tensors.items())
     ]
     return CheckpointContents(one, tensors)
 
@@ -126,5 +129,11 @@ def verify_checkpoints(
     if not every:
         raise UserError(f"{run} has no complete checkpoint")
     total = sum(one.bytes for one in every if not one.misfits())
-    found = {one.path.name: one.misfits() or one.damage(progress=lambda done: progress(done, total)) for one in every}
-    return CheckpointCheck(found)
+
+    def problems(one: Checkpoint) -> list[str]:
+        try:
+            return one.misfits() or one.damage(progress=lambda done: progress(done, total))
+        except UserError as error:
+            return error.problems
+
+    return CheckpointCheck({one.path.name: problems(one) for one in every})

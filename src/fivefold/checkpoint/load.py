@@ -1,16 +1,25 @@
 """Loading: the newest checkpoint that is what its manifest says, into the ranks of any layout."""
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+import torch
+from torch import Tensor
 
-from fivefold.checkpoint.pieces import LoadPlan, Pieces, quietly
+from fivefold.checkpoint.pieces import Piece, Pieces, raw
 from fivefold.checkpoint.store import Checkpoint, Damaged, Store
+from fivefold.checkpoint.tensors import Chunk
+from fivefold.launch import faults
+from fivefold.launch.cores import for_files, side_by_side
+from fivefold.launch.heartbeat import beat, enter
 from fivefold.parallel.control import Control
 from fivefold.support.errors import UserError
+from fivefold.support.files import open_regular
 
 Say = Callable[[str], None]
+_READ = 1 << 24  # bytes asked of the system at a time
 
 
 def newest(store: Store, control: Control, say: Say) -> Checkpoint | None:
@@ -21,51 +30,120 @@ def newest(store: Store, control: Control, say: Say) -> Checkpoint | None:
     """
     if control.rank == 0:
         for path in store.incomplete():
-            aside = store.set_aside(path, "incomplete")
-            say(f"{path.name} was never finished; set aside as {aside.name}")
-    tried = 0
+            say(f"{path.name} was never finished; {_set_aside(store, path, 'incomplete')}")
+        store.prune()
+    bad: set[Path] = set()
     while True:
-        checkpoint, refusal = control.from_first(_candidate(store, tried) if control.rank == 0 else (None, []))
+        found = _candidate(store, bad) if control.rank == 0 else (None, [])
+        name, refusal = control.from_first(found, tuple[str | None, list[str]])
         if refusal:
             raise UserError(refusal if control.rank == 0 else [])
-        if checkpoint is None:
+        if name is None:
             return None
-        tried += 1
-        problems = [problem for found in control.from_all(_share(checkpoint, control)) for problem in found]
+        checkpoint = Checkpoint(store.directory / name)
+        enter(f"the reading of {name}")
+        shares = control.from_all(_share(checkpoint, control), tuple[list[str], list[str]])
+        if refusal := _all(refused for _, refused in shares):
+            raise UserError(refusal if control.rank == 0 else [])
+        problems = _all(damage for damage, _ in shares)
         if not problems:
             return checkpoint
+        bad.add(checkpoint.path)
         if control.rank == 0:
-            aside = store.set_aside(checkpoint.path, "damaged")
             for problem in problems:
                 say(problem)
-            say(f"{checkpoint.path.name} is not used, and set aside as {aside.name}; the one before it is tried")
+            aside = _set_aside(store, checkpoint.path, "damaged")
+            say(f"{name} is not used, and {aside}; the one before it is tried")
 
 
-def _candidate(store: Store, tried: int) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint, or why the run must not resume."""
-    newest = next(iter(store.complete()), None)
-    if newest is None:
-        fresh = "--fresh starts over in a new directory"
-        return None, [f"none of the {tried} checkpoints in {store.directory} is good; {fresh}"] if tried else []
+def _all(lists: Iterable[list[str]]) -> list[str]:
+    """Every sentence once."""
+    return list(dict.fromkeys(sentence for sentences in lists for sentence in sentences))
+
+
+def _set_aside(store: Store, path: Path, how: str) -> str:
     try:
-        assert newest.manifest
-    except Damaged:
-        pass
-    except UserError as error:
-        return None, error.problems
-    return newest, []
+        return f"set aside as {store.set_aside(path, how).name}"
+    except OSError as error:
+        return f"stays where it is: {error.strerror}"
 
 
-def _share(checkpoint: Checkpoint, control: Control) -> list[str]:
+def _candidate(store: Store, bad: set[Path]) -> tuple[str | None, list[str]]:
+    """The newest checkpoint that is not known to be bad, or why the run must not resume."""
+    newest = next((one for one in store.complete() if one.path not in bad), None)
+    if newest is not None:
+        return newest.path.name, []
+    fresh = "--fresh starts over in a new directory"
+    return None, [f"none of the {len(bad)} checkpoints in {store.directory} is good; {fresh}"] if bad else []
+
+
+def _share(checkpoint: Checkpoint, control: Control) -> tuple[list[str], list[str]]:
+    """What is damaged in this rank's share of the files, and why a checkpoint must not be touched."""
+    faults.strike("read")
     try:
-        files = checkpoint.manifest.files
+        return checkpoint.damage(checkpoint.manifest.files[control.rank :: control.size], beat), []
     except Damaged as error:
-        return error.problems if control.rank == 0 else []
-    return checkpoint.damage(files[control.rank :: control.size])
+        return error.problems, []
+    except UserError as error:
+        return [], error.problems
 
 
 def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
     """Fill the pieces' memory; each rank reads what it needs, and no rank waits for another."""
-    with quietly():
-        reader = FileSystemReader(checkpoint.path)
-        state_dict_loader.load(dict(pieces), storage_reader=reader, planner=LoadPlan(), no_dist=True)
+    todo: dict[str, list[tuple[str, Chunk, Piece, Tensor]]] = {}
+    for name, piece in pieces.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is None or stored.shape != tuple(piece.shape):
+            has = f"has {name} of shape {list(stored.shape)}" if stored else f"has no tensor {name}"
+            raise UserError(f"{checkpoint.path} {has}, and {list(piece.shape)} is wanted")
+        into = piece.make()
+        for chunk in stored.chunks:
+            if all(first < side.stop and side.start < first + size
+                   for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)):  # fmt: skip
+                todo.setdefault(chunk.file, []).append((name, chunk, piece, into))
+
+    def read(file: str) -> None:
+        with open_regular(checkpoint.path / file) as stream:
+            for name, chunk, piece, into in sorted(todo[file], key=lambda one: one[1].start):
+                start = checkpoint.numbers_at(stream, name, chunk)
+                _fill(stream.fileno(), start, chunk, checkpoint.tensors[name].dtype, piece, into)
+
+    try:
+        side_by_side(read, list(todo), for_files())
+    except OSError as error:
+        raise UserError(f"cannot read {checkpoint.path}: {error.strerror or error}") from None
+
+
+@torch.no_grad()
+def _fill(handle: int, start: int, chunk: Chunk, dtype: str, piece: Piece, into: Tensor) -> None:
+    """The part of a piece that a chunk has. Its rows lie together, so that no others are read."""
+    shared = [
+        range(max(first, side.start), min(first + size, side.stop))
+        for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)
+    ]
+    place = into[tuple(slice(part.start - side.start, part.stop - side.start)
+                       for part, side in zip(shared, piece.box, strict=True))]  # fmt: skip
+    skipped, shape = 0, chunk.sizes
+    if shared:
+        skipped, shape = shared[0].start - chunk.offsets[0], (len(shared[0]), *chunk.sizes[1:])
+    kind: torch.dtype = getattr(torch, dtype)
+    straight = (
+        place.is_contiguous() and tuple(place.shape) == shape and place.dtype == kind and place.device.type == "cpu"
+    )
+    rows = place if straight else torch.empty(shape, dtype=kind)
+    _read(handle, raw(rows), start + skipped * math.prod(chunk.sizes[1:]) * kind.itemsize)
+    if not straight:
+        inner = [
+            slice(part.start - first, part.stop - first) for part, first in zip(shared, chunk.offsets, strict=True)
+        ]
+        place.copy_(rows[(slice(None), *inner[1:])] if shared else rows)
+
+
+def _read(handle: int, into: memoryview, start: int) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(handle, [into[done : done + _READ]], start + done)
+        if not count:
+            raise OSError("a file has become shorter")
+        done += count
+        beat()

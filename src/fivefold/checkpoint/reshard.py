@@ -66,4 +66,4 @@ def _lazy(checkpoint: Checkpoint, key: str, shape: tuple[int, ...], box: Box, dt
         load(checkpoint, {key: Piece.of(tensor, shape, box)})
         return tensor
 
-    return Piece(torch.Size(shape), box, dtype, make)
+    return Piece(shape, box, dtype, make)

@@ -3,7 +3,7 @@
 saver = Saver(store, control, config, device)
 copied = saver.start(pieces, manifest)     # parameters may change from there on; on a GPU, behind this event
 ...
-saver.finish()                             # waits for the one under way, and raises what went wrong with it
+saver.finish()                             # waits for the one under way, and says why it was not written, if it was not
 """
 
 import shutil
@@ -13,25 +13,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.checkpoint.host_staging import Snapshot, Staging
-from fivefold.checkpoint.pieces import Pieces, SavePlan, quietly
-from fivefold.checkpoint.store import MANIFEST, Manifest, Store
-from fivefold.checkpoint.writer import Writer, planned
+from fivefold.checkpoint.pieces import Pieces
+from fivefold.checkpoint.store import MANIFEST, VERSION, Manifest, Store
+from fivefold.checkpoint.tensors import TABLE, check, merged
+from fivefold.checkpoint.writer import Written, total, write_pieces
 from fivefold.job.config import CheckpointConfig
+from fivefold.launch import faults, heartbeat
 from fivefold.launch.cores import for_files
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError
-from fivefold.support.files import File, Progress, hashed
+from fivefold.support.files import HashedFile, Progress
 from fivefold.support.formatting import bytes_text
 
 T = TypeVar("T")
+
+
+class NotSaved(Exception):
+    """All ranks know that a checkpoint was not written, and why. The run can go on."""
 
 
 @dataclass
@@ -51,8 +55,8 @@ class Saver:
         self.staging = Staging(device)
 
     def start(self, pieces: Pieces, manifest: Manifest) -> torch.cuda.Event | None:
-        """Collective. Takes the snapshot; waits first for an earlier save, so that one at most is under way."""
-        self.finish()
+        """Collective. Takes the snapshot. An earlier save must be finished: one at most is under way."""
+        assert self.saving is None
         snapshot = self.staging.take(pieces)
         self.saving = Saving(manifest)
         self.thread = threading.Thread(target=self._write, args=(self.saving, snapshot), name="checkpoint", daemon=True)
@@ -60,29 +64,41 @@ class Saver:
         return snapshot.copied
 
     @property
-    def failed(self) -> bool:
-        """Whether the save under way has ended, on this rank, and badly; `finish` says how, on all ranks alike."""
-        return self.saving is not None and self.saving.error is not None
+    def ended(self) -> bool:
+        """Whether the save under way, if there is one, has ended on this rank, well or badly."""
+        return not self.thread.is_alive()
 
-    def finish(self) -> None:
-        """Wait for the save under way, if there is one, and raise what went wrong with it."""
+    def finish(self) -> str | None:
+        """Wait for the save under way, if there is one; all ranks get the same: why it was not written, if it was not.
+
+        A rank that has lost another in it raises that.
+        """
         if self.saving is None:
-            return
+            return None
         self.thread.join()
         saving, self.saving = self.saving, None
-        if saving.error is not None:
-            last = next((one for one in self.store.complete() if not one.misfits()), None)
-            kept = f"; the last good one is {last.path.name}" if last else ""
-            raise TrainingError(f"the checkpoint of step {saving.manifest.step} was not written: {saving.error}{kept}")
+        if saving.error is None:
+            return None
+        step, last = saving.manifest.step, next((one for one in self.store.complete() if not one.misfits()), None)
+        kept = f"the last good one is {last.path.name}" if last else "there is none before it"
+        said = f"the checkpoint of step {step} was not written: {saving.error}; {kept}"
+        if isinstance(saving.error, TrainingError):
+            raise saving.error
+        if not isinstance(saving.error, NotSaved):
+            raise TrainingError(said) from saving.error
+        return said
 
     def _write(self, saving: Saving, snapshot: Snapshot) -> None:
         """In the background."""
+        heartbeat.enter(f"the checkpoint of step {saving.manifest.step}")
         try:
             snapshot.arrive()
             write(self.store, self.control, snapshot.pieces, saving.manifest)
         except BaseException as error:
             saving.error = error
             return
+        finally:
+            heartbeat.enter("")
         if self.control.rank == 0:
             with suppress(OSError):  # what cannot be deleted now is tried again after the next save
                 self.store.retain(self.config.keep, self.config.keep_every)
@@ -90,15 +106,29 @@ class Saver:
 
 def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Path:
     """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
-    needed = sum(piece.nbytes for piece in pieces.values())
-    path = together(control, lambda: _room(store, manifest.step, sum(control.from_all(needed)), control.rank))[0]
-    assert path is not None
-    with _complete_or_gone(path) if control.rank == 0 else nullcontext():
-        mine = _dcp(path, control, pieces)
-        files = together(control, lambda: [hashed(path / ".metadata"), *mine] if control.rank == 0 else mine)
-        whole = msgspec.structs.replace(manifest, files=[file for of_rank in files for file in of_rank])
-        together(control, lambda: store.commit(path, whole) if control.rank == 0 else None)
+    needed, first = sum(control.from_all(total(pieces), int)), control.rank == 0
+    name = agreed(control, lambda: _room(store, manifest.step, needed).name if first else "")
+    path = store.directory / control.from_first(name, str)
+    with _complete_or_gone(path) if first else nullcontext():
+        mine = agreed(control, lambda: _written(path, control.rank, pieces, manifest.step))
+        written = control.to_first(mine, Written)
+        agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
+
+
+def _written(path: Path, rank: int, pieces: Pieces, step: int) -> Written:
+    faults.strike("write", step=step)
+    return write_pieces(path, rank, pieces, for_files())
+
+
+def _commit(store: Store, path: Path, manifest: Manifest, written: list[Written]) -> None:
+    tensors = merged([one.tensors for one in written])
+    files = [file for one in written for file in one.files]
+    check(tensors, {file.name: file.bytes for file in files})  # before it counts: every element once
+    with HashedFile(path / TABLE) as table:
+        table.write(msgspec.json.encode(tensors))
+        files.append(table.finish())
+    store.commit(path, msgspec.structs.replace(manifest, version=VERSION, files=files))
 
 
 @contextmanager
@@ -117,56 +147,34 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
 
     `progress` is told of the bytes that have been written.
     """
-    path = _room(store, manifest.step, sum(piece.nbytes for part in parts for piece in part.values()), 0)
-    assert path is not None
+    path = _room(store, manifest.step, sum(map(total, parts)))
     with _complete_or_gone(path):
-        planners, writers, plans = [SavePlan() for _ in parts], [Writer(path) for _ in parts], []
-        for rank, (planner, writer, part) in enumerate(zip(planners, writers, parts, strict=True)):
-            planner.set_up_planner(dict(part), is_coordinator=rank == 0)
-            writer.set_up_storage_writer(rank == 0)
-            plans.append(writer.prepare_local_plan(planner.create_local_plan()))
-        plans, metadata = planners[0].create_global_plan(plans)
-        plans = writers[0].prepare_global_plan(plans)
-        results = []
-        for planner, writer, plan in zip(planners, writers, plans, strict=True):
-            results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
-            progress(planned(plan))
-        writers[0].finish(metadata, results)
-        files = [*(file for writer in writers for file in writer.files), hashed(path / ".metadata")]
-        store.commit(path, msgspec.structs.replace(manifest, files=files))
+        written = []
+        for rank, part in enumerate(parts):
+            written.append(write_pieces(path, rank, part))
+            progress(total(part))
+        _commit(store, path, manifest, written)
     return path
 
 
-def _room(store: Store, step: int, needed: int, rank: int) -> Path | None:
-    if rank:
-        return None
-    store.directory.mkdir(parents=True, exist_ok=True)
+def _room(store: Store, step: int, needed: int) -> Path:
+    path = store.new(step)
     free = shutil.disk_usage(store.directory).free
     if free < needed:
+        path.rmdir()
         raise OSError(f"it takes {bytes_text(needed)}, and {store.directory} has {bytes_text(free)} left")
-    return store.new(step)
+    return path
 
 
-def together(control: Control, do: Callable[[], T]) -> list[T]:
-    """What every rank got by doing it; if one failed, all do, and say why."""
-    done, problem = None, ""
+def agreed(control: Control, do: Callable[[], T]) -> T:
+    """Collective: what this rank got by doing it; if any rank failed, all raise NotSaved, and say why."""
+    problem = ""
     try:
         done = do()
-    except OSError as error:
-        problem = error.strerror or str(error)
-    found = control.from_all((done, problem))
-    if why := next(filter(None, (other for _, other in found)), ""):
-        raise OSError(why)
-    return [cast(T, value) for value, _ in found]
-
-
-def _dcp(path: Path, control: Control, pieces: Pieces) -> list[File]:
-    """This rank's files."""
-    writer, alone = Writer(path, for_files()), control.size == 1
-    try:
-        with quietly():
-            save(dict(pieces), storage_writer=writer, planner=SavePlan(), process_group=control.group, no_dist=alone)
-    except CheckpointException as error:
-        rank, (failure, _) = min(error.failures.items())
-        raise OSError(str(failure) if alone else f"rank {rank}: {failure}") from None
-    return writer.files
+    except Exception as error:
+        who = f"rank {control.rank}: " if control.size > 1 else ""
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        problem = f"{who}{why or type(error).__name__}"
+    if why := next(filter(None, control.from_all(problem, str)), ""):
+        raise NotSaved(why)
+    return done

@@ -7,16 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.store import Manifest
+from fivefold.checkpoint.tensors import MODEL
 from fivefold.optimizers import OPTIMIZERS
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.zero import Weights
 
-MODEL = "model"
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
-
-
-def model_key(name: str) -> str:
-    return f"{MODEL}.{name}"
 
 
 def optimizer_of(manifest: Manifest) -> str:

@@ -1,0 +1,117 @@
+"""Where the tensors of a checkpoint lie: `tensors.json`, data of our own that is checked before anything is read by it.
+
+{"model.norm.weight": {"shape": [32], "dtype": "float32", "chunks": [[[0], [16], "rank-0.tensors", 8192, 64], ...]}}
+
+A chunk is a box of the tensor: where it begins in each dimension, its sizes, its file, the first byte there and their
+number. The bytes are the numbers in row-major order, little-endian, and nothing else. No torch.
+"""
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+TABLE = "tensors.json"
+MODEL = "model"
+BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+         "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # fmt: skip
+MOST = 1 << 30  # bytes of a table: ten million chunks
+DIMENSIONS = 8
+_ELEMENTS = 1 << 56
+_CELLS = 1 << 24  # of the grid in which chunks are counted
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A box of a tensor, and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    bytes: int
+
+
+class Stored(msgspec.Struct, frozen=True):
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+Tensors = dict[str, Stored]
+
+
+def model_key(name: str) -> str:
+    """The tensor that is the master of a parameter."""
+    return f"{MODEL}.{name}"
+
+
+def merged(parts: list[Tensors]) -> Tensors:
+    """The tables of all ranks as one."""
+    tensors: Tensors = {}
+    chunks: dict[str, list[Chunk]] = {}
+    for part in parts:
+        for name, stored in part.items():
+            tensors.setdefault(name, stored)
+            chunks.setdefault(name, []).extend(stored.chunks)
+    return {name: msgspec.structs.replace(tensors[name], chunks=tuple(chunks[name])) for name in sorted(tensors)}
+
+
+def check(tensors: Tensors, files: Mapping[str, int], archived: bool = False) -> None:
+    """ValueError unless every element of every tensor lies in one chunk, and each chunk in a file of so many bytes.
+
+    `archived`: a chunk's bytes hold more than its numbers.
+    """
+    extents: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
+    for name, stored in tensors.items():
+        if why := _misfit(stored, files, archived):
+            raise ValueError(f"{name[:200]}: {why}")
+        for chunk in stored.chunks:
+            extents[chunk.file].append((chunk.start, chunk.start + chunk.bytes))
+    for file, ranges in extents.items():
+        ranges.sort()
+        if any(end > start for (_, end), (start, _) in pairwise(ranges)):
+            raise ValueError(f"two chunks share bytes of {file}")
+
+
+def _misfit(stored: Stored, files: Mapping[str, int], archived: bool) -> str | None:
+    shape, chunks = stored.shape, stored.chunks
+    if stored.dtype not in BYTES:
+        return f"its dtype {stored.dtype[:50]!r} is none of {', '.join(BYTES)}"
+    if len(shape) > DIMENSIONS or min(shape, default=1) < 1 or math.prod(shape) > _ELEMENTS:
+        return "its shape is none"
+    for chunk in chunks:
+        box = list(zip(chunk.offsets, chunk.sizes, shape, strict=False))
+        if {len(chunk.offsets), len(chunk.sizes)} != {len(shape)} or any(
+            first < 0 or size < 1 or first + size > side for first, size, side in box
+        ):
+            return f"the chunk at {list(chunk.offsets[:8])} is no box of the shape {list(shape)}"
+        needed = math.prod(chunk.sizes) * BYTES[stored.dtype]
+        if chunk.bytes < needed or (chunk.bytes > needed and not archived):
+            return f"the chunk at {list(chunk.offsets)} has {chunk.bytes} bytes, and its numbers take {needed}"
+        if chunk.start < 0 or chunk.start + chunk.bytes > files.get(chunk.file, -1):
+            return f"bytes {chunk.start} to {chunk.start + chunk.bytes} are not in {chunk.file[:200]!r}"
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape) or not _disjoint(chunks, len(shape)):
+        return "its chunks do not have every element once"
+    return None
+
+
+def _disjoint(chunks: tuple[Chunk, ...], dims: int) -> bool:
+    """On the grid that all their sides make, each cell belongs to one of them. Layouts cut in few places."""
+    if len(chunks) == 1:
+        return True
+    starts = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(-1, dims)
+    ends = starts + np.array([chunk.sizes for chunk in chunks], np.int64).reshape(-1, dims)
+    cuts = [np.unique(np.concatenate((starts[:, dim], ends[:, dim]))) for dim in range(dims)]
+    if math.prod(map(len, cuts)) > _CELLS:
+        return False
+    grid = np.zeros([len(cut) - 1 for cut in cuts], bool)
+    first = [np.searchsorted(cuts[dim], starts[:, dim]) for dim in range(dims)]
+    last = [np.searchsorted(cuts[dim], ends[:, dim]) for dim in range(dims)]
+    for number in range(len(chunks)):
+        cells = grid[tuple(slice(first[dim][number], last[dim][number]) for dim in range(dims))]
+        if cells.any():
+            return False
+        cells[...] = True
+    return True
