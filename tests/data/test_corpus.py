@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fivefold.data.checking import verify
 from fivefold.data.corpus import stdlib_corpus, stdlib_files
 from fivefold.data.entropy import entropy
 from fivefold.data.prepare import prepare
@@ -51,7 +52,7 @@ def test_it_is_prepared_once_and_mended_when_damaged(cache: Path) -> None:
     with (path / "train-00000.tokens").open("r+b") as file:
         file.truncate(100)
     assert stdlib_corpus(cache) == path
-    TokenStore.open(path).verify()
+    verify(TokenStore.open(path))
 
 
 def test_processes_that_ask_at_once_get_the_same_corpus(tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_processes_that_ask_at_once_get_the_same_corpus(tmp_path: Path) -> None:
     assert [racer.returncode for racer in racers] == [0, 0, 0], answers
     paths = {out.strip() for out, _ in answers}
     assert len(paths) == 1
-    TokenStore.open(paths.pop()).verify()
+    verify(TokenStore.open(paths.pop()))
     assert len(list((tmp_path / "fivefold" / "corpus").iterdir())) == 1  # the losers left nothing behind
 
 

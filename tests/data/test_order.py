@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.data.order import window_of, windows
+from fivefold.data.order import samples_of, window_of, windows
 from fivefold.support.errors import UserError
 
 
@@ -123,3 +123,11 @@ def test_a_split_too_short_says_what_would_fit() -> None:
         windows(tokens=100, seq=0)
     with pytest.raises(UserError, match="sample -1"):
         window_of(np.array([-1]), 10, 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 1000, 10**12 + 39])
+def test_samples_are_found_by_their_windows(n: int) -> None:
+    samples = np.unique(np.arange(5 * 200) * 7919 % (5 * n))
+    for epoch in range(5):
+        mine = samples[samples // n == epoch]
+        assert np.array_equal(samples_of(window_of(mine, n, seed=3), n, 3, epoch), mine)

@@ -1,6 +1,10 @@
 """What a user can get wrong when preparing, and what they are told."""
 
+import gzip as gzip_module
+import os
+import socket
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,7 @@ from typing import Any
 import pytest
 
 from fivefold.data.prepare import prepare
+from fivefold.data.writing import records, sources
 from fivefold.support.errors import UserError
 
 Jsonl = Callable[..., Path]
@@ -152,3 +157,67 @@ def test_holding_out_from_too_few_documents_says_what_would_work(jsonl: Jsonl, t
     assert "several files" in problems(jsonl({"text": "x"}, name="one.jsonl"), valid=0.001)[0]
     assert "leaves none to train on" in problems(path, valid=0.999999)[0]
     assert prepare([path], tmp_path / "out", valid=works).valid_documents == 1
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "in" / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "in" / "socket"))
+        told = problems(tmp_path / "in", Path("/dev/zero"), tmp_path / ("x" * 300))
+    assert [sentence.split(": ", 1)[1].split(",")[0] for sentence in told[:3]] == [
+        "it is a FIFO",
+        "it is a socket",
+        "it is a device",
+    ]
+    assert "too long" in told[3]
+
+
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    monkeypatch.setattr(sources, "irregular", lambda mode: None)
+    assert "it is a FIFO" in problems(tmp_path / "a.txt")[0]
+
+
+def test_a_directory_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "text.txt").write_text("x")
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:  # as a directory of another user: the superuser may look into all of them
+        if str(path).endswith("b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert problems(tmp_path / "a") == [f"{tmp_path / 'a' / 'b'} cannot be read: Permission denied"]
+
+
+@pytest.mark.parametrize("gzip", [False, True])
+def test_a_line_that_is_too_long_is_named_and_those_after_it_are_read(
+    jsonl: Jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gzip: bool
+) -> None:
+    monkeypatch.setattr(records, "LONGEST", 1 << 20)
+    long = {"text": "x" * (3 << 20)}
+    told = problems(jsonl({"text": "a"}, long, b"?", long, gzip=gzip))
+    assert [sentence.split(": ")[0].rsplit(":", 1)[1] for sentence in told] == ["2", "3", "4"]
+    assert "a line of more than 1 MiB is not read" in told[0]
+    fits = {"text": "x" * ((1 << 20) - 13)}
+    assert prepare([jsonl(fits, {"text": "b"})], tmp_path / "out").documents == 2
+
+
+def test_lines_without_an_end_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST", 8 << 20)
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip_module.compress(b'{"text": "' + bytes(256 << 20), 1))
+    tracemalloc.start()
+    try:
+        assert "a line of more than 8 MiB" in problems(tmp_path / "bomb.jsonl.gz")[0]
+        assert tracemalloc.get_traced_memory()[1] < 48 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_deep_nesting_in_a_record_is_a_problem_of_its_line(jsonl: Jsonl) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    told = problems(jsonl({"text": "a"}, b'{"text": "b", "more": ' + deep + b"}", deep))
+    assert [sentence.rsplit(":", 1)[1] for sentence in told] == [" its values are nested too deeply"] * 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.data.prepare import prepare
+from fivefold.data.prepare import prepare, staged
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
 
@@ -37,8 +37,29 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path, jsonl: 
     assert not (left / "index.json").exists()
     with pytest.raises(UserError, match="not a directory of prepared tokens"):
         TokenStore.open(tmp_path / "out")
+    (tmp_path / ".out-2.0123abcd.partial").mkdir()  # of another name
     prepare([path], tmp_path / "out")
     assert TokenStore.open(tmp_path / "out").split("train").tokens == 2
+    # The next one has removed what was left, and left nothing itself.
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, "out", ".out-2.0123abcd.partial"}
+    assert "claim" not in os.listdir(tmp_path / "out")
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path, jsonl: Jsonl) -> None:
+    path, out = jsonl({"text": "x"}), tmp_path / "out"
+    with staged(out, overwrite=True) as directory:
+        (directory / "index.json").write_text("mine")
+        prepare([path], out)
+        assert (directory / "index.json").read_text() == "mine"
+
+
+def test_tokens_that_were_replaced_are_removed_once_the_new_ones_are_there(tmp_path: Path, jsonl: Jsonl) -> None:
+    path, old = jsonl({"text": "x"}), tmp_path / ".out.0123abcd.old"
+    prepare([path], old)
+    prepare([path], tmp_path / "out")
+    assert old.exists()  # nothing stood in its place when this began: it may be all that there is
+    prepare([path], tmp_path / "out", overwrite=True)
+    assert not old.exists()
 
 
 def test_only_prepared_tokens_are_overwritten_and_only_when_asked(tmp_path: Path, jsonl: Jsonl) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.data.checking import verify
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
@@ -102,17 +103,17 @@ def test_a_model_of_fewer_ids_than_the_tokens_is_refused(store: Path) -> None:
 
 def test_verify_finds_a_flipped_bit_that_no_reading_notices(store: Path) -> None:
     reports: list[tuple[int, int]] = []
-    TokenStore.open(store).verify(lambda *now: reports.append(now))
+    verify(TokenStore.open(store), progress=lambda *now: reports.append(now))
     assert reports[-1][0] == reports[-1][1] == 40 * 10 * 2 + 40 * 8
     poke(store / "train-00001.tokens", 3, ord("z"))
     TokenStore.open(store).check_ids(257)
-    assert f"{store / 'train-00001.tokens'} is damaged" in told(store, lambda opened: opened.verify())
+    assert f"{store / 'train-00001.tokens'} is damaged" in told(store, verify)
 
 
 def test_an_index_of_another_kind_or_version_is_refused(store: Path, tmp_path: Path) -> None:
     index = json.loads((store / "index.json").read_text())
     (store / "index.json").write_text(json.dumps(index | {"version": 99}))
-    assert "format version 99; this release reads version 1" in told(store)
+    assert "format version 99; this release reads version 2" in told(store)
     (store / "index.json").write_text("{")
     assert "damaged" in told(store)
     assert "not a directory of prepared tokens" in told(tmp_path / "nowhere")

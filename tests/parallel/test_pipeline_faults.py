@@ -3,10 +3,8 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +24,7 @@ from fivefold.schedule.catalogue import build
 from fivefold.spec.model import ModelSpec
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch
+from tests.commands import start
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.alone
@@ -197,27 +196,18 @@ def test_a_training_run_ends_and_says_which_rank_it_lost(tmp_path: Path, how: si
     (tmp_path / "text.txt").write_text("a text to learn by heart\n" * 200)
     prepare([tmp_path / "text.txt"], tmp_path / "tokens")
     words = f"data.path={tmp_path / 'tokens'} data.seq=16 train.steps=100000 train.eval_samples=0 train.timeout=2"
-    command = [sys.executable, "-m", "fivefold", "train", "--nproc", "2", "layout=pp=2,microbatches=4", *words.split()]
-    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        until((tmp_path / "runs/run/metrics.jsonl").exists)
-        ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
-        start = time.monotonic()
+    pipeline = ["train", "--nproc", "2", "layout=pp=2,microbatches=4"]
+    with start(*pipeline, *words.split(), cwd=tmp_path) as run:
+        run.until((tmp_path / "runs/run/metrics.jsonl").exists)
+        ranks = run.children
+        begin = time.monotonic()
         os.kill(ranks[1], how)
-        _, said = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert run.returncode == 1
-    assert least <= time.monotonic() - start < 30
+        assert run.wait() == 1
+        assert least <= time.monotonic() - begin < 30
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    said = run.stderr
     waited = re.search(r"error: step \d+: rank 0 \(pp 0\): .+? (waited [\d.]+ s for|found) .*rank 1\b", said)
     assert waited, said
     ends = {signal.SIGKILL: "was ended by SIGKILL", signal.SIGSTOP: "did not end with the others"}
     assert f"rank 1 (pp 1) {ends[how]}" in said
     assert "Traceback" not in said
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.05)

@@ -8,9 +8,11 @@ import os
 import platform
 import shutil
 import sysconfig
-import tempfile
 from pathlib import Path
 
+from fivefold.data.cache import user_cache
+from fivefold.data.checked import Checked
+from fivefold.data.checking import verify
 from fivefold.data.index import is_prepared
 from fivefold.data.prepare import prepare
 from fivefold.data.progress import Report, quiet
@@ -36,9 +38,9 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
             f"the standard library in {root} has no .py sources (a stripped or zipped Python); "
             "prepare a text of your own with `fivefold data`"
         )
-    out = _place(cache) / f"stdlib-{platform.python_version()}-{_fingerprint(root, files)}"
+    out = user_cache("corpus", cache) / f"stdlib-{platform.python_version()}-{_fingerprint(root, files)}"
     try:
-        TokenStore.open(out).verify()  # 20 ms for the whole corpus
+        verify(TokenStore.open(out), Checked(out, cache))
     except UserError:  # not there, or damaged; a cache is mended by making it again
         if out.exists() and not is_prepared(out):
             shutil.rmtree(out)  # ours by its name, and of no use
@@ -63,19 +65,3 @@ def _fingerprint(root: Path, files: list[Path]) -> str:
     """Distributions patch the library: the same version with other files is another corpus."""
     lines = [f"{path.relative_to(root).as_posix()} {path.stat().st_size}" for path in files]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:10]
-
-
-def _place(cache: Path | None) -> Path:
-    try:
-        home = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        place = home / "fivefold" / "corpus"
-        place.mkdir(parents=True, exist_ok=True)
-        if os.access(place, os.W_OK):
-            return place
-    except (OSError, RuntimeError):  # the latter: no home directory at all
-        pass
-    # A read-only home (a container, a cluster node). The name is fixed so that the ranks of a machine share it.
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    place = Path(tempfile.gettempdir()) / f"fivefold-{user}" / "corpus"
-    place.mkdir(parents=True, exist_ok=True)
-    return place

@@ -10,50 +10,120 @@
 A document never spans two shards, and every document ends with the end-of-document token.
 """
 
+import hashlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from fivefold.support.errors import UserError
-from fivefold.support.files import File
+from fivefold.support.files import File, read_regular
 
 NAME = "index.json"
-VERSION = 1
+TOKENIZER = "tokenizer.json"
+VERSION = 2
+UNSEALED = 1  # without a seal and without sums of chunks; still read
 SPLITS = ("train", "valid")
+CHUNK = 1 << 22  # bytes of which each has a sum of its own
+
+_LARGEST = 1 << 30  # bytes of an index: that of 10 TB has some 50 MB
+_SHA256 = re.compile("[0-9a-f]{64}")
+_CHUNKS = re.compile("(?:[0-9a-f]{8})*")
+MEND = "prepare the text again, or copy the directory again"
 
 
-class Shard(msgspec.Struct, frozen=True):
+class DataFile(File, frozen=True, forbid_unknown_fields=True):
+    """A file of the directory. The checksum says whether it is damaged, the sums of its chunks say where."""
+
+    chunks: str = ""  # crc32 of every CHUNK bytes, 8 hexadecimal digits each
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Some consecutive documents of a split."""
 
     tokens: int
     documents: int
-    token_file: File
-    document_file: File
-    loss_file: File | None = None
+    token_file: DataFile
+    document_file: DataFile
+    loss_file: DataFile | None = None
 
-    def files(self) -> list[File]:
+    def files(self) -> list[DataFile]:
         return [self.token_file, self.document_file, *([self.loss_file] if self.loss_file else [])]
 
 
-class Index(msgspec.Struct, frozen=True):
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prepared directory, and how it was prepared. No clock or path in it: the same input gives the same bytes."""
 
     version: int
     fivefold: str  # the release that wrote it
     tokenizer: str  # "bytes", or the name of the tokenizer's file
-    tokenizer_file: File | None
+    tokenizer_file: DataFile | None
     vocab: int
     end_of_document: int
     dtype: Literal["uint16", "uint32"]
     seed: int
     valid: float
     splits: dict[str, list[Shard]]
+    seal: str = ""  # sha256 of all of this with an empty seal
 
-    def files(self) -> list[File]:
+    def files(self) -> list[DataFile]:
         """Every file that the directory must hold besides the index."""
         shards = [file for split in self.splits.values() for shard in split for file in shard.files()]
         return [*shards, *([self.tokenizer_file] if self.tokenizer_file else [])]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files())
+
+    def sealed(self) -> "Index":
+        bare = msgspec.structs.replace(self, seal="")
+        return msgspec.structs.replace(self, seal=hashlib.sha256(msgspec.json.encode(bare)).hexdigest())
+
+    def problems(self) -> Iterator[str]:
+        """Numbers and names that no index has which was written here."""
+        width = "uint16" if self.vocab <= 1 << 16 else "uint32"
+        rules = [
+            (1 <= self.vocab <= 1 << 32, f"vocab={self.vocab} is not a number of ids, 1 to 2^32"),
+            (self.dtype == width, f"dtype={self.dtype!r}, but ids below vocab={self.vocab} are stored as {width}"),
+            (
+                0 <= self.end_of_document < self.vocab,
+                f"end_of_document={self.end_of_document} is not an id below vocab={self.vocab}",
+            ),
+            (0 <= self.valid < 1, f"valid={self.valid} is not a fraction from 0 to below 1"),
+            (-(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed} does not fit in 64 bits"),
+            (bool(self.splits.get("train")), "it has no shard of the train split"),
+        ]
+        yield from (problem for holds, problem in rules if not holds)
+        for split, shards in self.splits.items():
+            if split not in SPLITS:
+                yield f"there is no split {split!r}; there are {' and '.join(SPLITS)}"
+                continue
+            for place, shard in enumerate(shards):
+                yield from _shard_problems(shard, f"{split}-{place:05d}", 2 if self.dtype == "uint16" else 4)
+        if self.tokenizer_file:
+            yield from _file_problems(self.tokenizer_file, TOKENIZER, self.tokenizer_file.bytes)
+
+
+def _shard_problems(shard: Shard, name: str, width: int) -> Iterator[str]:
+    if not 1 <= shard.documents <= shard.tokens:
+        yield f"{name} has {shard.tokens} tokens in {shard.documents} documents, and a document has at least 1 token"
+    yield from _file_problems(shard.token_file, f"{name}.tokens", shard.tokens * width)
+    yield from _file_problems(shard.document_file, f"{name}.documents", shard.documents * 8)
+    if shard.loss_file:
+        yield from _file_problems(shard.loss_file, f"{name}.loss", shard.tokens)
+
+
+def _file_problems(file: DataFile, name: str, size: int) -> Iterator[str]:
+    if file.name != name:  # so that none lies outside the directory, and no two are one
+        yield f"a file has the name {file.name!r} where it must have {name!r}"
+    if file.bytes != size or not 1 <= size < 1 << 63:
+        yield f"{name} has {file.bytes} bytes by the index, which does not fit its counts"
+    if not _SHA256.fullmatch(file.sha256):
+        yield f"the sha256 of {name} is {file.sha256!r}, not 64 hexadecimal digits"
+    if file.chunks and (not _CHUNKS.fullmatch(file.chunks) or len(file.chunks) != 8 * -(-file.bytes // CHUNK)):
+        yield f"the sums of {name} are not one for each {CHUNK} of its {file.bytes} bytes"
 
 
 class _Version(msgspec.Struct):
@@ -72,7 +142,7 @@ def is_prepared(path: Path) -> bool:
 def read_index(path: Path) -> Index:
     file = path / NAME
     try:
-        text = file.read_bytes()
+        text = read_regular(file, _LARGEST, links=True)
     except OSError as error:
         raise UserError(
             f"{path} is not a directory of prepared tokens: {file} cannot be read ({error.strerror}); "
@@ -80,12 +150,16 @@ def read_index(path: Path) -> Index:
         ) from error
     try:
         version = msgspec.json.decode(text, type=_Version).version
-        if version != VERSION:
+        if version not in (UNSEALED, VERSION):
             raise UserError(
                 f"{file} has format version {version}; this release reads version {VERSION}; prepare the text again"
             )
-        return msgspec.json.decode(text, type=Index)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{file} is not an index of prepared tokens or is damaged ({error}); prepare the text again"
-        ) from error
+        index = msgspec.json.decode(text, type=Index)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # the last: lists in lists in lists
+        raise UserError(f"{file} is not an index of prepared tokens or is damaged ({error}); {MEND}") from None
+    problems = list(index.problems())
+    if not problems and version == VERSION and index.sealed().seal != index.seal:
+        problems = ["its values are not those that it was sealed with"]
+    if problems:
+        raise UserError(f"{file} is damaged: {problem}; {MEND}" for problem in problems)
+    return index

@@ -10,6 +10,7 @@ Arbitrary Finite Domains", 2002), and cycle walking for the few values in betwee
 sent through again until it falls inside.
 """
 
+from collections.abc import Callable
 from math import isqrt
 
 import numpy as np
@@ -50,13 +51,27 @@ def window_of(samples: I64, count: int, seed: int) -> I64:
     return permute(samples % count, count, keyed(seed, samples // count))
 
 
+def samples_of(windows: I64, count: int, seed: int, epoch: int) -> I64:
+    """The samples of an epoch that read the given windows, of `count`: the inverse of `window_of`."""
+    return unpermute(windows, count, keyed(seed, np.full(windows.shape, epoch))) + epoch * count
+
+
 def permute(index: I64, count: int, keys: U64) -> I64:
     """The image of each index under the permutation of range(count) that its key names (one key per index)."""
+    return _walk(index, count, keys, _network)
+
+
+def unpermute(image: I64, count: int, keys: U64) -> I64:
+    """The index of each image."""
+    return _walk(image, count, keys, _inverse)
+
+
+def _walk(start: I64, count: int, keys: U64, network: Callable[[U64, int, int, U64], U64]) -> I64:
     columns, rows = _grid(count)
-    out = index.astype(np.uint64)
+    out = start.astype(np.uint64)
     outside = np.ones(out.shape, bool)
     while outside.any():
-        out[outside] = _network(out[outside], columns, rows, keys[outside])
+        out[outside] = network(out[outside], columns, rows, keys[outside])
         outside = out >= np.uint64(count)
     return out.astype(np.int64)
 
@@ -80,12 +95,26 @@ def _network(x: U64, columns: int, rows: int, keys: U64) -> U64:
     return left * np.uint64(rows) + right
 
 
+def _inverse(x: U64, columns: int, rows: int, keys: U64) -> U64:
+    left, right = x // np.uint64(rows), x % np.uint64(rows)
+    of_turns = [keys := keys + GOLDEN for _ in range(ROUNDS)]
+    for turn in reversed(range(ROUNDS)):
+        if turn % 2 == 0:
+            left = (left + np.uint64(columns) - _shift(right, columns, of_turns[turn])) % np.uint64(columns)
+        else:
+            right = (right + np.uint64(rows) - _shift(left, rows, of_turns[turn])) % np.uint64(rows)
+    return left * np.uint64(rows) + right
+
+
 def _turn(half: U64, other: U64, size: int, keys: U64) -> U64:
     """half + F(other) mod size, which is invertible whatever F is."""
+    return (half + _shift(other, size, keys)) % np.uint64(size)
+
+
+def _shift(other: U64, size: int, keys: U64) -> U64:
     bits = mix64(mix64(keys) ^ other)
     # The top 32 bits scaled to [0, size): cheaper than a division, and size stays below 2**32 for n < 2**63.
-    shift = ((bits >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
-    return (half + shift) % np.uint64(size)
+    return ((bits >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
 
 
 # ---- the mixer: where every pseudo-random choice about data comes from ----------------------------------------------

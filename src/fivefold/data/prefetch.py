@@ -1,7 +1,7 @@
 """Read ahead in one background thread, in order.
 
-One thread and not more: reading a batch is microseconds of memory-mapped copies, and the order of results is the order
-of calls without any bookkeeping.
+One thread and not more: reading a batch is some microseconds a sample, and the order of results is the order of calls
+without any bookkeeping.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Text into memory-mapped tokens.
+"""Text into tokens.
 
     prepare([Path("essays"), Path("more.jsonl.gz")], Path("tokens"), tokenizer="tokenizer.json", valid=0.01)
 
@@ -6,12 +6,14 @@ Documents stream through: memory is bounded by a few batches of text, whatever t
 encodes while another hashes and writes.
 """
 
+import fcntl
 import os
+import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,11 +25,13 @@ from fivefold.data.writing.pieces import Fields
 from fivefold.data.writing.sink import Sink
 from fivefold.data.writing.sources import Meter, find_sources
 from fivefold.data.writing.tokenizer import encoded, load_tokenizer
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 
 T = TypeVar("T")
 
 SHARD_TOKENS = 1 << 28
+_CLAIM = "claim"
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def prepare(
     some 70 ns a token, which a machine of several dozen cores would begin to notice.
     """
     started = time.perf_counter()
-    inputs, out = [Path(path) for path in inputs], Path(out)
+    inputs, out = [Path(path) for path in inputs], path_of(out)
     problems: list[str] = []  # each check runs whatever the others found, so that all problems are told together
     _checked(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
     _checked(problems, lambda: check_free(out, overwrite))
@@ -116,7 +120,9 @@ def _checked(problems: list[str], check: Callable[[], T]) -> T | None:
         return check()
     except UserError as error:
         problems += error.problems
-        return None
+    except OSError as error:
+        problems.append(f"{error.filename} cannot be looked at: {error.strerror}")
+    return None
 
 
 def _check_options(text_field: str, prompt_field: str | None, valid: float, shard_tokens: int, seed: int) -> None:
@@ -165,25 +171,53 @@ def staged(out: Path, overwrite: bool) -> Iterator[Path]:
     """A directory to write into; it takes the place of `out` when the block ends well.
 
     It is a hidden directory beside `out`, so that `out` appears complete or not at all. An exception or an interrupt
-    removes it; a killed process leaves it behind, without an index.
+    removes it. A killed process leaves it behind, without an index, and the next one of the same name removes it.
     """
     token = secrets.token_hex(4)
     hidden = out.parent / f".{out.name}.{token}.partial"
     try:
-        hidden.mkdir(parents=True)  # mkdir and not mkdtemp: the result must be readable by whoever the umask allows
-        yield hidden
-        check_free(out, overwrite)  # again: another process may have been faster
-        # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
-        old = out.parent / f".{out.name}.{token}.old" if out.is_dir() and any(out.iterdir()) else None
-        if old:
-            os.rename(out, old)
-        os.rename(hidden, out)
+        _sweep(out)
+        with _claimed(hidden):
+            yield hidden
+            check_free(out, overwrite)  # again: another process may have been faster
+            # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
+            old = out.parent / f".{out.name}.{token}.old" if out.is_dir() and any(out.iterdir()) else None
+            if old:
+                os.rename(out, old)
+            (hidden / _CLAIM).unlink()
+            os.rename(hidden, out)
         if old:
             shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}{_space(out.parent)}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def _claimed(hidden: Path) -> Iterator[None]:
+    """A new directory with a file in it that is locked as long as this process lives, however it ends."""
+    making = hidden.with_suffix(".making")  # not to be seen before it is locked
+    making.mkdir(parents=True)  # mkdir and not mkdtemp: the result must be readable by whoever the umask allows
+    with (making / _CLAIM).open("w") as claim:
+        with suppress(OSError):  # a file system without locks, on which nobody sweeps
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        making.rename(hidden)
+        yield
+
+
+def _sweep(out: Path) -> None:
+    """Remove what killed processes left of `out`: what nobody has a lock on, and old tokens that have been replaced."""
+    name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|old)")
+    left = [path for path in out.parent.iterdir() if name.fullmatch(path.name)] if out.parent.is_dir() else []
+    for path in left:
+        if path.suffix == ".old":
+            if is_prepared(out):
+                shutil.rmtree(path, ignore_errors=True)
+            continue
+        with suppress(OSError), (path / _CLAIM).open("r+") as claim:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
 
 
 def _space(place: Path) -> str:

@@ -1,25 +1,25 @@
-"""Read prepared tokens: any window of a split, across shards, straight from the page cache."""
+"""Read prepared tokens: any window of a split, across shards."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.index import Index, Shard, read_index
+from fivefold.data.files import Files
+from fivefold.data.index import MEND, Index, Shard, read_index
 from fivefold.data.progress import Report, quiet
 from fivefold.support.errors import UserError
-from fivefold.support.files import digest
 from fivefold.support.formatting import did_you_mean
 
-Scalar = TypeVar("Scalar", bound=np.generic)
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 _SCAN = 1 << 22  # tokens, or bytes, looked at at a time
+_EVERY = 2048  # documents of which one is remembered: 4 kB for a million of them
 
 
 class Window(NamedTuple):
@@ -34,7 +34,7 @@ class TokenStore:
     """A directory that `prepare` wrote."""
 
     def __init__(self, path: Path, index: Index):
-        self.path, self.index = path, index
+        self.path, self.index, self.files = path, index, Files(path)
         self.vocab = index.vocab
         self.dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(index.dtype).newbyteorder("<")
         self._splits = {name: Split(self, name, shards) for name, shards in index.splits.items()}
@@ -46,20 +46,18 @@ class TokenStore:
         problems = []
         for file in store.index.files():
             place = store.path / file.name
-            size = place.stat().st_size if place.is_file() else None
+            try:
+                size = place.stat().st_size if place.is_file() else None
+            except OSError as error:
+                problems.append(f"{place} cannot be read: {error.strerror}")
+                continue
             if size is None:
                 problems.append(f"{place} is missing: the index promises {file.bytes} bytes")
             elif size != file.bytes:
                 word = "short" if size < file.bytes else "too long"
                 problems.append(f"{place} is {word}: {size} bytes, but the index promises {file.bytes}")
-        for shard in (shard for shards in store.index.splits.values() for shard in shards):
-            if shard.token_file.bytes != shard.tokens * store.dtype.itemsize:
-                problems.append(
-                    f"{store.path / shard.token_file.name} has {shard.token_file.bytes} bytes by the index, not "
-                    f"{shard.tokens} tokens of {store.dtype.itemsize} bytes"
-                )
         if problems:
-            raise UserError(f"{problem}; prepare {path} again, or copy it again" for problem in problems)
+            raise UserError(f"{problem}; {MEND}" for problem in problems)
         return store
 
     def split(self, name: str) -> "Split":
@@ -80,27 +78,10 @@ class TokenStore:
                 done += len(ids)
                 progress(done, total)
 
-    def verify(self, progress: Report = quiet) -> None:
-        """Hash every file against the index, then scan the ids."""
-        files = self.index.files()
-        done, total = 0, sum(file.bytes for file in files)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
-        problems = []
-        for file in files:
-            found = digest(self.path / file.name, advance)
-            if found != file.sha256:
-                problems.append(
-                    f"{self.path / file.name} is damaged: its sha256 is {found[:16]}..., "
-                    f"but the index promises {file.sha256[:16]}..."
-                )
-        if problems:
-            raise UserError(f"{problem}; prepare {self.path} again, or copy it again" for problem in problems)
-        self.check_ids(self.vocab)
+    def check_documents(self) -> None:
+        """Look at where every document begins."""
+        for split in self._splits.values():
+            split.check_documents()
 
 
 class Split:
@@ -123,8 +104,9 @@ class Split:
             shard, here = self._shards[place], slice(at, at + end - begin)
             tokens[here] = shard.ids(begin, end, vocab)
             documents[here] = shard.document_of(begin, end) + self._document_bounds[place]
-            if shard.loss is not None:
-                loss[here] = shard.loss[begin:end]
+            mask = shard.loss(begin, end)
+            if mask is not None:
+                loss[here] = mask
         return Window(tokens, loss, documents)
 
     def ids(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -137,6 +119,22 @@ class Split:
         for shard in self._shards:
             for begin in range(0, shard.tokens, _SCAN):
                 yield shard.ids(begin, min(begin + _SCAN, shard.tokens), vocab)
+
+    def touch(self, start: int, stop: int) -> None:
+        """Count the tokens [start, stop) as read."""
+        for place, begin, end, _ in self._parts(start, stop):
+            self._shards[place].touch(begin, end)
+
+    def tokens_in(self, name: str, begin: int, end: int) -> tuple[int, int] | None:
+        """Which tokens [first, last) depend on some bytes of a file; None: it is none of this split's."""
+        for base, shard in zip(self._token_bounds, self._shards, strict=False):
+            if (found := shard.tokens_in(name, begin, end)) is not None:
+                return base + found[0], base + found[1]
+        return None
+
+    def check_documents(self) -> None:
+        for shard in self._shards:
+            shard.marks  # noqa: B018
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(shard, begin and end inside it, place in the window) for each shard that a window touches."""
@@ -151,47 +149,91 @@ class Split:
 
 
 class _OpenShard:
-    """Memory maps, made when first read: a rank that never comes to a shard never opens it."""
+    """A shard's files. Nothing is opened before it is read: a rank that never comes to a shard never opens it."""
 
     def __init__(self, store: TokenStore, shard: Shard):
         self._store, self._shard = store, shard
         self.tokens = shard.tokens
 
+    def touch(self, begin: int, end: int) -> None:
+        files, shard, width = self._store.files, self._shard, self._store.dtype.itemsize
+        files.touch(shard.token_file, begin * width, end * width)
+        files.touch(shard.document_file, 0, shard.document_file.bytes)
+        if shard.loss_file:
+            files.touch(shard.loss_file, begin, end)
+
+    def tokens_in(self, name: str, begin: int, end: int) -> tuple[int, int] | None:
+        width = self._store.dtype.itemsize
+        if name == self._shard.token_file.name:
+            return begin // width, -(-end // width)
+        if self._shard.loss_file and name == self._shard.loss_file.name:
+            return begin, end
+        return (0, self.tokens) if name == self._shard.document_file.name else None
+
     def ids(self, begin: int, end: int, vocab: int) -> Ids:
-        """A view of the ids, checked. The maximum of a window costs far less than fetching it."""
-        ids = self._ids[begin:end]
+        """The ids, checked. The maximum of a window costs far less than fetching it."""
+        file = self._shard.token_file
+        ids = np.empty(end - begin, self._store.dtype)
+        self._store.files.read(file, begin * ids.itemsize, ids)
         if len(ids) and int(ids.max()) >= vocab:
             place = int(np.argmax(ids >= vocab))
             at = begin + place
             raise UserError(
-                f"{self._store.path / self._shard.token_file.name}: token {at} (byte {at * ids.itemsize}) is id "
-                f"{int(ids[place])}, but the vocabulary has {vocab} ids (0..{vocab - 1}); the file is damaged, or was "
-                "prepared with another tokenizer"
+                f"{self._store.path / file.name}: token {at} (byte {at * ids.itemsize}) is id {int(ids[place])}, but "
+                f"the vocabulary has {vocab} ids (0..{vocab - 1}); the file is damaged, or was prepared with another "
+                "tokenizer"
             )
         return ids
 
-    def document_of(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The ordinal in the shard of each token's document."""
-        first, last = np.searchsorted(self._starts, (begin, end - 1), side="right")
-        # Lengths of the documents inside the window, from the borders between them.
-        borders = np.concatenate(([begin], self._starts[first:last], [end]))
-        return np.repeat(np.arange(first - 1, last), np.diff(borders))
-
-    @cached_property
-    def loss(self) -> NDArray[np.bool_] | None:
+    def loss(self, begin: int, end: int) -> NDArray[np.bool_] | None:
         """The loss mask, or None when all tokens carry loss."""
         file = self._shard.loss_file
-        return self._map(file.name, np.dtype(np.bool_), self.tokens) if file else None
+        if file is None:
+            return None
+        mask = np.empty(end - begin, np.uint8)
+        self._store.files.read(file, begin, mask)
+        if len(mask) and int(mask.max()) > 1:
+            place = int(np.argmax(mask > 1))
+            raise UserError(
+                f"{self._store.path / file.name}: byte {begin + place} is {int(mask[place])}, and a mask has 0 and 1; "
+                "the file is damaged"
+            )
+        return mask.astype(bool)
+
+    def document_of(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The ordinal in the shard of each token's document."""
+        # Of the first tokens in memory, those around the window; between them, the rest from the file.
+        low, high = self.marks.searchsorted((begin, end - 1), side="right")
+        base = (int(low) - 1) * _EVERY
+        starts = self._starts(base, min(int(high) * _EVERY, self._shard.documents))
+        first, last = starts.searchsorted((begin, end - 1), side="right")
+        # Lengths of the documents inside the window, from the borders between them.
+        borders = np.concatenate(([begin], starts[first:last], [end]))
+        return np.repeat(np.arange(base + first - 1, base + last), np.diff(borders))
 
     @cached_property
-    def _ids(self) -> Ids:
-        return self._map(self._shard.token_file.name, self._store.dtype, self.tokens)
+    def marks(self) -> NDArray[np.int64]:
+        """Where every _EVERY-th document begins. All of them are looked at once: they rise from 0 within the shard."""
+        marks, before = [], -1
+        for begin in range(0, self._shard.documents, _SCAN // 8):
+            starts = self._starts(begin, min(begin + _SCAN // 8, self._shard.documents))
+            wrong = np.diff(starts, prepend=before) <= 0
+            wrong[0] |= begin == 0 and starts[0] != 0
+            wrong |= starts >= self.tokens
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                at, value = begin + place, int(starts[place])
+                raise UserError(
+                    f"{self._store.path / self._shard.document_file.name}: document {at} (byte {8 * at}) begins at "
+                    f"token {value}, after one that begins at {int(starts[place - 1]) if place else before}; documents "
+                    f"begin at 0 and then one after the other below {self.tokens}; the file is damaged"
+                )
+            before = int(starts[-1])
+            marks.append(starts[::_EVERY])
+        return np.concatenate(marks).copy()
 
-    @cached_property
-    def _starts(self) -> NDArray[np.int64]:
-        little = np.dtype(np.int64).newbyteorder("<")
-        return self._map(self._shard.document_file.name, little, self._shard.documents)
-
-    def _map(self, name: str, dtype: np.dtype[Scalar], count: int) -> NDArray[Scalar]:
-        mapped = np.memmap(self._store.path / name, dtype, "r", shape=(count,))
-        return mapped.view(np.ndarray)  # slices of a memmap are memmaps, and each costs microseconds more
+    def _starts(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Where documents [begin, end) begin."""
+        starts = np.empty(end - begin, "<i8")
+        self._store.files.read(self._shard.document_file, 8 * begin, starts)
+        return starts

@@ -55,6 +55,7 @@ class Mesh:
     axes: Mapping[str, Axis] = field(default_factory=dict)  # those that are missing have one rank
     roots: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by grid
     lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: communicators for the pipeline's messages
+    planes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # those that `plane` has made
 
     def __getattr__(self, name: str) -> Axis:
         if name.startswith("__") or name not in self.layout.table:
@@ -95,9 +96,11 @@ class Mesh:
 
     def plane(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
-        with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
-            warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-            return self.roots[self.layout.grid_of(names[0])][names] if len(names) > 1 else getattr(self, names[0]).mesh
+        if len(names) > 1 and names not in self.planes:  # a slice takes milliseconds, and every parameter asks for one
+            with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
+                warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+                self.planes[names] = self.roots[self.layout.grid_of(names[0])][names]
+        return self.planes[names] if len(names) > 1 else getattr(self, names[0]).mesh
 
 
 def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> DeviceMesh:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fivefold.launch.heartbeat import beat
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.model.positions import TokenPositions
@@ -76,12 +77,14 @@ class Pipeline:
         for action in self.order:
             with self._named(str(action)), self.watch(action):
                 self._do(action)
+            beat()
             self.peak = max(self.peak, len(self.outputs) + len(self.deferred))
         with self._named("the end of the step"):
             self.channels.drain()
 
     def forward_only(self, microbatch: Microbatch) -> Tensor | None:
         """Run one microbatch forward through all stages; the rank of the last stage returns its output."""
+        beat()
         left: Tensor | None = None  # by the stage before, where it is on this rank too
         last = None
         for stage, model in self.stages.items():

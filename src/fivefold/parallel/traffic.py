@@ -67,7 +67,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count an operator that has run."""
-        if func.namespace in SPACES and (kind := _kind(func)) is not None:
+        if func.namespace in SPACES and (kind := kind_of(func)) is not None:
             given = given_to(func, args, kwargs)
             ranks = ranks_of(given)
             if len(ranks) > 1:
@@ -82,7 +82,8 @@ class TrafficCounter(TorchDispatchMode):
         return total(Traffic(e.axis, e.kind, 1, e.payload, wire(e.kind, e.payload, e.size)) for e in self.events)
 
 
-def _kind(func: Any) -> Kind | None:
+def kind_of(func: Any) -> Kind | None:
+    """Of an operator that communicates; None where it carries no bytes of its own."""
     name = name_of(func)
     for beginning, kind in _KINDS.items():
         if name.startswith(beginning):
@@ -102,11 +103,15 @@ def given_to(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def ranks_of(given: dict[str, Any]) -> tuple[int, ...]:
-    """Who takes part. Functional collectives are given a group's name, the others the group itself, wrapped for the
-    dispatcher."""
+    """Who takes part."""
+    return _ranks(group_of(given))
+
+
+def group_of(given: dict[str, Any]) -> dist.ProcessGroup:
+    """Functional collectives are given a group's name, the others the group itself, wrapped for the dispatcher."""
     if "group_name" in given:
-        return _ranks(_resolve_process_group(given["group_name"]))
-    return _ranks(dist.ProcessGroup.unbox(given["process_group"]))
+        return _resolve_process_group(given["group_name"])
+    return dist.ProcessGroup.unbox(given["process_group"])
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

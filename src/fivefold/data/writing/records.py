@@ -20,7 +20,9 @@ from fivefold.data.writing.pieces import PIECE, Fields, Piece, Problem, in_piece
 from fivefold.data.writing.sources import Meter, Source
 from fivefold.support.formatting import did_you_mean
 
+LONGEST = 128 << 20  # bytes of a line of JSONL, which is in memory with its text; a text file may be of any size
 _ROWS = 256  # of parquet, decoded at a time
+_SHORT = 1 << 20  # bytes of a line that is decoded into objects, which take many times as much, to explain it
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -34,7 +36,13 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True):
 def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> Iterator[Piece | Problem]:
     """The documents of JSON lines; blank lines are passed over."""
     decode = msgspec.json.Decoder(_record(fields)).decode
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(_lines(stream), 1):
+        if line is None:
+            yield Problem(
+                f"{path}:{number}: a line of more than {LONGEST >> 20} MiB is not read; write its text to a text file, "
+                "or divide the record"
+            )
+            continue
         if number == 1:
             line = line.removeprefix(_BOM)
         if line.isspace():
@@ -44,10 +52,21 @@ def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> I
             if record.segments is None and (record.text is None or (fields.prompt and record.prompt is None)):
                 yield Problem(f"{path}:{number}: {_explain(line, fields, None)}")
                 continue
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             yield Problem(f"{path}:{number}: {_explain(line, fields, error)}")
             continue
         yield from _document(record.text, record.prompt, record.segments, meter)
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines of a file; None in place of one that is too long, whose end is looked for piece by piece."""
+    while line := stream.readline(LONGEST + 1):
+        if len(line) <= LONGEST:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(_SHORT)
+        yield None
 
 
 def read_parquet(source: Source, fields: Fields, meter: Meter) -> Iterator[Piece | Problem]:
@@ -104,11 +123,13 @@ def _document(
         meter.empty += 1
         return
     for place, segment in enumerate(segments):
-        parts = list(in_pieces([segment.text])) or [""]
-        for part_place, part in enumerate(parts):
-            last = place == len(segments) - 1 and part_place == len(parts) - 1
-            if part or last:
-                yield Piece(part, segment.loss, last)
+        ends, held = place == len(segments) - 1, ""
+        for part in in_pieces([segment.text]):
+            if held:
+                yield Piece(held, segment.loss, False)
+            held = part
+        if held or ends:
+            yield Piece(held, segment.loss, ends)
 
 
 def _record(fields: Fields) -> type[Any]:
@@ -124,8 +145,12 @@ def _record(fields: Fields) -> type[Any]:
 
 def _explain(line: bytes, fields: Fields, error: Exception | None) -> str:
     """What is wrong with a record: found slowly, because it is found once."""
+    if len(line) > _SHORT:
+        return str(error or f"no field {fields.text!r} among the wanted ones")
     try:
         record = msgspec.json.decode(line)
+    except RecursionError:
+        return "its values are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as reason:
         return f'not JSON: {reason}; a line is one record, for example {{"{fields.text}": "..."}}'
     if not isinstance(record, dict):

@@ -1,17 +1,19 @@
 """Where encoded batches go: each document into its split, and the index last."""
 
+import zlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 import fivefold
-from fivefold.data.index import NAME, SPLITS, VERSION, Index, Shard
+from fivefold.data.index import CHUNK, NAME, SPLITS, TOKENIZER, VERSION, DataFile, Index, Shard
 from fivefold.data.order import uniform
 from fivefold.data.writing.tokenizer import Encoded, Tokenizer
 from fivefold.support.errors import UserError
-from fivefold.support.files import File, HashedFile
+from fivefold.support.files import HashedFile
 
 _ONES = 1 << 20  # how many ones of a late loss mask are written at a time
 
@@ -61,10 +63,10 @@ class Sink:
             end_of_document=self._tokenizer.end,
             dtype="uint16" if self._dtype == "uint16" else "uint32",
             seed=self._seed,
-            valid=self._valid,
+            valid=float(self._valid),  # as it is read: 0 and 0.0 are sealed differently
             splits={split: shards for split, shards in splits.items() if shards},
         )
-        text = msgspec.json.format(msgspec.json.encode(index), indent=1)
+        text = msgspec.json.format(msgspec.json.encode(index.sealed()), indent=1)
         file = HashedFile(self._directory / NAME)
         file.write(text)
         file.finish()
@@ -95,13 +97,35 @@ class Sink:
                 )
             )
 
-    def _copy_tokenizer(self) -> File | None:
+    def _copy_tokenizer(self) -> DataFile | None:
         """The tokens are of little use without what decodes them, so the two travel together."""
         if self._tokenizer.file is None:
             return None
-        file = HashedFile(self._directory / "tokenizer.json")
+        file = SummedFile(self._directory / TOKENIZER)
         file.write(self._tokenizer.file.read_bytes())
         return file.finish()
+
+
+class SummedFile(HashedFile):
+    """A new file that computes the sums of its chunks as well."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._sums: list[int] = []
+
+    def write(self, data: Any) -> int:
+        begin, whole = self.tell(), memoryview(data)
+        while whole:
+            room = CHUNK - begin % CHUNK
+            if room == CHUNK:
+                self._sums.append(0)
+            self._sums[-1] = zlib.crc32(whole[:room], self._sums[-1])
+            begin, whole = begin + len(whole[:room]), whole[room:]
+        return super().write(data)
+
+    def finish(self) -> DataFile:
+        file = super().finish()
+        return DataFile(file.name, file.bytes, file.sha256, "".join(f"{found:08x}" for found in self._sums))
 
 
 class ShardWriter:
@@ -113,7 +137,7 @@ class ShardWriter:
     def __init__(self, directory: Path, split: str, dtype: np.dtype[np.generic], limit: int):
         self._directory, self._split, self._dtype, self._limit = directory, split, dtype, limit
         self._shards: list[Shard] = []
-        self._files: dict[str, HashedFile] = {}
+        self._files: dict[str, SummedFile] = {}
         self._tokens = self._documents = 0  # of the shard being written
 
     def write(self, tokens: NDArray[np.generic], starts: NDArray[np.int64], loss: NDArray[np.bool_] | None) -> None:
@@ -157,7 +181,7 @@ class ShardWriter:
     def _write(self, kind: str, values: NDArray[np.generic]) -> None:
         if kind not in self._files:
             name = f"{self._split}-{len(self._shards):05d}.{kind}"
-            self._files[kind] = HashedFile(self._directory / name)
+            self._files[kind] = SummedFile(self._directory / name)
         self._files[kind].write(np.ascontiguousarray(values).view(np.uint8))
 
     def _finish(self) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 from fivefold.data.index import is_prepared
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
+from fivefold.support.files import irregular, open_regular
 from fivefold.support.formatting import either, nearest
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -42,10 +44,19 @@ def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[Source]:
     problems: list[str] = []
     sources: list[Source] = []
     for given in inputs:
-        if not given.exists():
-            problems.append(_missing(given))
+        try:
+            given = path_of(given)
+            if not given.exists():
+                problems.append(_missing(given))
+                continue
+            found = list(_walk(given, leave_out.absolute())) if given.is_dir() else [given]
+        except UserError as error:
+            problems += error.problems
             continue
-        for path in _walk(given, leave_out.absolute()) if given.is_dir() else [given]:
+        except OSError as error:  # a directory that may not be looked into: what is in it would be missing silently
+            problems.append(f"{error.filename} cannot be read: {error.strerror}")
+            continue
+        for path in found:
             source = _source(path)
             if isinstance(source, str):
                 problems.append(source)
@@ -61,7 +72,7 @@ def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[Source]:
 
 
 def _walk(root: Path, leave_out: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(root):
+    for place, folders, names in os.walk(root, onerror=_raise):
         here = Path(place)
         # Sorted in place: os.walk goes on in this order, so that the same tree gives the same documents everywhere.
         passed = {
@@ -69,6 +80,10 @@ def _walk(root: Path, leave_out: Path) -> Iterator[Path]:
         }
         folders[:] = sorted(set(folders) - passed)
         yield from (here / name for name in sorted(names) if not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _source(path: Path) -> Source | str:
@@ -80,7 +95,9 @@ def _source(path: Path) -> Source | str:
     if packed and kind == "parquet":
         return f"{path} is a packed parquet file; unpack it (parquet compresses its own columns)"
     try:
-        return Source(path, kind, packed, path.stat().st_size)
+        found = path.stat()
+        problem = irregular(found.st_mode)
+        return f"{path} cannot be read: {problem}" if problem else Source(path, kind, packed, found.st_size)
     except OSError as error:  # a dangling link in a walked directory
         return f"{path} cannot be read: {error.strerror}"
 
@@ -116,7 +133,7 @@ class Meter:
     @contextmanager
     def open(self, source: Source) -> Iterator[IO[bytes]]:
         """The file's bytes, unpacked."""
-        with self.file(source), source.path.open("rb", buffering=0) as raw:
+        with self.file(source), open_regular(source.path, links=True) as raw:
             self.position = raw.tell
             # GzipFile reads lines in Python; behind a BufferedReader they are read in C.
             inner = gzip.GzipFile(fileobj=raw, mode="rb") if source.packed else raw

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fivefold.data.prefetch import prefetch
 from fivefold.data.writing.pieces import Piece
 from fivefold.data.writing.sources import Meter
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 
@@ -47,7 +48,7 @@ def load_tokenizer(given: str | Path, eos: str | int | None = None) -> Tokenizer
         if eos not in (None, ByteTokenizer.end):
             raise UserError(f"eos={eos!r} does nothing for bytes, whose end of document is {ByteTokenizer.end}")
         return ByteTokenizer()
-    path = Path(given)
+    path = path_of(given)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(

@@ -1,0 +1,65 @@
+"""Whether the ranks of a group call the same collectives: compared in the first step, before each call runs.
+
+    with same_calls(mesh):
+        engine.accumulate(batch)
+
+The first rank of a group to come to its n-th collective leaves word of it in the store, and the others compare theirs.
+So nobody waits, and of two ranks that disagree the later one raises `Mismatch`, which names both, instead of entering a
+collective that would hang or compute nonsense. It reads shapes and no data. Messages between two ranks are not
+compared: the schedule's proof covers those. Not for compiled steps: the compiler would find this mode in its way, and
+make other graphs, with other roundings.
+"""
+
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.post import post
+from fivefold.parallel.traffic import SPACES, given_to, group_of, kind_of, name_of, ranks_of
+
+_BUDGET = 40_000  # calls of all ranks in groups of one kind: a store answers that many in about a second
+
+
+class Mismatch(RuntimeError):
+    """Two ranks of a group call different collectives. A bug, of which the traceback shows the place."""
+
+
+def same_calls(mesh: Mesh) -> AbstractContextManager[object]:
+    return _Compare(mesh) if mesh.world.size > 1 else nullcontext()
+
+
+class _Compare(TorchDispatchMode):
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.rank, self.post, self.calls = mesh.world.rank, post("calls"), Counter[str]()
+        self.most = min(1000, max(4, _BUDGET // mesh.world.size))  # of one group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in SPACES and kind_of(func) not in (None, "send"):
+            self._compare(func, given_to(func, args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _compare(self, func: Any, given: dict[str, Any]) -> None:
+        ranks, group = ranks_of(given), group_of(given).group_name
+        number = self.calls[group] = self.calls[group] + 1
+        if len(ranks) == 1 or number > self.most:
+            return
+        mine = f"{name_of(func)} of {', '.join(filter(None, map(_shape, given.values())))}"
+        known = self.post.first(f"{group} {ranks[0]} {number}", f"{self.rank}|{mine}".encode()).decode()
+        rank, _, theirs = known.partition("|")
+        if theirs != mine:
+            members = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+            raise Mismatch(
+                f"collective {number} of the ranks {members} is {mine} on rank {self.rank}, and {theirs} on rank {rank}"
+            )
+
+
+def _shape(value: Any) -> str:
+    """'float32[2, 3]' of a tensor or of a list of them; nothing of what is neither."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return " ".join(filter(None, map(_shape, value))) if isinstance(value, list | tuple) else ""

@@ -1,0 +1,117 @@
+"""Values that ranks exchange beside the step: who is missing is named, and who moves is waited for."""
+
+import os
+import signal
+import time
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from fivefold.launch import heartbeat
+from fivefold.layout.layout import Layout
+from fivefold.parallel.control import Control
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.post import Folder, Remote
+from fivefold.support.errors import PeerLost
+from tests.ranks import RankError, run_ranks
+
+_TIMEOUT = 1.0
+
+
+def control(world: int) -> Control:
+    return Control(Mesh.of(Layout(dp=world), torch.device("cpu")), _TIMEOUT)
+
+
+def exchange(rank: int, world: int) -> tuple[object, ...]:
+    with closing(control(world)) as ranks:
+        first = ranks.from_first(Path(f"of-{rank}"), Path)
+        lengths = [len(text) for text in ranks.from_all("x" * (1000 * rank + 1), str)]
+        for _ in range(3):
+            ranks.from_first(0, int)  # rank 0 runs ahead of those who listen
+        found = first, lengths, ranks.to_first(rank, int)
+        assert not isinstance(ranks.post, Folder) or rank or len(list(ranks.post.path.glob("[0-9]*"))) == 0
+        return found
+
+
+def test_every_rank_gets_what_it_should_and_nothing_is_left() -> None:
+    lengths = [1, 1001, 2001]
+    assert run_ranks(3, exchange) == [
+        (Path("of-0"), lengths, [0, 1, 2]),
+        (Path("of-0"), lengths, []),
+        (Path("of-0"), lengths, []),
+    ]
+
+
+def test_a_store_carries_what_is_larger_than_it_takes() -> None:
+    post = Remote(TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20)))
+    data = os.urandom(9 << 20)
+    post.put("a", data)
+    assert post.has(["a"])
+    assert post.get("a") == data
+    post.drop("a")
+    assert not post.has(["a"])
+    assert not post.has(["a.1"])
+
+
+def meet(rank: int, world: int, stopped: int) -> str:
+    """One rank stops before it answers; what the others say."""
+    ranks = control(world)
+    ranks.from_all(None, None)
+    heartbeat.enter(f"the checkpoint of step {rank}")
+    ranks.from_all(None, None)
+    if rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(PeerLost) as lost:
+        ranks.from_all(rank, int)
+    return str(lost.value)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_silent_rank_is_named_with_its_place(stopped: int) -> None:
+    with pytest.raises(RankError) as failure:
+        run_ranks(3, meet, stopped, timeout=_TIMEOUT * 8)
+    said = {end.rank: end.value for end in failure.value.ends if end.kind == "returned"}
+    assert said.keys() == {0, 1, 2} - {stopped}
+    for rank, text in said.items():
+        assert text.startswith(f"rank {rank} (dp {rank})")
+        assert f"for rank {stopped}, which has not moved for " in text
+        assert text.endswith(f"s, and was last seen in the checkpoint of step {stopped}")
+
+
+def take_long(rank: int, world: int) -> float:
+    ranks, start = control(world), time.monotonic()
+    ranks.from_all(None, None)
+    while rank == 1 and time.monotonic() - start < 3 * _TIMEOUT:
+        heartbeat.beat()
+        time.sleep(0.05)
+    ranks.from_all(rank, int)
+    return time.monotonic() - start
+
+
+@pytest.mark.alone
+def test_who_moves_is_waited_for() -> None:
+    assert min(run_ranks(3, take_long)) > 2 * _TIMEOUT
+
+
+def leave_early(rank: int, world: int) -> tuple[str, float]:
+    ranks = Control(Mesh.of(Layout(dp=world), torch.device("cpu")), timeout=8.0)
+    ranks.from_all(None, None)
+    start = time.monotonic()
+    if rank == 1:
+        heartbeat.enter("step 7")
+        ranks.close()
+        return "", 0.0
+    with pytest.raises(PeerLost) as lost:
+        ranks.to_first(rank, int)
+    return str(lost.value), time.monotonic() - start
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    said, seconds = run_ranks(2, leave_early)[0]
+    assert said.endswith("for rank 1, which has ended in step 7")
+    assert seconds < 8

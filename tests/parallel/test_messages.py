@@ -1,0 +1,69 @@
+"""What ranks tell each other: data of a declared type, and never code."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fivefold.parallel.messages import from_all, packed, to_first, unpacked
+from fivefold.schedule.actions import FORWARD, Action
+from fivefold.schedule.clock import Span
+from fivefold.support.errors import TrainingError
+from fivefold.support.files import File
+from fivefold.trace.records import Flight, RankTrace, Update, Wait, Window
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (Path("a") / "b", Path),
+        (None, Path | None),
+        ((Path("x"), ["a"]), tuple[Path | None, list[str]]),
+        ([File("a", 1, "00")], list[File]),
+        ("x" * 100_000, str),
+    ],
+)
+def test_values_arrive_as_they_were(value: object, kind: object) -> None:
+    assert unpacked(packed(value), kind) == value
+
+
+def test_a_trace_arrives_whole() -> None:
+    during = Action(FORWARD, 1, 2)
+    trace = RankTrace(
+        rank=1,
+        name="dp1",
+        line=0,
+        place=0,
+        steps=(Window(1, 0.0, 1.0),),
+        actions=(Span(during, 0.0, 0.5),),
+        updates=(Update("norm", 0.5, 0.6),),
+        waits=(Wait("pp", "send", 0.1, 0.2, during), Wait("dp", "barrier", 0.1, 0.2)),
+        flights=(Flight("dp", "all-reduce", 12, 0.1, 0.2),),
+    )
+    assert unpacked(packed(trace), RankTrace) == trace
+
+
+def test_what_is_not_of_its_type_is_refused_and_its_rank_named() -> None:
+    with pytest.raises(TrainingError, match=r"rank 3 sent what is not .*int"):
+        unpacked(packed("text"), int, rank=3)
+
+
+def test_a_pickle_is_not_run(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    with pytest.raises(TrainingError):
+        unpacked(pickle.dumps(Payload()), dict[str, int])
+    assert not (tmp_path / "ran").exists()
+
+
+def gather(rank: int, world: int) -> tuple[object, ...]:
+    return [len(text) for text in from_all("x" * (1000 * rank + 1), str)], to_first(rank, int, dist.group.WORLD)
+
+
+def test_ranks_gather_messages_of_unequal_length() -> None:
+    lengths = [1, 1001, 2001]
+    assert run_ranks(3, gather) == [(lengths, [0, 1, 2]), (lengths, []), (lengths, [])]
