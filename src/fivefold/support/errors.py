@@ -7,6 +7,8 @@ problems that were found, because fixing one at a time is how an afternoon goes 
 import importlib.util
 from collections.abc import Iterable
 
+MOST = 20  # sentences; one mistake can break thousands of messages
+LONGEST = 2000  # characters of one; a value can be as long as its file
 TRAINING = {"torch": "PyTorch", "safetensors": "safetensors", "tokenizers": "tokenizers"}  # the extra `train`
 
 
@@ -27,8 +29,20 @@ class UserError(Exception):
     """One or more problems with what the user gave us; each a sentence with the values and what to write instead."""
 
     def __init__(self, problems: str | Iterable[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        found = [problems] if isinstance(problems, str) else list(problems)
+        if len(found) > MOST + 1:  # and not one: the sentence below, when it is raised again
+            found = [*found[:MOST], f"and {len(found) - MOST} more problems"]
+        self.problems = [_clipped(sentence) for sentence in found]
         super().__init__("\n".join(self.problems))
+
+
+def _clipped(sentence: str) -> str:
+    """On one line, with nothing that a terminal would obey; a long one without its middle: the reason comes last."""
+    if len(sentence) > LONGEST:
+        sentence = f"{sentence[: LONGEST // 2]} ... {sentence[-LONGEST // 2 :]}"
+    if sentence.isprintable():
+        return sentence
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in sentence)
 
 
 class TrainingError(Exception):

@@ -1,11 +1,15 @@
 """Files that are known by their bytes: sums, files written or refused, and directories made whole or not at all."""
 
+import errno
 import hashlib
 import io
 import os
 import shutil
+import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import CDLL, c_int64
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,9 @@ from fivefold.support.formatting import bytes_text
 
 Progress = Callable[[int], None]  # told the bytes of every piece
 _CHUNK = 1 << 22  # bytes hashed at a time
+_RANGE = 1 << 28  # bytes that are brought onto the disk at a time
+_SYNC_RANGE = getattr(CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+_ON_DISK = 1 | 2 | 4  # what was under way is waited for, the rest written, and waited for
 
 
 class File(msgspec.Struct, frozen=True):
@@ -26,14 +33,62 @@ class File(msgspec.Struct, frozen=True):
     sha256: str
 
 
+def plain_name(name: str) -> bool:
+    """Whether a name that stands in a file is that of a file beside it, and leads nowhere else."""
+    try:
+        return 0 < len(os.fsencode(name)) <= 255 and name not in (".", "..") and "/" not in name and "\0" not in name
+    except UnicodeEncodeError:  # half a character
+        return False
+
+
+class Regular(io.FileIO):
+    """An open file. It is closed with its last reader, without a warning."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
+          stat.S_IFDIR: "directory"}  # fmt: skip
+
+
+def irregular(mode: int) -> str | None:
+    """What a file is, by its mode, that is no regular file."""
+    return None if stat.S_ISREG(mode) else f"it is a {_KINDS.get(stat.S_IFMT(mode), 'special file')}, no regular file"
+
+
+def open_regular(path: Path, links: bool = False, append: bool = False) -> Regular:
+    """A file to read, or to `append` to, that is one: no link, unless asked for, which may lead anywhere, and no pipe,
+    which would wait for the other end."""
+    flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    handle = os.open(path, flags | (os.O_WRONLY | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY), 0o666)
+    if problem := irregular(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, problem, str(path))
+    return Regular(handle, "ab" if append else "rb")
+
+
+def read_regular(path: Path, most: int, links: bool = False) -> bytes:
+    """All of a regular file that has at most so many bytes."""
+    with open_regular(path, links) as stream:
+        if (size := os.fstat(stream.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"it has {bytes_text(size)}, and at most {bytes_text(most)} are read")
+        return stream.read()
+
+
 def digest(path: Path, progress: Progress | None = None) -> str:
     """sha256 of a file."""
+    with open_regular(path, links=True) as stream:
+        return digest_of(stream, progress)
+
+
+def digest_of(stream: io.FileIO, progress: Progress | None = None) -> str:
+    """sha256 of what is left of an open file."""
     found = hashlib.sha256()
-    with path.open("rb", buffering=0) as stream:
-        while piece := stream.read(_CHUNK):
-            found.update(piece)
-            if progress:
-                progress(len(piece))
+    while piece := stream.read(_CHUNK):
+        found.update(piece)
+        if progress:
+            progress(len(piece))
     return found.hexdigest()
 
 
@@ -44,8 +99,8 @@ def hashed(path: Path) -> File:
 class HashedFile(io.RawIOBase):
     """A new file that computes its checksum while it is written. It has no buffer, so one fsync covers all of it."""
 
-    def __init__(self, path: Path):
-        self._path, self._raw = path, path.open("wb", buffering=0)
+    def __init__(self, path: Path, progress: Progress = lambda _: None):
+        self._path, self._raw, self._progress = path, path.open("wb", buffering=0), progress
         self._sum, self._bytes = hashlib.sha256(), 0
 
     @property
@@ -66,6 +121,7 @@ class HashedFile(io.RawIOBase):
             self._sum.update(rest)
             while rest:  # an unbuffered write may take less than it was given
                 rest = rest[self._raw.write(rest) :]
+            self._progress(_CHUNK)
         self._bytes += len(whole)
         return len(whole)
 
@@ -82,6 +138,10 @@ class HashedFile(io.RawIOBase):
     def finish(self) -> File:
         """What it is, once its bytes are on the disk."""
         with self:
+            if _SYNC_RANGE is not None:  # piece by piece: fsync alone would show no progress for as long as it takes
+                for start in range(0, self._bytes, _RANGE):
+                    _SYNC_RANGE(self.fileno(), c_int64(start), c_int64(_RANGE), _ON_DISK)
+                    self._progress(0)
             os.fsync(self.fileno())
         return self.file
 
@@ -92,6 +152,21 @@ def write(path: Path, content: str | bytes) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def put(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, whatever is in its place; an OSError says why not."""
+    half = path.with_name(f"{path.name}.half")
+    half.unlink(missing_ok=True)  # a pipe there would wait for a reader
+    half.write_bytes(content.encode() if isinstance(content, str) else content)
+    half.rename(path)
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The sentence about it, with the room that there is."""
+    near = next(folder for folder in path.absolute().parents if folder.exists())
+    free = bytes_text(shutil.disk_usage(near).free)
+    return UserError(f"cannot write {path}: {error.strerror or error}; {free} are free there")
 
 
 def sync(path: Path) -> None:
@@ -114,6 +189,4 @@ def whole_or_nothing(output: Path) -> Iterator[None]:
         shutil.rmtree(output, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        near = next(folder for folder in output.absolute().parents if folder.exists())
-        free = bytes_text(shutil.disk_usage(near).free)
-        raise UserError(f"cannot write {output}: {error.strerror or error}; {free} are free there") from None
+        raise cannot_write(output, error) from None

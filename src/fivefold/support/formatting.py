@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-MOST = 20  # sentences; one mistake can break thousands of messages
-
 
 def nearest(name: str, choices: Iterable[str], most: int = 1) -> list[str]:
     """The choices that look most like a misspelled name, best first; empty when none does."""
@@ -61,9 +59,3 @@ def whole_number(word: str) -> int | None:
 def figure(value: float) -> str:
     """A number to read: 25.5, 0.0125, 33005.5, 1234568; an exponent only where digits would not help."""
     return f"{value:.0f}" if 1e6 <= abs(value) < 1e12 else f"{value:.6g}"
-
-
-def shortened(sentences: Sequence[str], about: str) -> list[str]:
-    """The first of them, and how many more there are."""
-    more = len(sentences) - MOST
-    return [*sentences[:MOST], f"{about}: and {more} more problems"] if more > 0 else list(sentences)

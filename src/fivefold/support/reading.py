@@ -5,7 +5,7 @@ gets three sentences.
 """
 
 import types
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -43,7 +43,7 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
     values: dict[str, Any] = {}
     for name, field in known.items():
         if name in table:
-            optional, inner = _without_none(field.type)
+            optional, inner = _plain(field.type)
             if table[name] is None and optional:
                 values[name] = None
             else:
@@ -71,8 +71,8 @@ def _misfit(kind: Any, value: Any, path: str) -> str:
     return f"{path}={value!r} is not {wanted}" + (f" of {count}{inside[0].removeprefix('a ')}s" if inside else "")
 
 
-def _without_none(kind: Any) -> tuple[bool, Any]:
-    """Whether a type allows None, and the rest of it."""
+def _plain(kind: Any) -> tuple[bool, Any]:
+    """Whether a type allows None, and the rest of it, without its range: a number outside of one is still a number."""
     if get_origin(kind) in (types.UnionType, Union):
-        return True, next(option for option in get_args(kind) if option is not type(None))
-    return False, kind
+        return True, _plain(next(option for option in get_args(kind) if option is not type(None)))[1]
+    return False, kind.__origin__ if get_origin(kind) is Annotated else kind
