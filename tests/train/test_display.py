@@ -1,14 +1,12 @@
 """What a person reads of a run is what happened."""
 
 import io
-import json
 from itertools import pairwise
-from pathlib import Path
 
 from rich.console import Console
 
 from fivefold.train.display import Display, chart
-from fivefold.train.records import Evaluation, MetricsFile, Step
+from fivefold.train.records import Evaluation, Step
 from fivefold.train.run import verdict
 
 
@@ -67,11 +65,3 @@ def test_the_verdict_compares_with_the_entropies() -> None:
         3.0: "below the unigram entropy 3.1000, not yet below the bigram entropy 2.4000",
         4.0: "not yet below the unigram entropy 3.1000",
     }
-
-
-def test_metrics_reach_the_file_at_once(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.on_step(step(1, 5.5))
-    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()  # not closed yet
-    assert json.loads(line)["loss"] == 5.5
-    metrics.close()

@@ -21,14 +21,15 @@ def job(tmp_path: Path) -> ff.Job:
 
 
 def test_a_run_returns_its_losses_and_its_directory(job: ff.Job, tmp_path: Path) -> None:
+    """A new directory, as `fresh` asks for it: that of an earlier run is there."""
+    (tmp_path / "runs/run").mkdir(parents=True)
     lines: list[str] = []
-    found = ff.train(job, progress=lines.append)
-    assert found.directory == tmp_path / "runs" / "run"
+    found = ff.train(job, fresh=True, progress=lines.append)
+    assert found.directory == tmp_path / "runs" / "run-2"
     assert [step.step for step in found.steps] == [1, 2, 3]
     assert found.losses[-1] < found.losses[0]
     assert any(line.startswith("3 steps in ") for line in lines)
     assert (found.directory / "job.toml").is_file()
-    assert ff.train(job, fresh=True).directory == tmp_path / "runs" / "run-2"
 
 
 def test_bad_input_and_a_run_that_breaks_are_errors(job: ff.Job, monkeypatch: pytest.MonkeyPatch) -> None:

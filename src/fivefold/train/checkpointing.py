@@ -15,14 +15,15 @@ from fivefold.data.index import NAME as INDEX
 from fivefold.job.config import Job
 from fivefold.optimizers import OPTIMIZERS
 from fivefold.parallel.control import Control
-from fivefold.support.errors import UserError
+from fivefold.support.errors import TrainingError, UserError
 from fivefold.train.loop import Trainer
 
 _LONG = 1.0  # seconds of waiting that are worth a word
 
 
 class Checkpoints:
-    """Saves the trainer's state. Where a rank knows that a save has failed (`saver.failed`), all ranks stop."""
+    """Saves the trainer's state. After a save that failed the run goes on, and the next one that is due is another try;
+    if the last one fails, so does the run."""
 
     def __init__(self, store: Store, control: Control, trainer: Trainer, say: Say):
         self.store, self.control, self.trainer, self.say = store, control, trainer, say
@@ -60,17 +61,28 @@ class Checkpoints:
     def after(self, step: int, must: bool) -> None:
         """A step is done. `must` says that it is the last one of this start."""
         config = self.trainer.job.checkpoint
+        if self.saver.ended:
+            self.finish()
         if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
-            if not must:
-                self._finish_last(step)
+            self.finish() if must else self._finish_last(step)
             self.save(step)
         if must:
-            self.saver.finish()
+            self.ensure()
+
+    def finish(self, then: str = "; training goes on, and the next checkpoint is another try") -> None:
+        """Wait for the save under way, if there is one, and tell if it was not written, and what happens then."""
+        if problem := self.saver.finish():
+            self.say(f"{problem}{then}")
+
+    def ensure(self) -> None:
+        """Wait for the save under way, if there is one; TrainingError if it was not written."""
+        if problem := self.saver.finish():
+            raise TrainingError(problem)
 
     def _finish_last(self, step: int) -> None:
         """Finish the save before this one. The first time that steps wait for it, a note says how to avoid that."""
         last, start = self.saver.saving, time.monotonic()
-        self.saver.finish()
+        self.finish()
         waited = time.monotonic() - start
         if last is None or waited < _LONG or self.told:
             return
@@ -104,7 +116,7 @@ class Checkpoints:
 
 def conflicts(manifest: Manifest, job: Job) -> list[str]:
     """Why a job cannot resume from a checkpoint: its model has other sizes."""
-    ours, theirs = msgspec.json.decode(msgspec.json.encode(job.model)), manifest.job["model"]
+    ours, theirs = msgspec.json.decode(msgspec.json.encode(job.model)), manifest.job.get("model", {})
     free = {"name", "dropout", "init_std"}  # which do not make the weights others
     return [
         f"model.{key}={ours[key]!r}, and the run's checkpoint of step {manifest.step} has {theirs.get(key)!r}; --fresh "

@@ -1,19 +1,157 @@
-"""Directories of runs of one name: NAME, NAME-2, NAME-3 ..."""
+"""The directory of a run: NAME, NAME-2, NAME-3 ... below run.dir; which runs have trained in it, and who does now.
 
+A launcher that starts a run again (our own, torchrun, a requeued Slurm job) does so with the same words. Such a start
+goes on in the directory that knows the run, and in no other, also where --fresh made it and where another run of the
+same name came later. A command by hand takes the newest that has a checkpoint.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 
-def numbered(name: str, number: int) -> str:
+from fivefold.checkpoint.store import Store
+from fivefold.job.config import Job
+from fivefold.launch.world import RESTARTS, RUN
+from fivefold.support.documents import path_of
+from fivefold.support.errors import UserError
+from fivefold.support.files import Regular, cannot_write, open_regular, put, read_regular
+from fivefold.support.formatting import whole_number
+
+OWNERS = "runs.json"
+_MOST = 64  # runs that a directory remembers: the last ones
+_CLAIMS: list[Regular] = []  # open as long as this process lives
+
+
+class Owners(msgspec.Struct, frozen=True):
+    """The runs that have trained in a directory, the last one last."""
+
+    runs: list[str]
+    seal: str  # sha256 of them: a damaged name would be that of another run
+
+    @classmethod
+    def of(cls, runs: list[str]) -> "Owners":
+        return cls(runs, hashlib.sha256(json.dumps(runs).encode()).hexdigest())
+
+
+def identities(job: Job, env: Mapping[str, str] = os.environ) -> dict[str, bool]:
+    """What this run is called by each of its launchers, and whether that one has started it before.
+
+    A name has the job in it, without what does not change its numbers: one Slurm job may run several commands, and
+    torchrun calls every run "none" that --rdzv-id does not name.
+    """
+    short = _digest(job)
+    step = f"{env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', 'batch')}"
+    names = {f"torchrun {env.get(RUN)}": RESTARTS} if RUN in env else {}
+    names |= {f"slurm {step}": "SLURM_RESTART_COUNT"} if "SLURM_JOB_ID" in env else {}
+    return {f"{name} {short}": bool(whole_number(env.get(count, "0"))) for name, count in names.items()}
+
+
+def _digest(job: Job) -> str:
+    settings = msgspec.to_builtins(job)
+    what = {key: settings[key] for key in ("model", "data", "optimizer", "train", "run")}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def run_directory(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path:
+    """That of this run, if it is started again; else the newest of its name, if that has checkpoints to resume from and
+    a `fresh` one is not asked for; else a new one. What an earlier run left is never deleted.
+
+    A run that is started again and that no directory knows has ended before it had one: it takes the newest of the same
+    job only, not that of another."""
+    parent, name, mine = path_of(job.run.dir), job.run.name, identities(job, env)
+    names, directories = [*mine, f"job {_digest(job)}"], _existing(parent, name)
+    if again := [run for run, before in mine.items() if before]:
+        known = {directory: owners(directory) for directory in reversed(directories)}
+        for directory, runs in known.items():
+            if runs and set(runs) & set(again):
+                sign(directory, [*runs, *names])
+                return directory
+        if damaged := [str(directory / OWNERS) for directory, runs in known.items() if runs is None]:
+            raise UserError(
+                f"this run is started again, and which directory is its own cannot be told: {', '.join(damaged)} "
+                "cannot be read; start it by hand, with another run.name or --fresh, or delete that file"
+            )
+    candidates = [one for one in directories if names[-1] in (owners(one) or [])] if again else directories
+    if candidates and not fresh and Store(candidates[-1] / "checkpoints").complete():
+        sign(candidates[-1], [*(owners(candidates[-1]) or []), *names])
+        return candidates[-1]
+    return _new(parent, name, len(directories) + 1, names)
+
+
+def directory_of(job: Job, env: Mapping[str, str]) -> Path:
+    """Where a run with this environment has trained; the newest of its name, if none knows it."""
+    directories, mine = _existing(path_of(job.run.dir), job.run.name), identities(job, env)
+    knowing = [directory for directory in directories if set(owners(directory) or []) & set(mine)]
+    return (knowing or directories)[-1]
+
+
+def claim(directory: Path) -> None:
+    """One process at a time trains in a directory. The claim ends with the process, however that ends."""
+    try:
+        _CLAIMS.append(open_regular(directory / "claim", append=True))
+    except OSError as error:
+        raise cannot_write(directory / "claim", error) from None
+    try:
+        fcntl.flock(_CLAIMS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another process is training in {directory}; --fresh starts a run of its own, and so does another run.name"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def owners(directory: Path) -> list[str] | None:
+    """The runs that have trained there; none if nobody wrote them down, and None if what was written is damaged."""
+    try:
+        found = msgspec.json.decode(read_regular(directory / OWNERS, 1 << 20), type=Owners)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found.runs if found == Owners.of(found.runs) else None
+
+
+def sign(directory: Path, runs: list[str]) -> None:
+    """Write down which runs train there, or say why that cannot be."""
+    last = list(dict.fromkeys(reversed(runs)))[:_MOST][::-1]
+    try:
+        put(directory / OWNERS, msgspec.json.encode(Owners.of(last)) + b"\n")
+    except OSError as error:
+        raise cannot_write(directory / OWNERS, error) from None
+
+
+def _existing(parent: Path, name: str) -> list[Path]:
+    found: list[Path] = []
+    while (directory := parent / _numbered(name, len(found) + 1)).exists():
+        found.append(directory)
+    return found
+
+
+def _numbered(name: str, number: int) -> str:
     return name if number < 2 else f"{name}-{number}"
 
 
-def next_number(parent: Path, name: str) -> int:
-    """The first that is not there."""
-    number = 1
-    while (parent / numbered(name, number)).exists():
-        number += 1
-    return number
-
-
-def newest(parent: Path, name: str) -> Path:
-    return parent / numbered(name, next_number(parent, name) - 1)
+def _new(parent: Path, name: str, number: int, runs: list[str]) -> Path:
+    while True:
+        directory = parent / _numbered(name, number)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        except OSError as error:
+            raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
+        try:
+            sign(directory, runs)
+        except UserError:
+            with suppress(OSError):
+                directory.rmdir()
+            raise
+        return directory

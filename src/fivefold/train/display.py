@@ -73,8 +73,14 @@ def _line(record: Step) -> str:
     )
 
 
+def drawable(values: Sequence[float]) -> list[float]:
+    """Within what can be scaled to a picture: a file of an earlier release may have any number in it."""
+    return [max(-1e30, min(1e30, value)) for value in values]
+
+
 def chart(values: Sequence[float], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
     """The curve of `values` in braille, with a dashed line and a label at each mark; rows of text, top first."""
+    values = drawable(values)
     top, bottom = max(*values, *marks.values()), min(*values, *marks.values())
     span = (top - bottom) or 1.0
 

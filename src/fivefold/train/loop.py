@@ -6,24 +6,26 @@ Every rank runs it, and all ranks report the same numbers of a step.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from fivefold.data.batch import Batch, read_batch
+from fivefold.data.batch import Batch
 from fivefold.data.order import windows
 from fivefold.data.prefetch import prefetch
 from fivefold.job.config import Job
 from fivefold.job.learning_rate import learning_rate
 from fivefold.job.preflight import Sources
-from fivefold.launch import faults
+from fivefold.launch import faults, heartbeat
 from fivefold.launch.device import peak_flops, peak_memory
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.same_calls import same_calls
 from fivefold.support.errors import PeerLost, TrainingError
 from fivefold.trace.records import Trace
 from fivefold.trace.tracer import tracer_of
+from fivefold.train.data_guard import WISH, DataGuard
 from fivefold.train.engine import Engine
 from fivefold.train.memory_ledger import Counted
 from fivefold.train.records import Evaluation, Listener, Step
@@ -47,6 +49,7 @@ class Trainer:
         self.job, self.sources, self.mesh = job, sources, mesh
         self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
         self.engine = Engine(job, mesh, self.tracer.watch)
+        self.guard = DataGuard(job, sources)
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
         self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
         self.samples = 0  # of the data order that they were trained on
@@ -71,17 +74,22 @@ class Trainer:
             return self._run(listeners, on_trace)
         except TrainingError as error:
             if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
-                checkpointing.saver.finish()
+                checkpointing.finish(then="")
             raise
+        finally:
+            self.guard.close()
 
     def _run(self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None) -> Evaluation | None:
         if self.checkpointing is not None:
             self.checkpointing.prepare()
         every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
         evaluation = None
+        self.guard.begin(self.done, self.samples)
         with closing(prefetch(self.reads())) as batches:
             for step, batch in enumerate(batches, start=first):
-                with self.tracer.step(step - first + 1), self.counted.step(step - first + 1):
+                heartbeat.enter(f"step {step}", least=heartbeat.LONG if step == first else 0.0)
+                compared = same_calls(self.mesh) if step == first and not self.engine.compiled else nullcontext()
+                with compared, self.tracer.step(step - first + 1), self.counted.step(step - first + 1):
                     record = self.step(step, batch)
                 self.done, self.samples = step, self.samples + len(batch.samples)
                 trace = self.tracer.after(step - first + 1, self.engine.schedule)
@@ -94,6 +102,11 @@ class Trainer:
                     if evaluation is not None:
                         for listener in listeners:
                             listener.on_evaluation(evaluation)
+                if step == steps:
+                    heartbeat.enter("the hashing of data")
+                    self.guard.finish()
+                    self.agree()
+                    heartbeat.enter(f"step {step}")
                 if self.checkpointing is not None:
                     self.checkpointing.after(step, must=self.stopped or step == steps)
                 if self.stopped and step < steps:
@@ -106,10 +119,13 @@ class Trainer:
 
     def reads(self) -> Iterator[partial[Batch]]:
         """One call per step that reads its global batch: the samples after those before, whatever the layout."""
-        data, size, left = self.job.data, self.job.train.batch, self.job.train.steps - self.done
+        size, left = self.job.train.batch, self.job.train.steps - self.done
         for first in range(self.samples, self.samples + left * size, size):
-            wanted = range(first, first + size)
-            yield partial(read_batch, self.sources.train, data.seq, data.seed, wanted, self.job.model.vocab)
+            yield partial(self.guard.read, self.sources.train, range(first, first + size))
+
+    def agree(self, sure: bool = False) -> None:
+        """Collective: if a rank has found the data damaged, all end. The weights are those after `done` steps."""
+        self.guard.agree(self.done, self.samples, self.checkpointing, sure)
 
     def step(self, step: int, batch: Batch) -> Step:
         """Step number `step`, counted from 1. A batch in which no target carries loss changes nothing."""
@@ -124,10 +140,12 @@ class Trainer:
         if faults.strike("step", step=step):
             next(p.grad for p in self.engine.weights.masters.values() if p.grad is not None).fill_(math.nan)
         with self.tracer.update("norm"):
-            asked = self.stopping() or (self.checkpointing is not None and self.checkpointing.saver.failed)
-            wish = torch.full((), float(asked), dtype=torch.float64, device=self.mesh.device)
+            wish = torch.full((), float(self.stopping()), dtype=torch.float64, device=self.mesh.device)
+            wish += self.guard.wish
             norm = self.engine.gradient_norm(wish)
             mean, norm_value, wishes = torch.stack((loss, norm, wish)).tolist()  # the step's one wait for the device
+        if wishes >= WISH:
+            self.agree(sure=True)
         if not (math.isfinite(mean) and math.isfinite(norm_value)):
             raise TrainingError(
                 f"step {step}: loss {mean} and gradient norm {norm_value} are not both finite; samples "
@@ -155,17 +173,19 @@ class Trainer:
 
     def evaluate(self, step: int) -> Evaluation | None:
         """The held-out loss over the first `eval_samples` sequences of the held-out order: always the same ones."""
-        data, train, valid = self.job.data, self.job.train, self.sources.valid
+        seq, train, valid = self.job.data.seq, self.job.train, self.sources.valid
         if valid is None:
             return None
-        samples = min(train.eval_samples, windows(valid.tokens, data.seq))
+        heartbeat.enter(f"the evaluation after step {step}", least=heartbeat.LONG if self.engine.compiled else 0.0)
+        samples = min(train.eval_samples, windows(valid.tokens, seq))
         size = max(1, train.batch // self.job.layout.microbatches)
         total, count = 0.0, 0
         for first in range(0, samples, size):
             wanted = range(first, min(samples, first + size))
-            batch = read_batch(valid, data.seq, data.seed, wanted, self.job.model.vocab)
+            batch = self.guard.read(valid, wanted)
             total += self.engine.evaluate(batch)
             count += batch.loss_tokens
+        self.agree()
         if not math.isfinite(total):
             raise TrainingError(f"the held-out loss after step {step} is {total}: the weights are no longer of use")
         return Evaluation(step=step, held_out_loss=total / count, samples=samples, loss_tokens=count) if count else None

@@ -1,7 +1,10 @@
-"""What a run reports, and who gets it: a record for each step and each evaluation, the metrics file and TensorBoard."""
+"""What a run reports, and who gets it: a record for each step and each evaluation, and TensorBoard."""
 
+import os
+import socket
+import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,56 +37,39 @@ class Listener(Protocol):
     def close(self) -> None: ...
 
 
-class MetricsFile:
-    """metrics.jsonl: one line a record, flushed, so that a killed run keeps what it had."""
+class TensorBoard:
+    """Writes each record at once. torch's own writer does so in a thread, whose errors come as tracebacks."""
 
-    def __init__(self, path: Path):
-        self.file = path.open("ab", buffering=0)
+    def __init__(self, directory: Path, first: int):
+        """`first` step that will be written: what the files have of later ones is not shown."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def on_step(self, record: Step | Evaluation) -> None:
-        self.file.write(msgspec.json.encode(record) + b"\n")
+        directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = (directory / name).open("ab", buffering=0)
+        self.records = RecordWriter(self.file)
+        self._write(file_version="brain.Event:2")
+        self._write(step=first, session_log=SessionLog(status=SessionLog.START))
 
-    on_evaluation = on_step
+    def _write(self, **what: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.records.write(Event(wall_time=time.time(), **what).SerializeToString())
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        named = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=Summary(value=named))
+
+    def on_step(self, record: Step) -> None:
+        names = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory")
+        found = {f"train/{name}": getattr(record, name) for name in names}
+        self._scalars(record.step, {name: value for name, value in found.items() if value is not None})
+
+    def on_evaluation(self, record: Evaluation) -> None:
+        self._scalars(record.step, {"held_out/loss": record.held_out_loss})
 
     def close(self) -> None:
         self.file.close()
-
-
-def trim(path: Path, step: int) -> list[Step]:
-    """The steps in a metrics file up to `step`. Later records, of a run that was cut short, are removed."""
-    if not path.exists():
-        return []
-    kept: list[bytes] = []
-    steps: list[Step] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            record = msgspec.json.decode(line, type=Step | Evaluation)
-        except msgspec.MsgspecError:  # a line that a killed process did not finish
-            continue
-        if record.step <= step:
-            kept.append(line + b"\n")
-            if isinstance(record, Step):
-                steps.append(record)
-    half = path.with_suffix(".half")
-    half.write_bytes(b"".join(kept))
-    half.rename(path)
-    return steps
-
-
-class TensorBoard:
-    def __init__(self, directory: Path, first: int):
-        """`first` step that will be written: what the files have of later ones is not shown."""
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self.writer = SummaryWriter(str(directory), purge_step=first)
-
-    def on_step(self, record: Step) -> None:
-        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory"):
-            if (value := getattr(record, name)) is not None:
-                self.writer.add_scalar(f"train/{name}", value, record.step)
-
-    def on_evaluation(self, record: Evaluation) -> None:
-        self.writer.add_scalar("held_out/loss", record.held_out_loss, record.step)
-
-    def close(self) -> None:
-        self.writer.close()

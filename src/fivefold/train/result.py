@@ -9,7 +9,9 @@ import msgspec
 
 from fivefold.report import Block, Result, Table, Text
 from fivefold.report.svg import COLOURS, document, path, text
-from fivefold.train.display import chart
+from fivefold.support.formatting import counted
+from fivefold.train.display import chart, drawable
+from fivefold.train.metrics import read
 from fivefold.train.records import Evaluation, Step
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 240, 48, 16  # of the picture
@@ -20,14 +22,14 @@ class TrainResult(Result):
     directory: Path  # has the job, the metrics and the checkpoints
     steps: list[Step]
     evaluation: Evaluation | None = None  # the last
+    damaged: int = 0  # lines of the metrics that are not what was written, and are left out
 
     @classmethod
     def read(cls, directory: Path) -> "TrainResult":
-        lines = (directory / "metrics.jsonl").read_bytes().splitlines()
-        records = [msgspec.json.decode(line, type=Step | Evaluation) for line in lines]
+        records = [record for _, record in read(directory / "metrics.jsonl")]
         looks = [record for record in records if isinstance(record, Evaluation)]
         steps = [record for record in records if isinstance(record, Step)]
-        return cls(directory, steps, looks[-1] if looks else None)
+        return cls(directory, steps, looks[-1] if looks else None, records.count(None))
 
     @property
     def losses(self) -> list[float]:
@@ -38,6 +40,7 @@ class TrainResult(Result):
             "directory": str(self.directory),
             "steps": msgspec.to_builtins(self.steps),
             "evaluation": msgspec.to_builtins(self.evaluation),
+            "damaged": self.damaged,
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -53,11 +56,13 @@ class TrainResult(Result):
         )
         if self.evaluation is not None:
             yield Text(f"held-out loss {self.evaluation.held_out_loss:.4f} nats per token", "bold")
+        if self.damaged:
+            yield Text(f"{counted(self.damaged, 'line')} of the metrics are damaged and left out")
         yield Text(f"job, metrics and checkpoints are in {self.directory}")
 
     def svg(self) -> str | None:
         """The loss by step."""
-        losses = self.losses
+        losses = drawable(self.losses)
         if len(losses) < 2:
             return None
         top, bottom = max(losses), min(losses)

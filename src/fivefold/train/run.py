@@ -1,13 +1,12 @@
 """Runs a job: finds its directory, joins the ranks, resumes, trains, and prints what a person reads."""
 
-import fcntl
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import IO
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -18,28 +17,32 @@ from rich.text import Text
 import fivefold
 from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
-from fivefold.job.config import Job, to_toml
+from fivefold.data.index import NAME as INDEX
+from fivefold.job.config import Job
 from fivefold.job.preflight import Sources
+from fivefold.launch import heartbeat
 from fivefold.launch import world as worlds
 from fivefold.launch.device import check_bfloat16, check_memory, choose_device, make_repeatable
 from fivefold.launch.ends import lost_peer
-from fivefold.launch.world import RESTARTS, RUN
+from fivefold.launch.statement import claim
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh, backend
 from fivefold.report.terminal import render, width_of
-from fivefold.schedule.text import save, to_text
+from fivefold.schedule.text import save
 from fivefold.support.errors import PeerLost, UserError
+from fivefold.support.files import put
 from fivefold.support.formatting import graphs_text, si
-from fivefold.trace.result import TraceFile
 from fivefold.train.checkpointing import Checkpoints
-from fivefold.train.directories import newest, next_number, numbered
+from fivefold.train.directories import claim as claim_directory
+from fivefold.train.directories import run_directory
 from fivefold.train.display import Display
-from fivefold.train.loop import Trainer
-from fivefold.train.records import Evaluation, Listener, MetricsFile, TensorBoard, trim
+from fivefold.train.loop import Stopped, Trainer
+from fivefold.train.outputs import Outputs, vanishing
+from fivefold.train.records import Evaluation, Listener
 
-_CLAIMS: list[IO[str]] = []  # open as long as this process lives
-_FRESH = "fresh"  # the file that says which run --fresh made a directory for
+T = TypeVar("T")
+_SCHEDULE = "schedule.txt"
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
@@ -52,7 +55,8 @@ def run_job(
     save.
     """
     try:
-        _run_job(job, sources, world, console, fresh, stopping)
+        with heartbeat.watched(job.train.timeout, world.rank, world.size):
+            _run_job(job, sources, world, console, fresh, stopping)
     except RuntimeError as error:
         why = lost_peer(error) if world.size > 1 else None
         if why is None:
@@ -67,25 +71,25 @@ def _run_job(
     check_memory(job, device, world)
     make_repeatable(job.train)
     slow = check_bfloat16(device, job.train.dtype)
-    worlds.join(world, backend(device, world.local_size), job.train.timeout)
+    proof = claim(job, sources.path / INDEX, world) if world.joined else None
+    worlds.join(world, backend(device, world.local_size), job.train.timeout, proof)
 
     def note(sentence: str) -> None:
         console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
 
-    try:
+    with ExitStack() as leaving:
+        leaving.callback(worlds.leave, world)
         mesh = Mesh.of(job.layout, device, job.train.timeout)
-        control = Control(mesh)
-        directory = _agreed_directory(job, fresh, control)
-        job = _with_its_schedule(job, directory, control)
+        control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
+        directory = control.from_first(_agreed(control, lambda: _begun(job, fresh)) or Path(), Path)
+        if world.rank == 0:  # whose job is the one that is written
+            job = _with_its_schedule(job, directory)
+        heartbeat.enter("the making of the model", least=heartbeat.LONG)
         trainer = Trainer(job, sources, mesh)
-        trainer.stopping = stopping
+        trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), note)
         checkpointing = Checkpoints(Store(directory / "checkpoints"), control, trainer, note)
-        if world.rank > 0:
-            checkpointing.restore()
-            if trainer.done < job.train.steps:
-                trainer.run([], checkpointing=checkpointing)
-            return
-        show_job(console, job, directory)
+        if world.rank == 0:
+            show_job(console, job, directory)
         begun = checkpointing.restore()
         if begun is not None:
             console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
@@ -96,23 +100,18 @@ def _run_job(
                 soft_wrap=True,
             )
             return
-        (directory / "job.toml").write_text(to_toml(job))
-        (directory / "environment.json").write_text(json.dumps(environment(mesh, sources), indent=2) + "\n")
+        facts = environment(mesh, sources)
+        outputs = _agreed(control, lambda: Outputs(directory, job, facts, trainer.done, note))
+        trainer.stopping = lambda: stopping() or (outputs is not None and outputs.vanished())
+        if outputs is None:
+            _train(trainer, control, directory, checkpointing)
+            return
         marks = show_corpus(console, sources)
         if slow:
             note(slow)
-        earlier = trim(directory / "metrics.jsonl", trainer.done)
-        display = Display(console, job.train.steps, marks, job.train.log_every, earlier)
-        listeners: list[Listener] = [MetricsFile(directory / "metrics.jsonl"), display]
-        if job.run.tensorboard:
-            listeners.append(TensorBoard(directory / "tensorboard", trainer.done + 1))
-        traced = TraceFile(directory / "trace.json")
+        display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         start = time.monotonic()
-        try:
-            evaluation = trainer.run(listeners, traced, checkpointing)
-        finally:
-            for listener in listeners:
-                listener.close()
+        evaluation = _train(trainer, control, directory, checkpointing, outputs, display)
         steps = f"{display.steps_here} steps in {time.monotonic() - start:.1f} s"
         for row in display.curve():
             console.print(row, soft_wrap=True)
@@ -120,88 +119,65 @@ def _run_job(
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
             console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
-        traced.show(console)
+        outputs.traced.show(console)
         if trainer.engine.compiled:
             console.print(graphs_text(*compilation(), blocks=job.layout.compiles_blocks), soft_wrap=True)
         if job.train.count:
             render(trainer.counted.blocks(), console, width_of(console))
-            (directory / "counts.json").write_text(json.dumps(trainer.counted.to_dict(), indent=2) + "\n")
-    finally:
-        worlds.leave(world)
+            counts = directory / "counts.json"
+            outputs.keep(counts, lambda: put(counts, json.dumps(trainer.counted.to_dict(), indent=2) + "\n"))
+        outputs.judge()
 
 
-def _agreed_directory(job: Job, fresh: bool, control: Control) -> Path:
-    """Rank 0 finds or makes it, and claims it; if it cannot, all ranks end alike, and rank 0 says why."""
-    directory, problems = Path(), []
+def _agreed(control: Control, do: Callable[[], T]) -> T | None:
+    """What rank 0 got by doing it. If it cannot, all ranks end alike, and rank 0 says why."""
+    done, problems = None, []
     if control.rank == 0:
         try:
-            directory = run_directory(job, fresh)
-            _claim(directory)
+            done = do()
         except UserError as error:
             problems = error.problems
-    if control.from_first(bool(problems)):
+    if control.from_first(bool(problems), bool):
         raise UserError(problems)
-    return control.from_first(directory)
+    return done
 
 
-def _with_its_schedule(job: Job, directory: Path, control: Control) -> Job:
-    """A schedule that comes from a file is kept beside job.toml, so that the run resumes without the original.
+def _begun(job: Job, fresh: bool) -> Path:
+    """The run's directory, claimed. A schedule from a file is kept in it, so that the run resumes without the file."""
+    directory = run_directory(job, fresh)
+    claim_directory(directory)
+    if schedule := job.layout.record.schedule:
+        save(schedule, directory / _SCHEDULE)
+    return directory
 
-    The job of rank 0, which is the one that is written, points there. All ranks must have read the same schedule.
-    """
-    schedule = job.layout.record.schedule
-    if schedule is None:
+
+def _with_its_schedule(job: Job, directory: Path) -> Job:
+    """The job with the schedule that was kept."""
+    if job.layout.record.schedule is None:
         return job
-    texts = control.from_all(to_text(schedule))
-    if strange := [rank for rank, text in enumerate(texts) if text != texts[0]]:
-        raise UserError(f"rank {strange[0]} reads another schedule from {job.layout.schedule} than rank 0 does")
-    if control.rank > 0:
-        return job
-    kept = (directory / "schedule.txt").absolute()
-    save(schedule, kept)
-    return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=str(kept)))
+    kept = str((directory / _SCHEDULE).absolute())
+    return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
 
 
-def _claim(directory: Path) -> None:
-    """One process at a time trains in a directory. The claim ends with the process, however that ends."""
-    _CLAIMS.append((directory / "claim").open("w"))
+def _train(
+    trainer: Trainer,
+    control: Control,
+    directory: Path,
+    checkpointing: Checkpoints,
+    outputs: Outputs | None = None,
+    display: Display | None = None,
+) -> Evaluation | None:
+    """All steps that are left. A run whose directory vanishes stops as if asked to, and all ranks know why."""
+    listeners: list[Listener] = [one for one in (outputs, display) if one]
     try:
-        fcntl.flock(_CLAIMS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"another process is training in {directory}; --fresh starts a run of its own, and so does another run.name"
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-
-
-def run_directory(job: Job, fresh: bool) -> Path:
-    """The newest of the run's name, NAME, NAME-2, NAME-3 ..., if it has checkpoints to resume from; else a new one.
-
-    What an earlier run left is never deleted.
-    """
-    parent, name = Path(job.run.dir).expanduser(), job.run.name
-    number, last = next_number(parent, name), newest(parent, name)
-    if number > 1 and Store(last / "checkpoints").complete() and not (fresh and _other(last)):
-        return last
-    while True:
-        directory = parent / numbered(name, number)
-        try:
-            directory.mkdir(parents=True)
-            if fresh:
-                (directory / _FRESH).write_text(os.environ.get(RUN, ""))
-            return directory
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
-
-
-def _other(directory: Path) -> bool:
-    """Whether a directory was made by another run than this one, which launchers start again with the same words."""
-    mark = directory / _FRESH
-    mine = mark.is_file() and mark.read_text() == os.environ.get(RUN, "")
-    return os.environ.get(RESTARTS, "0") == "0" or not mine
+        return trainer.run(listeners, outputs.trace if outputs else None, checkpointing)
+    except Stopped:
+        if control.from_first(outputs is not None and outputs.gone, bool):
+            raise vanishing(directory) from None
+        raise
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
 def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:

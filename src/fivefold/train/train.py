@@ -1,15 +1,18 @@
 """Train a job from Python: `fivefold train` in processes of its own, and what it leaves."""
 
+import os
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fivefold.job.config import Job, read_job, to_toml
 from fivefold.job.preflight import preflight
+from fivefold.launch.world import RUN
 from fivefold.support.errors import TrainingError, UserError
-from fivefold.train.directories import newest
+from fivefold.train.directories import directory_of
 from fivefold.train.result import TrainResult
 
 
@@ -42,13 +45,14 @@ def train(
         command = [sys.executable, "-m", "fivefold", "train", str(file), "--nproc", str(ranks)]
         command += [*(["--restarts", str(restarts)] if restarts else []), *(["--fresh"] if fresh else [])]
         with Path(home, "errors").open("w+") as errors:
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as run:
+            env = {RUN: uuid.uuid4().hex, **os.environ}
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as run:
                 assert run.stdout is not None
                 for line in run.stdout:
                     progress(line.rstrip("\n"))
             errors.seek(0)
             _judge(run.returncode, errors.read().splitlines())
-    return TrainResult.read(newest(Path(resolved.run.dir).expanduser(), resolved.run.name))
+    return TrainResult.read(directory_of(resolved, env))
 
 
 def _judge(code: int, errors: list[str]) -> None:
