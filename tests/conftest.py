@@ -2,24 +2,37 @@
 
 import ast
 import json
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+import fivefold
 from fivefold.data.prepare import prepare
+from fivefold.launch.processes import PRELOAD
 from tests.layers import HEAVY, LAYERS, walk
 
 # Machines that run tests are busy: a slow example is not a failure.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
+# One thread a process: OpenMP's threads spin while they wait, and take the cores of other ranks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What the server imports that ranks and commands are forked from; each of them would for itself. torch imports late.
+_SOURCE = Path(fivefold.__file__).parent
+_OURS = [".".join(file.relative_to(_SOURCE.parent).with_suffix("").parts) for file in sorted(_SOURCE.rglob("*.py"))]
+PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.utils.tensorboard", "hypothesis"]
+_GPU = "fused_adamw"  # needs triton, which CPU builds of torch come without
+PRELOAD += ["pytest", *(name for name in _OURS if not name.endswith(("__", _GPU)))]
 
 # Modules that take longest come first: the last one to start decides when all is done.
 _FIRST = (
-    *("test_checkpoint.py", "test_readme.py", "test_cli.py", "test_verify.py", "test_pipeline.py", "test_resume.py"),
-    *("test_dryrun.py", "test_layouts.py", "test_trace.py", "test_equal.py", "test_faults.py", "test_truth.py"),
+    *("test_verify.py", "test_pipeline.py", "test_compiled.py", "test_equal.py", "test_resume.py", "test_layouts.py"),
+    *("test_tensor.py", "test_pipelines.py", "test_faults.py", "test_checkpoint.py", "test_readme.py", "test_guide.py"),
+    *("test_dryrun.py", "test_examples.py", "test_cli.py", "test_parts.py", "test_ranks.py", "test_trace.py"),
 )
 
 
@@ -38,7 +51,7 @@ def _pure(path: Path) -> bool:
     """
     rooms = [layer.room for layer in LAYERS if layer.torch == "no" and layer.room != "cli"]
     first = path.relative_to(Path(__file__).parent).parts[0]  # a folder is named like the room that it tests
-    names = (*rooms, "test_layers.py", "test_api.py", "test_tools.py", "test_contributing.py")
+    names = (*rooms, "test_layers.py", "test_api.py", "test_tools.py", "test_contributing.py", "test_doors.py")
     if first not in names or path.name == "test_tables.py":
         return False
     found = {found.module.split(".")[0] for found in walk(ast.parse(path.read_text()), loads=True)}

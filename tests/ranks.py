@@ -27,11 +27,8 @@ from typing import Any
 
 import torch
 
-from fivefold.launch import processes
 from fivefold.launch.ranks import Rank, RankError, call
 
-# What tests import, and what torch imports late for them: each rank would for itself.
-processes.PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.pipelining", "hypothesis", "pytest"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "GLOO_LOG_LEVEL": "ERROR"}
 
@@ -40,7 +37,7 @@ def run_ranks(
     world: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     grace: float = 1.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:

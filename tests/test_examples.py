@@ -1,11 +1,10 @@
 """The scripts of examples/ run as they are, in an empty directory, and stay short."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import fivefold
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -27,8 +26,7 @@ def test_each_example_says_what_must_be_seen() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_an_example_runs(script: Path, tmp_path: Path) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = fivefold(module=str(script), cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     for part in PRINTS[script.name]:
         assert part in done.stdout

@@ -3,14 +3,14 @@ README and the proof in docs/parallelism.md quote is what is printed."""
 
 import gzip
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import commands
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,8 +26,8 @@ QUOTED = [block for block in BLOCKS if block.startswith("$ fivefold ")]
 
 
 def fivefold(line: str, cwd: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", *shlex.split(line), *more]
-    return subprocess.run(words, cwd=cwd, env=os.environ | {"COLUMNS": "400"}, capture_output=True, text=True)
+    _, *words = shlex.split(line)
+    return commands.fivefold(*words, *more, cwd=cwd, env={"COLUMNS": "400"}, timeout=600)
 
 
 @pytest.fixture(scope="module")

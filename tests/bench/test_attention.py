@@ -23,7 +23,7 @@ def test_ranks_agree_with_one_process_far_below_what_is_asked(tp: int) -> None:
     ("change", "reason"),
     [
         ({"tp": 3}, "tp=3 does not divide the 4 attention heads"),
-        ({"tp": 0}, "--tp 0 must be at least 1"),
+        ({"tp": 0}, "--tp=0 must be at least 1"),
         ({"dtype": "float16"}, "unknown --dtype 'float16'"),
         ({"hidden": 33}, "hidden=33 does not divide"),
     ],

@@ -1,12 +1,11 @@
 """Checkpoints from the command line: stopped, killed and started again, looked at, exported and spoken with."""
 
 import json
-import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.support.errors import UserError
+from tests.commands import Command, fivefold, start
 
 FAST = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=2", "model.hidden=32", "model.ffn=48",
         "train.device=cpu", "optimizer.schedule=constant", "train.log_every=1"]  # fmt: skip
@@ -29,21 +29,15 @@ def tokens(tmp_path_factory) -> Path:
     return folder / "tokens"
 
 
-def fivefold(*words: str, cwd: Path, fault: str = "", module: str = "fivefold") -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"FIVEFOLD_FAULT": fault, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", module, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
-    )
-
-
-def training(tmp_path: Path, tokens: Path, *words: str) -> subprocess.Popen[str]:
+def training(tmp_path: Path, tokens: Path, *words: str) -> Command:
     """A run without end that has made its third step."""
-    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "train.steps=100000", *words]
-    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    while "step      3/" not in run.stdout.readline():
-        assert run.poll() is None
+    run = start("train", f"data.path={tokens}", *FAST, "train.steps=100000", *words, cwd=tmp_path)
+    run.until("step      3/")
     return run
+
+
+def fault(text: str) -> dict[str, str]:
+    return {"FIVEFOLD_FAULT": text}
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -64,9 +58,9 @@ def whole(tokens: Path, tmp_path_factory) -> tuple[list[str], Path]:
 
 def test_sigterm_saves_one_agreed_step_and_the_same_command_goes_on(whole, tmp_path: Path) -> None:
     words, want = whole
-    done = fivefold(*words, cwd=tmp_path, fault="term@rank=1,step=3")
+    done = fivefold(*words, cwd=tmp_path, env=fault("term@rank=1,step=3"))
     assert done.returncode == 143, done.stderr
-    assert "stopped by SIGTERM after step 3; its checkpoint is saved" in done.stdout
+    assert "stopped by a signal to another rank after step 3; its checkpoint is saved" in done.stdout
     assert Store(tmp_path / "runs/run/checkpoints").complete()[0].step == 3
     on = fivefold(*words, cwd=tmp_path)
     assert on.returncode == 0, on.stderr
@@ -74,42 +68,39 @@ def test_sigterm_saves_one_agreed_step_and_the_same_command_goes_on(whole, tmp_p
     assert losses(tmp_path / "runs/run") == losses(want)
 
 
-def test_sigterm_to_the_launcher_reaches_the_ranks(tokens: Path, tmp_path: Path) -> None:
-    run = training(tmp_path, tokens, "--nproc", "2", "layout=tp=2")
-    run.send_signal(signal.SIGTERM)
-    out, _ = run.communicate(timeout=60)
-    assert run.returncode == 143
-    assert "stopped by SIGTERM" in out
-    assert len(Store(tmp_path / "runs/run/checkpoints").complete()) == 1
-
-
-def test_sigterm_before_the_first_step_is_no_failure(tokens: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", *FAST, "--nproc", "2", "layout=tp=2"]
-    run = subprocess.Popen(
-        [*command, "train.steps=100000", "--restarts", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+def test_a_run_whose_last_checkpoint_was_not_written_fails_and_names_the_newest_good_one(whole, tmp_path: Path) -> None:
+    words, want = whole
+    done = fivefold(*words, cwd=tmp_path, env=fault("raise@at=write,rank=1,step=8"))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    failed = (
+        "the checkpoint of step 8 was not written: rank 1: FIVEFOLD_FAULT=raise@at=write,rank=1,step=8 was asked for"
     )
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    while len(children.read_text().split()) < 2:
-        assert run.poll() is None
-        time.sleep(0.01)
-    run.send_signal(signal.SIGTERM)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 143
-    assert "starting again" not in err
+    assert f"error: {failed}, and happens; the last good one is step-00000006" in done.stderr
+    on = fivefold(*words, cwd=tmp_path)
+    assert on.returncode == 0, on.stderr
+    assert "after step 6" in on.stdout
+    assert losses(tmp_path / "runs/run") == losses(want)
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tokens: Path, tmp_path: Path) -> None:
-    run = training(tmp_path, tokens, "--nproc", "2", "layout=tp=2")
-    run.kill()
-    run.communicate(timeout=30)  # ends when the ranks have closed it too
+    with training(tmp_path, tokens, "--nproc", "2", "layout=tp=2") as run:
+        ranks = run.children
+        assert len(ranks) == 2
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("launcher", ["ours", "torchrun"])
 def test_a_killed_run_is_brought_back_by_itself(whole, tmp_path: Path, launcher: str) -> None:
     words, want = whole
     if launcher == "ours":
-        done = fivefold(*words, "--restarts", "2", cwd=tmp_path, fault="kill@rank=1,step=5")
-        assert "rank 1 (dp 1) was ended by SIGKILL" in done.stderr
+        done = fivefold(*words, "--restarts", "2", cwd=tmp_path, env=fault("kill@rank=1,step=5"))
+        assert "rank 1 (dp 1) was ended by SIGKILL in step 5" in done.stderr
         assert "step 5: rank 0 (dp 0):" in done.stderr
         assert "starting again from the last checkpoint: 1 of 2" in done.stderr
         assert done.stderr.count("starting again") == 1
@@ -117,28 +108,28 @@ def test_a_killed_run_is_brought_back_by_itself(whole, tmp_path: Path, launcher:
         at = words.index("--nproc")
         plain = words[:at] + words[at + 2 :]
         torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "--module", "fivefold"]
-        done = fivefold(*torchrun, *plain, "--fresh", cwd=tmp_path, fault="kill@rank=1,step=5",
+        done = fivefold(*torchrun, *plain, "--fresh", cwd=tmp_path, env=fault("kill@rank=1,step=5"),
                         module="torch.distributed.run")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+    assert [path.name for path in (tmp_path / "runs").glob("run*")] == ["run"]
     assert losses(tmp_path / "runs/run") == losses(want)
 
 
 def test_an_exception_of_one_rank_comes_first_and_the_others_say_a_line(whole, tmp_path: Path) -> None:
     words, _ = whole
-    done = fivefold(*words, cwd=tmp_path, fault="raise@rank=1,step=2")
+    done = fivefold(*words, cwd=tmp_path, env=fault("raise@rank=1,step=2"))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0].startswith("Traceback")
     assert done.stderr.count("Traceback") == 1
     assert any("FIVEFOLD_FAULT=raise@rank=1,step=2 was asked for, and happens" in line for line in lines)
     assert any(line.startswith("error: step 2: rank 0 (dp 0):") for line in lines)
-    assert lines[-1] == "rank 1 (dp 1) failed with exit code 1"
+    assert lines[-1] == "rank 1 (dp 1) failed with exit code 1 in step 2"
 
 
 def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(whole, tmp_path: Path) -> None:
     words, _ = whole
-    done = fivefold(*words, "train.timeout=3", cwd=tmp_path, fault="stop@rank=1,step=2")
+    done = fivefold(*words, "train.timeout=3", cwd=tmp_path, env=fault("stop@rank=1,step=2"))
     assert done.returncode == 1
     assert "step 2: rank 0 (dp 0): the gradient norm waited 3." in done.stderr
     assert "for rank 1 (world): it gave no sign" in done.stderr
@@ -171,11 +162,11 @@ def test_the_commands_that_look(whole) -> None:
     assert here("checkpoint", "verify", run).count("sound") == 2
     damaged = run.parent / "damaged"
     shutil.copytree(run, damaged, symlinks=True)
-    (damaged / "checkpoints/step-00000006/__1_0.distcp").unlink()
+    (damaged / "checkpoints/step-00000006/rank-1.tensors").unlink()
     done = CliRunner().invoke(app, ["checkpoint", "verify", str(damaged)])
     assert done.exit_code == 1
     assert "step-00000006  damaged" in done.stdout
-    assert "__1_0.distcp is missing" in done.stdout.replace("\n", "")
+    assert "rank-1.tensors is missing" in done.stdout.replace("\n", "")
     assert "damaged" in here("checkpoint", "ls", damaged)
 
 
@@ -213,9 +204,9 @@ def test_reshard_export_import_and_generate(whole, tmp_path: Path, monkeypatch) 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_made(whole, tmp_path: Path) -> None:
     _, run = whole
-    for words in (["export", "hf", str(run)], ["checkpoint", "reshard", str(run), "--layout", "tp=2"]):
-        command = f"ulimit -f 20; exec {sys.executable} -m fivefold {' '.join(words)} -o x"
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    for words in (["export", "hf", run], ["checkpoint", "reshard", run, "--layout", "tp=2"]):
+        done = fivefold(*words, "-o", "x", cwd=tmp_path, before=full)
         assert done.returncode == 2, done.stderr
         assert "cannot write x: " in done.stderr
         assert "are free there" in done.stderr
@@ -250,10 +241,8 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
 
 def test_a_directory_is_trained_by_one_process_at_a_time(tokens: Path, tmp_path: Path) -> None:
     words = ["train", f"data.path={tokens}", *FAST, "train.steps=100000", "checkpoint.every=1"]
-    first = training(tmp_path, tokens, "checkpoint.every=1")
-    second = fivefold(*words, "--nproc", "2", "layout=tp=2", cwd=tmp_path)
-    first.kill()
-    first.communicate(timeout=30)
+    with training(tmp_path, tokens, "checkpoint.every=1"):
+        second = fivefold(*words, "--nproc", "2", "layout=tp=2", cwd=tmp_path)
     assert second.returncode == 2
     assert second.stderr.splitlines()[0] == (
         "error: another process is training in runs/run; --fresh starts a run of its own, and so does another run.name"

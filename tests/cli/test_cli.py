@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +13,9 @@ import pytest
 
 from fivefold.job.config import read_job
 from fivefold.spec.presets import PRESETS
+from tests.commands import Command, fivefold, start
 
 FAST = ["train.steps=3", "train.batch=2", "data.seq=16", "train.eval_samples=2", "model.layers=1", "train.device=cpu"]
-
-
-def fivefold(*words: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fivefold", *words]
-    environment = os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"} | (env or {})
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -101,60 +95,41 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_told_to(tmp_path: Path, t
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"run", "run-2"}
 
 
-def started(tmp_path: Path, tokens: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
-    """A run that has made its first step, and its metrics."""
-    command = [sys.executable, "-m", "fivefold", "train", f"data.path={tokens}", "data.seq=16", "train.steps=100000"]
-    run = subprocess.Popen(
-        [*command, "model.layers=1", "train.eval_samples=0", *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit that it is ignored
-    )
+def started(tmp_path: Path, tokens: Path, *words: str) -> Command:
+    """A run without end that has made its first step."""
+    endless = ["train", f"data.path={tokens}", "data.seq=16", "train.steps=100000", "model.layers=1"]
+    run = start(*endless, "train.eval_samples=0", *words, cwd=tmp_path)
     metrics = tmp_path / "runs/run/metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return run, metrics
-
-
-def ranks_of(run: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    run.until(lambda: metrics.exists() and metrics.stat().st_size)
+    return run
 
 
 @pytest.mark.parametrize(("nproc", "layout"), [(1, "dp=1"), (2, "dp=2,zero=1")])
 def test_ctrl_c_stops_all_ranks_in_a_sentence_and_keeps_the_metrics(
     tmp_path: Path, tokens: Path, nproc: int, layout: str
 ) -> None:
-    run, metrics = started(tmp_path, tokens, "--nproc", str(nproc), f"layout={layout}")
-    ranks = ranks_of(run) if nproc > 1 else []
-    run.send_signal(signal.SIGINT)
-    try:
-        out, err = run.communicate(timeout=40)
-    finally:
-        run.kill()
-    assert run.returncode == 130
-    assert "stopped; metrics and checkpoints up to here are kept" in out
-    assert "Traceback" not in err
+    with started(tmp_path, tokens, "--nproc", str(nproc), f"layout={layout}") as run:
+        ranks = run.children
+        run.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert "stopped; metrics and checkpoints up to here are kept" in run.stdout
+    assert "Traceback" not in run.stderr
     assert nproc == 1 or len(ranks) == nproc
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    assert all(json.loads(line)["kind"] == "step" for line in metrics.read_text().splitlines())
+    metrics = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["kind"] == "step" for line in metrics)
 
 
 def test_a_rank_that_is_killed_is_named_and_nothing_is_left(tmp_path: Path, tokens: Path) -> None:
-    run, _ = started(tmp_path, tokens, "--nproc", "2", "layout=tp=2")
-    ranks = ranks_of(run)
-    os.kill(ranks[1], signal.SIGKILL)
-    try:
-        _, err = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert run.returncode == 1
-    assert err.strip().splitlines()[-1] == "rank 1 (tp 1) was ended by SIGKILL"
+    with started(tmp_path, tokens, "--nproc", "2", "layout=tp=2") as run:
+        ranks = run.children
+        os.kill(ranks[1], signal.SIGKILL)
+        assert run.wait() == 1
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    err = run.stderr
+    assert re.fullmatch(r"rank 1 \(tp 1\) was ended by SIGKILL in step \d+", err.strip().splitlines()[-1])
     assert "Traceback" not in err
     assert re.search(r"error: (step \d+: )?rank 0 (\(tp 0\): .+ rank 1 \(|lost its connection to another rank)", err)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_made(tmp_path, tokens: Path) -> None:
@@ -209,8 +184,8 @@ def test_bad_job_files_are_refused(tmp_path) -> None:
     refused(fivefold("train", "jbo.toml", cwd=tmp_path), "did you mean 'job.toml'")
 
 
-def test_an_id_beyond_the_vocabulary_is_named_with_file_and_offset(tmp_path, tokens: Path) -> None:
-    """An edited byte: token 5 becomes 300, and the vocabulary has 257."""
+def test_an_edited_token_is_found_before_the_first_step_and_its_file_is_named(tmp_path, tokens: Path) -> None:
+    """Token 5 becomes 300. That the vocabulary has 257 is seen where a sum does not tell: tests/data/test_tokens.py."""
     copy = tmp_path / "tokens"
     copy.mkdir()
     for file in tokens.iterdir():
@@ -221,7 +196,8 @@ def test_an_id_beyond_the_vocabulary_is_named_with_file_and_offset(tmp_path, tok
     ids.tofile(shard)
     done = fivefold("train", f"data.path={copy}", *FAST, cwd=tmp_path)
     assert done.returncode == 2
-    assert re.search(rf"{shard.name}.*token 5 .*byte 10\b.*\b300\b.*\b257\b", done.stderr), done.stderr
+    assert re.search(rf"{shard.name} is damaged, within bytes 0 to \d+ of \d+: its sha256", done.stderr), done.stderr
+    assert not (tmp_path / "runs").exists()
     assert fivefold("data", "check", str(copy), cwd=tmp_path).returncode == 2
     assert fivefold("data", "check", str(tokens), cwd=tmp_path).returncode == 0
 
@@ -257,3 +233,13 @@ def test_under_slurm_the_same_command_joins(tmp_path, tokens: Path) -> None:
              "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "4321"}  # fmt: skip
     done = fivefold("train", f"data.path={tokens}", *FAST, cwd=tmp_path, env=slurm)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["checkpoint ls NAME", "generate NAME --prompt x", "import hf NAME -o y", "draw 1f1b --pp 2 -m 2 -o NAME.svg"],
+)
+def test_a_name_that_no_file_can_have_is_a_sentence(tmp_path, words: str) -> None:
+    done = fivefold(*words.replace("NAME", "a" * 300).split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: the path 'a{40}'\.\.\. is too long for the file system\n", done.stderr)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import fivefold, refused
+from tests.cli.test_cli import refused
+from tests.commands import fivefold
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.ffn=48", "data.seq=16", "train.batch=4", "train.device=cpu"]
 
@@ -51,7 +52,7 @@ def test_training_can_trace_some_of_its_steps(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["trace", "layout=tp=3"], "tp=3 does not divide the 4 attention heads of tiny; nearest: tp=2 or tp=4"),
-        (["trace", "trace.steps=-1"], "trace.steps=-1 must not be negative"),
+        (["trace", "trace.steps=-1"], "trace.steps=-1 must be at least 0"),
         (["trace", "-o", "nowhere/trace.json"], "--output nowhere/trace.json: there is no directory nowhere"),
         (["trace", "trace.step=1"], "trace.step is not a setting; did you mean 'steps'?"),
         (

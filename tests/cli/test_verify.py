@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.support.errors import UserError
-from tests.cli.test_cli import fivefold, refused
+from tests.cli.test_cli import refused
+from tests.commands import fivefold
 
 SMALL = ["model.hidden=32", "model.ffn=24", "--seq", "16", "--steps", "2"]
 

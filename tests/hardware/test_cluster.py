@@ -1,4 +1,4 @@
-"""Clusters: how they are written, what is refused and why, and what lies between two ranks."""
+"""Clusters: how they are written, and what is refused and why."""
 
 import subprocess
 import sys
@@ -125,7 +125,7 @@ def test_an_override_replaces_only_what_it_names():
 
 def test_a_link_can_be_named():
     cluster = Cluster.from_dict({"nodes": 2, "gpus": 8, "accelerator": "H100", "across": "roce-200g"})
-    assert cluster.link_between(0, 8) == LINKS["RoCE-200G"]
+    assert cluster.groups[0].accelerator.across == LINKS["RoCE-200G"]
     assert problems({"accelerator": "H100", "across": "RoCE-20G"}) == [
         "cluster: across: unknown link 'RoCE-20G'; did you mean 'RoCE-200G'?"
     ]
@@ -149,7 +149,7 @@ def test_an_accelerator_can_be_given_inline():
     }
     cluster = Cluster.from_dict({"nodes": 2, "gpus": 8, "accelerator": table})
     assert cluster.groups[0].accelerator.rate("bf16") == 1307.4e12
-    assert cluster.link_between(0, 1).bandwidth == 448e9
+    assert cluster.groups[0].accelerator.inside.bandwidth == 448e9
     assert Cluster.from_dict(cluster.to_dict()) == cluster
     del table["memory"], table["across"]
     table["name"] = 300
@@ -234,9 +234,9 @@ def test_a_bad_file_is_refused_in_a_sentence(tmp_path, monkeypatch):
     Path("h200b.toml").write_text("name =")
     assert problems("8xh200.toml")[0].endswith("did you mean 'h200b.toml'?")
     [problem] = problems("h200b.toml")
-    assert problem.startswith("'h200b.toml': accelerator file h200b.toml cannot be read as TOML: ")
+    assert problem.startswith("'h200b.toml': h200b.toml cannot be read as TOML: ")
     Path("dir.toml").mkdir()
-    assert problems("dir.toml")[0].startswith("'dir.toml': accelerator file dir.toml cannot be read as TOML: ")
+    assert problems("dir.toml")[0].startswith("'dir.toml': cannot read dir.toml: ")
     Path("part.toml").write_text(FILE.replace("gemm = 0.75", "gemm = 75").replace("memory = 150e9", ""))
     assert problems("2x8xpart.toml") == [
         "'2x8xpart.toml': part.toml: memory is missing",
@@ -317,56 +317,6 @@ def test_any_table_is_read_or_refused_with_a_sentence(value):
     assert read_or_refused(value)
 
 
-# Where ranks are, and what lies between them
-
-
-def test_ranks_count_through_nodes_and_then_groups():
-    cluster = Cluster.parse("2x8xH100+3x4xA100-80")
-    assert [cluster.node_of(rank) for rank in (0, 7, 8, 15, 16, 19, 20, 27)] == [0, 0, 1, 1, 2, 2, 3, 4]
-    assert cluster.group_of(15).accelerator.name == "H100"
-    assert cluster.group_of(16).accelerator.name == "A100-80"
-
-
-@pytest.mark.parametrize("rank", [-1, 28])
-def test_a_rank_outside_is_refused(rank):
-    with pytest.raises(UserError, match=f"rank {rank} is outside of .* 0 to 27"):
-        Cluster.parse("2x8xH100+3x4xA100-80").node_of(rank)
-
-
-def test_the_link_is_the_nodes_own_inside_and_the_networks_across():
-    cluster = Cluster.parse("2x8xH100")
-    assert cluster.link_between(0, 7) == LINKS["NVLink4"]
-    assert cluster.link_between(7, 8) == LINKS["InfiniBand-NDR"]
-    assert cluster.link_between(8, 15) == LINKS["NVLink4"]
-
-
-def test_a_rack_of_72_is_one_node():
-    cluster = Cluster.parse("2x72xGB200")
-    assert cluster.link_between(0, 71) == LINKS["NVLink5"]
-    assert cluster.link_between(71, 72) == LINKS["InfiniBand-NDR"]
-
-
-def test_unlike_nodes_meet_at_the_slower_end():
-    cluster = Cluster.parse("8xH100+8xRTX4090")
-    slow = LINKS["Ethernet-10G"]
-    assert cluster.link_between(0, 8) == cluster.link_between(8, 0) == slow
-    mixed = {"group": [{"gpus": 1, "accelerator": "H100", "across": {"latency": 1.0}}, {"accelerator": "A100"}]}
-    link = Cluster.from_dict(mixed).link_between(0, 1)
-    assert (link.bandwidth, link.latency) == (25e9, 1.0)
-
-
-def test_a_ring_is_as_slow_as_its_slowest_link():
-    cluster = Cluster.parse("2x8xH100+8xA100-80")
-    assert cluster.link_between(*range(8)) == LINKS["NVLink4"]
-    assert cluster.link_between(*range(16)) == LINKS["InfiniBand-NDR"]
-    assert cluster.link_between(*range(24)) == LINKS["InfiniBand-HDR"]
-
-
-def test_a_rank_has_no_link_to_itself():
-    with pytest.raises(UserError, match="at least two ranks"):
-        Cluster.parse("8xH100").link_between(3, 3)
-
-
 # The catalogue
 
 
@@ -404,3 +354,12 @@ def test_links_have_the_published_bandwidths() -> None:
     gigabytes = {name: link.bandwidth / 1e9 for name, link in LINKS.items()}
     published = {"NVLink3": 300, "NVLink4": 450, "NVLink5": 900, "InfiniBand-HDR": 25, "InfiniBand-NDR": 50}
     assert {name: gigabytes[name] for name in published} == published
+
+
+@pytest.mark.parametrize("text", ["999999999x8xH100", "1x999999999xH100", "5000000x8xH100", "2x5000000xH100+8xH100"])
+def test_more_gpus_than_anybody_has_are_refused(text: str) -> None:
+    assert "more than 10000000" in str(problems(text))
+
+
+def test_a_million_gpus_are_not() -> None:
+    assert Cluster.parse("125000x8xH100").world == 1_000_000

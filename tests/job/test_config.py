@@ -102,7 +102,7 @@ def test_a_learned_table_bounds_the_sequence() -> None:
 def test_a_missing_file_is_answered_with_its_neighbour(tmp_path) -> None:
     job_file(tmp_path, "")
     assert "did you mean" in problems_of(path=tmp_path / "jbo.toml")[0]
-    assert "is not TOML" in problems_of(path=job_file(tmp_path, "steps 3"))[0]
+    assert "cannot be read as TOML" in problems_of(path=job_file(tmp_path, "steps 3"))[0]
     assert "cannot read" in problems_of(path=tmp_path)[0]
 
 
@@ -124,3 +124,34 @@ def test_a_file_of_one_s_own_comes_before_an_example(tmp_path, monkeypatch) -> N
     (tmp_path / "demo.toml").write_text("[train]\nsteps = 7")
     assert read_job("demo.toml").train.steps == 7
     assert "no job file elsewhere/demo.toml" in problems_of(path="elsewhere/demo.toml")[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("model.layers=2000000", "model.layers=2000000 is more than 10000"),
+        (f"model.hidden={2**63 - 1}", f"model.hidden={2**63 - 1} is more than 1000000"),
+        ("layout.microbatches=10000000", "layout.microbatches=10000000 is more than 262144"),
+        ("layout.dp=1000000000", "layout.dp=1000000000 is more than 10000000"),
+        ("data.seq=1000000000000", "data.seq=1000000000000 is more than 1000000000"),
+        ("train.batch=1000000000000", "train.batch=1000000000000 is more than 1000000000"),
+        ("train.timeout=inf", "train.timeout=inf is more than 100000000"),
+        ("run.name=" + "a" * 300, "must be a plain name, of less than 200 bytes"),
+    ],
+)
+def test_absurd_numbers_are_refused_before_anything_loops_over_them(change: str, sentence: str) -> None:
+    assert any(sentence in problem for problem in read_job(None, [change]).problems())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("optimizer.name=[]", "optimizer.name=[] is not a choice"),
+        ("train.steps=" + "9" * 5000, "is not a whole number"),
+        ("train.steps=0x" + "f" * 5000, "is not a whole number"),
+        ("model=" + "[" * 5000, "unknown model"),
+        ("model.config=~nouser/x", "names the home of a user, ~nouser"),
+    ],
+)
+def test_texts_that_break_parsers_are_refused(change: str, sentence: str) -> None:
+    assert sentence in problems_of(change)[0]

@@ -8,7 +8,7 @@ from fivefold.job.config import read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch.world import RESTARTS, RUN
 from fivefold.support.errors import UserError
-from fivefold.train.run import run_directory
+from fivefold.train.directories import run_directory
 
 
 def problems_of(*changes: str) -> list[str]:
@@ -62,3 +62,10 @@ def test_run_directories_are_never_shared(tmp_path: Path, monkeypatch) -> None:
     assert made(runs, True) == "a-5"
     with pytest.raises(UserError, match="cannot make the run's directory"):
         made("/proc/nothing", True)
+
+
+@pytest.mark.parametrize("path", ["~nouser/x", "a" * 300, "a/" * 2100, "a\0b"])
+def test_paths_that_no_file_can_have_are_refused(path: str) -> None:
+    said = problems_of(f"run.dir={path}", f"data.path={path}")
+    assert any(problem.startswith("run.dir: ") for problem in said)
+    assert len(said) == 2

@@ -88,7 +88,7 @@ def test_bad_text_names_every_piece(text: str, sentences: list[str]) -> None:
         ("dp=4,replicate=2", "tiny", "replicate=2 copies the shards of zero=3"),
         ("dp=4,zero=3,replicate=3", "tiny", "nearest: replicate=2 or replicate=4"),
         ("dp=3,microbatches=5", "tiny", "a global batch of 16 sequences does not divide"),
-        ("dp=0", "tiny", "layout.dp=0 must be at least 1; nearest: dp=1"),
+        ("dp=0", "tiny", "layout.dp=0 must be at least 1"),
         ("schedule=interleaved,chunks=9", "tiny", "nearest: chunks=6"),
         ("cp=3,cp_kind=ulysses,tp=3", "tiny", "nearest: cp_kind=ring"),
         ("split=-1,5,pp=2", "tiny", "negative number of layers"),

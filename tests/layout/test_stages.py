@@ -47,3 +47,9 @@ def test_a_split_is_taken_as_it_is() -> None:
     stages = stages_of(preset("tiny"), Layout(pp=3, split=(0, 3, 1)), 32)
     assert [stage.layers for stage in stages] == [range(0), range(3), range(3, 4)]
     assert [(stage.first, stage.last) for stage in stages] == [(True, False), (False, False), (False, True)]
+
+
+def test_ten_thousand_layers_are_balanced_without_trying_all_pairs_of_ends() -> None:
+    sizes = balanced(preset("llama3-8b", layers=10_000), 3, 8192)
+    assert sum(sizes) == 10_000
+    assert max(sizes) - min(sizes) <= 4

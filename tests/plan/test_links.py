@@ -2,10 +2,14 @@
 
 import pytest
 
-from fivefold.hardware.accelerators import find_accelerator
+from fivefold.hardware.accelerators import LINKS, find_accelerator
+from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.time import Case
+from fivefold.plan.search.space import groups_of
+from fivefold.spec.presets import preset
 
 DEVICE = Device.of(find_accelerator("H100"))
 GB = 1e9
@@ -68,3 +72,43 @@ def test_a_gather_over_many_ranks_pays_for_every_hop() -> None:
 def test_an_all_to_all_leaves_by_each_rank_s_own_port() -> None:
     gathered, traded = (wires("cp=16").time(kind, "cp", 16 * GB) for kind in ("all-gather", "all-to-all"))  # type: ignore[arg-type]
     assert traded > 3 * gathered
+
+
+# Where ranks are, and what lies between them
+
+
+def sent(gpus: int, layout: str, name: str = "H100") -> float:
+    """Seconds of a message between two pipeline ranks, without the share of the link that is reached."""
+    device = Device.of(find_accelerator(name)).but(inside=1.0, across=1.0)
+    return Wires(device, gpus, Layout.parse(layout)).time("send", "pp", GB)
+
+
+def test_the_link_is_the_nodes_own_inside_and_the_networks_across() -> None:
+    inside, across = LINKS["NVLink4"], LINKS["InfiniBand-NDR"]
+    assert sent(8, "pp=8") == pytest.approx(inside.latency + GB / inside.bandwidth)
+    assert sent(8, "pp=2,tp=8") == pytest.approx(across.latency + GB / across.bandwidth)
+
+
+def test_a_rack_of_72_is_one_node() -> None:
+    inside, across = LINKS["NVLink5"], LINKS["InfiniBand-NDR"]
+    assert sent(72, "pp=9,tp=8", "GB200") == pytest.approx(inside.latency + GB / inside.bandwidth)
+    assert sent(72, "pp=2,tp=72", "GB200") == pytest.approx(across.latency + GB / across.bandwidth)
+
+
+def test_pipeline_ranks_count_through_nodes_and_then_groups() -> None:
+    cluster = Cluster.parse("2x8xH100+3x4xA100-80")
+    assert groups_of(cluster, Layout.parse("pp=7,tp=4")) == (0, 0, 0, 0, 1, 1, 1)
+
+
+def test_unlike_nodes_meet_at_the_slower_end() -> None:
+    cluster, layout = Cluster.parse("8xH100+8xRTX4090"), Layout.parse("pp=2,tp=8")
+    case = Case(preset("llama3-8b"), layout, cluster, 4096, 8, groups=groups_of(cluster, layout))
+    assert [case.work_of(rank).device.accelerator.across for rank in (0, 1)] == [LINKS["Ethernet-10G"]] * 2
+    alone = Case(preset("llama3-8b"), layout, Cluster.parse("2x8xH100"), 4096, 8)
+    assert alone.on.accelerator.across == LINKS["InfiniBand-NDR"]
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    inside, across = wires("dp=8"), wires("tp=8,dp=2")
+    assert inside.bandwidth("dp") == LINKS["NVLink4"].bandwidth * DEVICE.reached.inside
+    assert across.bandwidth("dp") == LINKS["InfiniBand-NDR"].bandwidth * DEVICE.reached.across

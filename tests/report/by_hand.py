@@ -101,22 +101,22 @@ def dried(ranks: int = 2) -> DryRunResult:
 def listed() -> CheckpointList:
     sound = {"name": "step-00000008", "step": 8, "complete": True, "problems": [], "layout": LONG, "files": 16,
              "bytes": 10**10}  # fmt: skip
-    damaged = {"name": "step-00000006", "step": 6, "complete": False, "problems": ["__1_0.distcp is missing"]}
+    damaged = {"name": "step-00000006", "step": 6, "complete": False, "problems": ["rank-1.tensors is missing"]}
     return CheckpointList(Path("runs/demo"), [damaged, sound], ["step-00000009.incomplete"], ["step-1.damaged-2"])
 
 
 def held() -> CheckpointContents:
-    files = [File(name=f"__{rank}_0.distcp", bytes=10**9, sha256="0123456789abcdef" * 4) for rank in range(3)]
+    files = [File(name=f"rank-{rank}.tensors", bytes=10**9, sha256="0123456789abcdef" * 4) for rank in range(3)]
     manifest = Manifest(
         torch="2.13", step=8, samples=32, updates=8, optimizer=True, data="", job=msgspec.to_builtins(JOB), files=files
     )
     checkpoint = SimpleNamespace(path=Path("runs/demo/checkpoints/step-00000008"), manifest=manifest)
-    tensors = [{"name": "norm.weight", "shape": [64], "dtype": "torch.float32", "pieces": 2}]
+    tensors = [{"name": "norm.weight", "shape": [64], "dtype": "float32", "pieces": 2}]
     return CheckpointContents(cast(Any, checkpoint), tensors)
 
 
 def checked() -> CheckpointCheck:
-    return CheckpointCheck({"step-00000006": ["__1_0.distcp is missing"], "step-00000008": []})
+    return CheckpointCheck({"step-00000006": ["rank-1.tensors is missing"], "step-00000008": []})
 
 
 def trained() -> TrainResult:

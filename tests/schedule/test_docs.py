@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.schedules import draw, schedules
 from fivefold.schedule.catalogue import build
-from fivefold.schedule.text import from_text
+from fivefold.schedule.text import read_text
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 COMMANDS = sorted(set(re.findall(r"fivefold ((?:draw|schedules) [^`\n]*--[^`\n]*)", PAGE)))
@@ -32,7 +32,7 @@ def test_a_command_on_the_page_runs(command: str, tmp_path: Path, monkeypatch: p
 
 def test_the_example_on_the_page_is_what_the_command_writes() -> None:
     (example,) = re.findall(r"```\n(schedule 1f1b\n.*?)```", PAGE, re.DOTALL)
-    assert from_text(example) == build("1f1b", 2, 2)
+    assert read_text(example).schedule == build("1f1b", 2, 2)
 
 
 def test_every_file_that_is_named_as_a_proof_exists() -> None:

@@ -15,7 +15,7 @@ from fivefold.schedule.costs import Costs
 from fivefold.schedule.draw.paint import save_picture, to_png, to_svg
 from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.scene import Area, Rect, Scene, Text, text_width
-from fivefold.schedule.draw.terminal import _columns, legend, to_terminal
+from fivefold.schedule.draw.terminal import _columns, legend, timeline
 from fivefold.schedule.schedule import Placement
 from fivefold.schedule.simulate import simulate
 from fivefold.schedule.wiring import with_zero
@@ -176,7 +176,7 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_terminal_shows_ranks_bubbles_numbers_and_memory() -> None:
-    text = to_terminal(simulate(build("1f1b", 2, 3)), columns=61, colour=False).plain
+    text = timeline(simulate(build("1f1b", 2, 3)), columns=61, colour=False).plain
     assert text.splitlines() == [
         "rank 0 F0--F1--········B0------F2--B1------····B2------",
         "rank 1 ····F0--B0------F1--B1------F2--B2------········",
@@ -189,7 +189,7 @@ def test_the_terminal_shows_ranks_bubbles_numbers_and_memory() -> None:
 @pytest.mark.parametrize("columns", [40, 80, 200])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
 def test_the_terminal_view_fits_its_width(name: str, columns: int) -> None:
-    text = to_terminal(simulate(build(name, 8, 32)), columns=columns)
+    text = timeline(simulate(build(name, 8, 32)), columns=columns)
     assert max(map(len, text.plain.splitlines())) <= columns
     assert text.spans
 
@@ -212,4 +212,4 @@ def test_a_column_that_is_mostly_idle_is_idle() -> None:
 
 
 def test_eighty_columns_without_colour_still_have_the_numbers() -> None:
-    assert "F0F1F2F3" in to_terminal(simulate(build("1f1b", 4, 8)), columns=80, colour=False).plain
+    assert "F0F1F2F3" in timeline(simulate(build("1f1b", 4, 8)), columns=80, colour=False).plain

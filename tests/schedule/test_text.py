@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from fivefold.schedule import text as text_module
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.text import from_json, from_text, load, save, to_json, to_text
+from fivefold.schedule.text import load, read_json, read_text, save, to_json, to_text
 from fivefold.schedule.wiring import with_zero
 from fivefold.support.errors import UserError
 from tests.schedule.mutations import drop, find
@@ -22,22 +22,22 @@ SMALL = build("1f1b", 2, 2)
 @given(schedules(most_ranks=4))
 @settings(max_examples=60, deadline=None)
 def test_text_and_json_round_trip(schedule: Schedule) -> None:
-    assert from_text(to_text(schedule)) == schedule
-    assert from_text(to_text(schedule, implied=True)) == schedule
-    assert from_json(to_json(schedule)) == schedule
+    assert read_text(to_text(schedule)).schedule == schedule
+    assert read_text(to_text(schedule, implied=True)).schedule == schedule
+    assert read_json(to_json(schedule)).schedule == schedule
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_collectives_round_trip(zero: int) -> None:
     schedule = with_zero(build("dualpipe-v", 2, 4), zero)
-    assert from_text(to_text(schedule)) == schedule
-    assert from_text(to_text(schedule, implied=True)) == schedule
-    assert from_json(to_json(schedule)) == schedule
+    assert read_text(to_text(schedule)).schedule == schedule
+    assert read_text(to_text(schedule, implied=True)).schedule == schedule
+    assert read_json(to_json(schedule)).schedule == schedule
 
 
 def test_the_example_in_the_documentation_is_the_text_form() -> None:
     documented = (text_module.__doc__ or "").split("\n\n")[1]
-    assert from_text(documented) == SMALL
+    assert read_text(documented).schedule == SMALL
 
 
 def test_implied_messages_are_only_for_schedules_that_imply_them() -> None:
@@ -107,7 +107,7 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
 def test_broken_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     for content, reason in (
-        ('{\n "ranks": [[}', "line 2: this is not JSON"),
+        ('{\n "ranks": [[}', "cannot be read as JSON: .* line 2"),
         ('{"ranks": 3}', "'ranks', a list of lists"),
         (to_json(SMALL).replace("F1.0", "Q1.0"), r"ranks\[1\]\[2\]: 'Q1.0' has the unknown kind"),
     ):
@@ -117,7 +117,7 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.txt cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"cannot read .*none\.txt: No such file"):
         load(tmp_path / "none.txt")
 
 
@@ -154,7 +154,7 @@ def test_without_stages_that_can_be_nothing_else_is_said(tmp_path: Path, line: s
 def test_a_flood_of_problems_in_a_file_is_cut_short(tmp_path: Path) -> None:
     problems = broken(tmp_path, to_text(SMALL) + "  F9.9" * 1000)
     assert len(problems) == 21
-    assert problems[-1] == "broken.txt: and 1980 more problems"
+    assert problems[-1] == "and 1980 more problems"
 
 
 def test_numbers_that_python_alone_takes_for_digits_are_refused(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_numbers_that_python_alone_takes_for_digits_are_refused(tmp_path: Path) 
 
 def test_promises_and_buffers_may_be_as_large_as_one_likes() -> None:
     large = to_text(SMALL).replace("slots 9", "slots 99999999").replace("peak 2 1", "peak 99999999 99999999")
-    schedule = from_text(large.replace("buffers 2", "buffers 99999999"))
+    schedule = read_text(large.replace("buffers 2", "buffers 99999999")).schedule
     assert schedule.promise.slots == schedule.buffers == 99_999_999
 
 
@@ -178,21 +178,21 @@ def test_a_name_that_would_not_read_back_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="cannot name a schedule"):
         replace(SMALL, name=name)
     with pytest.raises(UserError, match=r"schedule, schedule: .* cannot name a schedule"):
-        from_json(to_json(SMALL).replace('"1f1b"', json.dumps(name)))
+        read_json(to_json(SMALL).replace('"1f1b"', json.dumps(name)))
 
 
 def test_a_name_of_several_words_reads_back() -> None:
     named = replace(SMALL, name="l'été, 2 ranks")
-    assert from_text(to_text(named)) == from_json(to_json(named)) == named
+    assert read_text(to_text(named)).schedule == read_json(to_json(named)).schedule == named
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "line 1: this is not JSON"),
+        ("", "cannot be read as JSON: .* line 1"),
         ("[]", "a schedule is an object with the key 'ranks'"),
-        ("[" * 100_000, "JSON of another kind"),
-        (to_json(SMALL).replace("[2, 1]", "1" * 5000), "JSON of another kind"),
+        ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
+        (to_json(SMALL).replace("[2, 1]", "1" * 5000), "a number in it has thousands of digits"),
         (to_json(SMALL).replace('"1f1b"', "null"), "schedule: null should be a string"),
     ],
 )

@@ -197,3 +197,24 @@ def test_a_broken_config_file_is_named(tmp_path, text: str) -> None:
         read_hf_config(tmp_path)
     with pytest.raises(UserError, match="cannot read"):
         read_hf_config(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": 2_000_000}, "model.layers=2000000 is more than 10000"),
+        ({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 8, "resid_pdrop": []}, "differ"),
+    ],
+)
+def test_absurd_configs_are_refused_at_once(tmp_path, changes: dict, sentence: str) -> None:
+    numbers = dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), 2)
+    config = numbers | {"model_type": "llama", "vocab_size": 9, "max_position_embeddings": 8, "attn_pdrop": 0} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=sentence):
+        read_hf_config(tmp_path)
+
+
+def test_parameters_are_counted_without_listing_every_layer() -> None:
+    few, many = preset("llama3-8b"), preset("llama3-8b", layers=10_000)
+    assert few.parameter_count == sum(one.size for one in few.parameters())
+    assert many.parameter_count - few.parameter_count == 9968 * few.block_parameter_count

@@ -8,16 +8,7 @@ from fivefold.schedule.actions import BACKWARD, FORWARD, SEND_ACTIVATION, SEND_G
 from fivefold.schedule.builders.one_f_one_b import one_f_one_b
 from fivefold.schedule.clock import Span
 from fivefold.trace.records import Flight, RankTrace, Trace, Update, Wait, Window, land
-from fivefold.trace.summary import Summary, common, length, minus, union
-
-
-def test_sets_of_moments() -> None:
-    a, b = union([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (5.0, 5.0)]), [(2.0, 5.0)]
-    assert a == [(0.0, 3.0), (4.0, 6.0)]
-    assert minus(a, b) == [(0.0, 2.0), (5.0, 6.0)]
-    assert minus(b, a) == [(3.0, 4.0)]
-    assert common(a, b) == [(2.0, 3.0), (4.0, 5.0)]
-    assert length(minus(a, b)) + length(common(a, b)) == length(a)
+from fivefold.trace.summary import Summary
 
 
 def by_hand() -> Trace:
@@ -74,11 +65,29 @@ def test_each_moment_of_a_step_is_in_one_part() -> None:
         assert time.compute + time.bubble + time.optimizer + time.other + sum(time.exposed.values()) == time.step
 
 
+def test_spans_that_overlap_count_once_in_any_order() -> None:
+    """Waits at 4-6, 0-2, 1-3 and 5-5 cover 0-3 and 4-6; an action covers 2-5, and a flight all of it."""
+    times = ((4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (5.0, 5.0))
+    rank = RankTrace(
+        rank=0,
+        name="",
+        line=0,
+        place=0,
+        steps=(Window(1, -1.0, 7.0),),
+        actions=(Span(Action(FORWARD, 0, 0), 2.0, 5.0),),
+        updates=(Update("STEP", 5.0, 6.5),),
+        waits=tuple(Wait("tp", "all-reduce", start, end) for start, end in times),
+        flights=(Flight("tp", "all-reduce", 8, -2.0, 9.0),),
+    )
+    (time,) = Summary(Trace(one_f_one_b(1, 1), (rank,))).by_rank
+    assert (time.step, time.exposed, time.compute, time.hidden) == (8.0, {"tp": 5.0}, 1.0, {"tp": 3.0})
+    assert (time.optimizer, time.bubble, time.other) == (0.5, 0.0, 1.5)
+
+
 def test_bubbles_are_shares_of_the_run_measured_and_predicted() -> None:
     """Measured: 8 of 20 rank-seconds busy. Predicted: F 1, F 2, B 3, B 2 one after the other, 8 of 16."""
     summary = Summary(by_hand())
     assert summary.makespan(0, 0) == 10.0
-    assert summary.measured_bubble(0, 0) == pytest.approx(0.6)
     assert summary.simulations[0].makespan == 8.0
     assert summary.simulations[0].bubble_makespan == pytest.approx(0.5)
     assert (summary.bubble.measured, summary.bubble.predicted) == (pytest.approx(0.6), pytest.approx(0.5))

@@ -3,22 +3,24 @@
 import os
 import shutil
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from fivefold.bench.checkpoint import CheckpointResult
 from fivefold.bench.harness import Times
 from fivefold.bench.rank import Call, timed
 from fivefold.checkpoint.load import load, newest
-from fivefold.checkpoint.pieces import SavePlan, quietly
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.state import held, written
-from fivefold.checkpoint.store import Checkpoint, Store
+from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_device
@@ -58,7 +60,7 @@ def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> 
         stopped = time.perf_counter() - start
         beside = [step() for _ in range(plain_steps)]  # on every rank as many: they wait for each other
         found.append((plain, stopped, stopped + sum(beside) - plain_steps * plain))
-        checkpointing.saver.finish()
+        checkpointing.ensure()
     files = Files(rank, control, checkpointing, Path(directory))
     usual, snapshot, lost = map(list, zip(*found, strict=True))
     return CheckpointResult(job, files.bytes, usual, snapshot, lost, *files.times(rounds))
@@ -73,14 +75,14 @@ class Files:
         self.mine = written(engine.weights, shapes, engine.optimizer)
         self.into = held(engine.weights, shapes, engine.optimizer)
         self.plain = {name: piece.make() for name, piece in self.mine.items()}
-        self.bytes = sum(control.from_all(sum(tensor.nbytes for tensor in self.plain.values())))
+        self.bytes = sum(control.from_all(sum(tensor.nbytes for tensor in self.plain.values()), int))
         self.store = Store(directory / "files")
-        self.dcp, self.torch = directory / "dcp", directory / f"torch-{rank.number}.pt"
+        self.dcp, self.torch = directory / f"dcp-{rank.number}", directory / f"torch-{rank.number}.pt"
 
     def times(self, rounds: int) -> tuple[Times, Times]:
         systems: dict[str, tuple[Call, Call]] = {
             "ours": (partial(write, self.store, self.control, self.mine, self.manifest), self.load_ours),
-            "dcp": (self.save_dcp, lambda: load(Checkpoint(self.dcp), self.into)),
+            "dcp": (self.save_dcp, self.load_dcp),
             "torch": (self.save_torch, self.load_torch),
         }
         saves, loads = Times({name: [] for name in systems}), Times({name: [] for name in systems})
@@ -91,9 +93,9 @@ class Files:
             if self.rank.number == 0:
                 for old in self.store.complete():
                     shutil.rmtree(old.path)
-                shutil.rmtree(self.dcp)
-                os.sync()
-            self.control.from_all(None)
+            shutil.rmtree(self.dcp)
+            os.sync()
+            self.control.from_all(None, None)
         return saves, loads
 
     def load_ours(self) -> None:
@@ -102,9 +104,16 @@ class Files:
         load(found, self.into)
 
     def save_dcp(self) -> None:
-        writer, group, lone = FileSystemWriter(self.dcp, overwrite=True), self.control.group, self.control.size == 1
+        """Each rank by itself: DCP's ranks would exchange pickles."""
         with quietly():
-            save(dict(self.mine), storage_writer=writer, planner=SavePlan(), process_group=group, no_dist=lone)
+            state_dict_saver.save(
+                dict(self.plain), storage_writer=FileSystemWriter(self.dcp, overwrite=True), no_dist=True
+            )
+
+    def load_dcp(self) -> None:
+        """Of files that this process has just written, in a directory that is its owner's alone."""
+        with quietly():
+            state_dict_loader.load(dict(self.plain), storage_reader=FileSystemReader(self.dcp), no_dist=True)
 
     def save_torch(self) -> None:
         torch.save(self.plain, self.torch)
@@ -113,3 +122,11 @@ class Files:
     def load_torch(self) -> None:
         for name, tensor in torch.load(self.torch, weights_only=True).items():
             self.plain[name].copy_(tensor)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """DCP warns where one process works alone, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

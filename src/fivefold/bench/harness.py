@@ -16,6 +16,7 @@ from typing import Any
 from fivefold.report import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.ranges import misfit, within
 
 OURS = "fivefold"
 HUGGING_FACE = "Hugging Face"
@@ -96,7 +97,8 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def too_small(**options: int) -> list[str]:
-    return [f"--{name} {value} must be at least 1" for name, value in options.items() if value < 1]
+    """Or too large, for numbers that nothing else judges."""
+    return [one for name, value in options.items() if (one := misfit(f"--{name}", value, within(1, 1_000_000)))]
 
 
 def choices(text: str, option: str, known: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ class Shape:
         return Job(model=self.spec, layout=layout, data=data, train=train)
 
     def check(self) -> None:
-        found = too_small(rounds=self.rounds, seq=self.seq)
+        found = too_small(rounds=self.rounds, seq=self.seq, batch=self.batch)
         found += [f"--pp {self.pp} is no pipeline; nearest: --pp 2"] if self.pp < 2 else []
         have = tuple(map(int, version("torch").split(".")[:2]))
         if have < (2, 13):

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,8 @@ from fivefold.model.ops import LocalOps
 from fivefold.parallel.channels import Channels
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
-from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.parallel.messages import from_all
+from fivefold.schedule.actions import Action, Kind
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.simulate import simulate
 from fivefold.train.engine import Engine
@@ -68,13 +68,10 @@ class Ours:
 
     def costs(self) -> Costs:
         """What compute costs on all ranks; collective."""
-        everyone: list[dict[tuple[Kind, int], float]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, {place: median(times) for place, times in self.durations.items()})
-        known = {place: seconds for rank in everyone for place, seconds in rank.items()}
-        stages = range(self.engine.schedule.placement.stages)
-        kinds = (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
-        f, i, w, b = (tuple(known.get((kind, stage), 0.0) for stage in stages) for kind in kinds)
-        return Costs(f, i, w, b, activation=(1.0,) * len(stages))
+        mine = [(kind, stage, times) for (kind, stage), times in self.durations.items()]
+        everyone = from_all(mine, list[tuple[Kind, int, list[float]]])
+        known = {(kind, stage): seconds for rank in everyone for kind, stage, seconds in rank}
+        return Costs.measured(known, self.engine.schedule.placement.stages)
 
 
 class NoChannels(Channels):

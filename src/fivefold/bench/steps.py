@@ -25,10 +25,12 @@ from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.time import Case as Planned
 from fivefold.plan.cost.time import estimate
+from fivefold.report.show import check_writable
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text, did_you_mean
+from fivefold.support.ranges import misfit, within
 
 WARM = 3  # steps before the timed ones, at least: kernels are chosen, and the allocator finds its blocks
 WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
@@ -138,9 +140,8 @@ def measure(
     words: list[str], steps: int, warm: float, file: Path | None, name: str | None, device: str, dtype: str, told: Told
 ) -> RowsResult:
     """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's."""
-    if file is not None and not file.parent.is_dir():
-        raise UserError(f"--csv {file}: there is no directory {file.parent}")
-    problems = too_small(steps=steps)
+    check_writable(file)
+    problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm, within(0, 3600))])]
     for option, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
         if value not in known:
             problems.append(f"--{option} {value} is not a choice; known: {', '.join(known)}")

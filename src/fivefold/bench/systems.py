@@ -36,6 +36,7 @@ from fivefold.model.init import draw, initialise
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.messages import from_all
 from fivefold.spec.hf_config import to_hf_config
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import plain_batch
@@ -294,8 +295,6 @@ def _loss(system: Ours | Loop | None) -> float:
     if not dist.is_initialized():
         assert mine is not None
         return mine[0]
-    found: list[tuple[float, bool] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    known = [one for one in found if one is not None]
+    known = [one for one in from_all(mine, tuple[float, bool] | None) if one is not None]
     total = sum(loss for loss, _ in known)
     return total if known[0][1] else total / len(known)

@@ -36,7 +36,8 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import UserError
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.loop import Stopped, Trainer
-from fivefold.train.records import Evaluation, Listener, MetricsFile, Step
+from fivefold.train.metrics import MetricsFile
+from fivefold.train.records import Evaluation, Listener, Step
 from fivefold.verify.batches import write_tokens
 
 _WARM = 5  # steps of a turn: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
@@ -202,7 +203,7 @@ class Once(Checkpoints):
         return self.writing > 0
 
     def cost(self, beside: list[float]) -> Saved:
-        self.saver.finish()
+        self.ensure()
         size = sum(file.bytes for file in self.store.complete()[0].manifest.files)
         return Saved(size, self.snapshot, self.writing, beside)
 

@@ -4,6 +4,7 @@ Commands import what they need when they run, so that `fivefold --help` and the 
 without torch.
 """
 
+import errno
 import multiprocessing
 import os
 import sys
@@ -91,6 +92,11 @@ def main() -> None:
     except (UserError, ModuleNotFoundError) as error:
         for problem in error.problems if isinstance(error, UserError) else _missing(error):
             console.print(_error(problem))
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # which only a word of the command line can be
+            raise
+        console.print(_error(f"the path {str(error.filename)[:40]!r}... is too long for the file system"))
         sys.exit(2)
     except TrainingError as error:
         # What all ranks have seen one says, and each who it was waiting for.

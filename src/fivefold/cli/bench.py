@@ -12,8 +12,8 @@ import typer
 
 from fivefold.cli.job_args import JobWords, split
 from fivefold.report import Result, show
+from fivefold.report.show import check_writable
 from fivefold.report.terminal import console_of
-from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.bench.harness import Told
@@ -21,22 +21,6 @@ if TYPE_CHECKING:
 SHORT = "Measure how fast things are.  [dim]fivefold bench attention --tp 2[/]"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Benchmarks.")
-
-
-def _writable(path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    if path is None:
-        return None
-    if not path.parent.is_dir():
-        raise UserError(f"--output {path}: there is no directory {path.parent}")
-    new = not path.exists()
-    try:
-        path.open("a").close()  # to look whether it may be written is not enough, under /proc for one
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise UserError(f"--output {path}: {(error.strerror or str(error)).lower()}; name a file") from None
-    return path
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -47,9 +31,7 @@ Changes = Annotated[
     ),
 ]
 Rounds = Annotated[int, typer.Option(help="Timed steps of each system; medians are shown.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the figures here, as JSON.", callback=_writable)
-]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures here, as JSON.")]
 
 
 @app.command(short_help="Build, check and simulate pipeline schedules.  [dim]fivefold bench schedules[/]")
@@ -67,7 +49,7 @@ def schedules(as_json: AsJson = False) -> None:
 
 @app.command(short_help="How long planning takes.  [dim]fivefold bench plan[/]")
 def plan(
-    rounds: Annotated[int, typer.Option(min=1, help="Searches of each kind; medians are shown.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Searches of each kind; medians are shown.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Time the planner's whole search, in this process, on one core.
@@ -325,6 +307,7 @@ def _show(measure: "Callable[[Told], Iterable[Result]]", as_json: bool, output: 
 
     The status line says what is measured now, and each measurement leaves a line with its seconds.
     """
+    check_writable(output)
     console = console_of(stderr=True)
     begun: list[tuple[str, float]] = []
 

@@ -109,6 +109,7 @@ def reshard(
     if damage := one.damage():
         raise UserError(damage)
     with whole_or_nothing(output), bytes_bar("writing", one.bytes) as advance:
+        output.mkdir(parents=True, exist_ok=True)
         path = cut(one, job.model, wanted, job.data.seq, Store(output / "checkpoints"), advance)
         (output / "job.toml").write_text(to_toml(job))
         for name in ("tokenizer.json", HF_CONFIG):

@@ -45,14 +45,7 @@ def context(
     from fivefold.report import show
 
     found = compare.context(
-        seq,
-        cp,
-        model=model,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        tp=tp,
-        cluster=cluster,
+        seq, cp, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp, cluster=cluster,
         software=software,
-    )
+    )  # fmt: skip
     show(found, as_json)

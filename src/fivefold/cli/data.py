@@ -25,7 +25,7 @@ def prepare(
     seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing token directory.")] = False,
 ) -> None:
-    """Tokenize files into memory-mapped shards with an index and checksums.
+    """Tokenize files into shards with an index and checksums.
 
     One document per text file or record, each followed by an end-of-document
     token. A record may give "segments": \\[{"text": ..., "loss": false}, ...]
@@ -73,12 +73,13 @@ def check(path: Annotated[Path, typer.Argument(help="A directory made by 'fivefo
 
       fivefold data check tokens/
     """
+    from fivefold.data.checking import verify
     from fivefold.data.progress import bar
     from fivefold.data.tokens import TokenStore
 
     store = TokenStore.open(path)
     with bar("hashing") as progress:
-        store.verify(progress)
+        verify(store, progress=progress)
     files = store.index.files()
     size = bytes_text(sum(file.bytes for file in files))
     Console(highlight=False).print(f"{path}: {len(files)} files, {size}, all as written", markup=False)

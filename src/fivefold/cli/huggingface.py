@@ -53,12 +53,12 @@ def import_hf(
 
       fivefold generate runs/llama --prompt "Once upon a time"
     """
+    from fivefold.checkpoint.hf import HuggingFace
     from fivefold.checkpoint.hf import import_hf as take
-    from fivefold.spec.hf_config import read_hf_config
 
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
-    count = read_hf_config(directory).parameter_count
+    count = HuggingFace(directory).spec.parameter_count
     with bytes_bar("importing", 4 * count) as advance:
         checkpoint = take(directory, output, advance)
     typer.echo(f"{checkpoint.path}; train it with: fivefold train {output / 'job.toml'} data.path=TOKENS")

@@ -74,13 +74,11 @@ def plan(
 
         training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
         _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
-        options: dict[str, Any] = {
-            "sequences": concurrent,
-            "precision": precision or "bf16",
-            "ttft": ttft,
-            "tpot": tpot,
-        }
-        show(serve(words[0], cluster, changes=words[1:], prompt=prompt, output=answer, **options), as_json)
+        served = serve(
+            words[0], cluster, changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
+            precision=precision or "bf16", ttft=ttft, tpot=tpot,
+        )  # fmt: skip
+        show(served, as_json)
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
     check_writable(output, ".toml")
@@ -88,19 +86,9 @@ def plan(
     from fivefold.plan import plan as planning
 
     found = planning.plan(
-        words[0],
-        cluster,
-        changes=words[1:],
-        batch=batch,
-        seq=seq,
-        layout=layout,
-        fix=fix,
-        by=by,
-        top=top,
-        precision=precision,
-        software=software,
-        price=price,
-    )
+        words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
+        precision=precision, software=software, price=price,
+    )  # fmt: skip
     if output is not None:
         write(output, to_toml(found.job))
     show(found, as_json)
@@ -133,14 +121,7 @@ def simulate(
 
     check_writable(output, *PICTURES)
     found = planning.simulate(
-        words[0],
-        layout,
-        cluster,
-        changes=words[1:],
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        software=software,
+        words[0], layout, cluster, changes=words[1:], batch=batch, seq=seq, precision=precision, software=software
     )
     if output is not None:
         if found.simulation is None:

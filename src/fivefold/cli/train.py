@@ -1,14 +1,18 @@
 """`fivefold train`: run a job."""
 
+import faulthandler
 import os
 import signal
-from typing import TYPE_CHECKING, Annotated
+import sys
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 from rich.console import Console
 
 from fivefold.cli.job_args import JobWords, split
 from fivefold.launch import faults
+from fivefold.launch.ends import STOPPING, signal_name
 from fivefold.support.errors import PeerLost, UserError
 
 if TYPE_CHECKING:
@@ -23,10 +27,14 @@ def train(
     job: JobWords = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
     restarts: Annotated[
-        int, typer.Option(help="With --nproc: how often to restart from the last checkpoint when a rank fails.")
+        int,
+        typer.Option(
+            help="With --nproc: how often to restart from the last checkpoint when a rank fails; the same failure "
+            "twice in a row is not tried again."
+        ),
     ] = 0,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over in a new directory; existing runs are kept.")
+        bool, typer.Option("--fresh", help="Start over in a new directory, once: a restart goes on in it.")
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check the job and print it resolved; do not train.")] = False,
 ) -> None:
@@ -36,8 +44,9 @@ def train(
     and run, and every setting has a default. The resolved job is printed, and saved
     with the run's metrics and checkpoints in a directory below run.dir. If that
     directory has a checkpoint, the run resumes from it, in whatever layout the job
-    now has. SIGTERM saves one more checkpoint and ends with exit code 143. Under
-    torchrun or Slurm's srun, the same command joins the ranks that they started.
+    now has. SIGTERM, SIGUSR1 and SIGHUP save one more checkpoint and end with exit
+    code 143. Under torchrun or Slurm's srun, the same command joins the ranks that
+    they started.
 
     [dim]Examples:[/]
 
@@ -55,6 +64,7 @@ def train(
 
       fivefold train job.toml --check
     """
+    from fivefold.data.progress import late_bar, quiet
     from fivefold.job.config import read_job, to_toml
     from fivefold.job.preflight import preflight
     from fivefold.launch.local import launch
@@ -64,7 +74,8 @@ def train(
     world = current_world()
     _check(nproc, restarts, world)
     resolved = read_job(path, changes)
-    sources = preflight(resolved, nproc if nproc > 1 else world.size)
+    with late_bar("hashing") as progress:
+        sources = preflight(resolved, nproc if nproc > 1 else world.size, quiet if world.rank else progress)
     if check:
         typer.echo(to_toml(resolved))
     elif nproc > 1:
@@ -95,35 +106,68 @@ def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:
     from fivefold.train.loop import Stopped
     from fivefold.train.run import run_job
 
-    console = Console(highlight=False, quiet=world.rank > 0)
+    out = _Lasting(sys.stdout)
+    console = Console(file=cast(IO[str], out), highlight=False, quiet=world.rank > 0)
     stop = _Stop()
+    if not faulthandler.is_enabled():  # by our own launcher
+        faulthandler.enable()
     try:
-        run_job(job, sources, world, console, fresh, lambda: stop.term)
+        run_job(job, sources, world, console, fresh, lambda: bool(stop.signal))
     except Stopped as stopped:
-        saved = "; its checkpoint is saved, and the same command resumes from it" if job.checkpoint.save else ""
-        console.print(f"stopped by SIGTERM after step {stopped.step}{saved}")
-        return TERMINATED
+        by = signal_name(stop.signal) if stop.signal else "a signal to another rank"
+        saved = "its checkpoint is saved, and the same command resumes from it"
+        how = saved if job.checkpoint.save else "nothing is saved: checkpoint.save=false"
+        console.print(f"stopped by {by} after step {stopped.step}; {how}")
+        return TERMINATED if job.checkpoint.save else 1
     except (KeyboardInterrupt, RuntimeError, PeerLost) as error:
         # A rank that is told to stop may first see the end of its connection to one that has stopped already.
-        if not isinstance(error, KeyboardInterrupt) and not stop.asked:
+        if not isinstance(error, KeyboardInterrupt) and not stop.interrupted:
             raise
         console.print("stopped; metrics and checkpoints up to here are kept")
         return INTERRUPTED
+    finally:
+        out.end()
     return 0
 
 
+class _Lasting:
+    """Standard output that may fail: a closed terminal or pipe, a full disk. Training goes on without it."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def end(self) -> None:
+        """Python would end with exit code 120 for what it still holds."""
+        try:
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 class _Stop:
-    """Whether Ctrl-C was pressed, for exceptions that come of it; and whether SIGTERM came, which waits for a step."""
+    """Whether Ctrl-C was pressed, for exceptions that come of it; and the signal to stop, which waits for a step."""
 
     def __init__(self) -> None:
-        self.asked = self.term = False
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._ask)
-        signal.signal(signal.SIGTERM, self._end)
+        self.interrupted, self.signal = False, 0
+        for number, answer in ({signal.SIGINT: self._interrupt} | dict.fromkeys(STOPPING, self._end)).items():
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT is in the background, and SIGHUP under nohup
+                signal.signal(number, answer)
 
-    def _ask(self, *_: object) -> None:
-        self.asked = True
+    def _interrupt(self, *_: object) -> None:
+        self.interrupted = True
         raise KeyboardInterrupt
 
-    def _end(self, *_: object) -> None:
-        self.term = True
+    def _end(self, number: int, _: object) -> None:
+        self.signal = number

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, TaskID
 
+from fivefold.cli.progress import counting_bar
 from fivefold.support.errors import UserError
 
 SHORT = "Compare the planner with measured runs.  [dim]fivefold truth[/]"
@@ -57,14 +56,7 @@ def truth(
     check_writable(output, ".svg")
     if write and not fit:
         raise UserError("--write keeps what --fit finds; give both")
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            task = tasks[what] if what in tasks else tasks.setdefault(what, bar.add_task(what, total=total))
-            bar.update(task, completed=done)
-
+    with counting_bar() as progress:
         found = comparing.truth(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
     if write and found.constants:
         found.constants.write()

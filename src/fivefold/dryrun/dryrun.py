@@ -16,7 +16,9 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
+from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
 
 _TRIED = 3  # changes that are run before none is said to fit
 
@@ -42,13 +44,15 @@ def dryrun(
     fit (default: H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face directory
     that must hold every parameter. `progress` is told how many ranks are done, of how many, and which one is next.
     """
-    from fivefold.dryrun.run import dry_run
-
+    checked("batch", batch, within(1, SEQUENCES))
+    checked("seq", seq, within(1, TOKENS))
     job = _job(model, layout, changes, batch, seq)
     machines = _machines(cluster, job.layout.world)
     chosen = _ranks(job.layout, rank, stages)
     if weights is not None:
-        _check_weights(job, Path(weights))
+        _check_weights(job, path_of(weights))
+    from fivefold.dryrun.run import dry_run
+
     found = []
     for number, one in enumerate(chosen):
         progress(number, len(chosen), f"rank {one} of {job.layout.world}")

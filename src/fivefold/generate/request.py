@@ -1,6 +1,5 @@
 """Generates text for prompts, in this process or on the ranks of a layout."""
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from fivefold.generate.text import Text, text_of, text_of_run
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
-from fivefold.spec.hf_config import HF_CONFIG, read_hf_config
+from fivefold.spec.hf_config import HF_CONFIG
+from fivefold.support.documents import read_json
 from fivefold.support.errors import UserError
+from fivefold.support.ranges import SECONDS, misfit, within
 
 _ALLOWED = {"tp", "pp", "split"}
 
@@ -105,9 +106,13 @@ def _ends(directory: Path) -> set[int]:
     """The tokens that end an answer, as a Hugging Face configuration has them."""
     for name in ("generation_config.json", "config.json", HF_CONFIG):
         if (directory / name).is_file():
-            found = json.loads((directory / name).read_text()).get("eos_token_id")
-            if found is not None:
-                return set(found) if isinstance(found, list) else {found}
+            table = read_json(directory / name)
+            found = table.get("eos_token_id") if isinstance(table, dict) else None
+            tokens = found if isinstance(found, list) else [] if found is None else [found]
+            if strange := [token for token in tokens if type(token) is not int]:
+                raise UserError(f"{directory / name}: eos_token_id={strange[0]!r} is not a token's number")
+            if tokens:
+                return set(tokens)
     return set()
 
 
@@ -118,7 +123,9 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Path, Text | None, 
         raise UserError(f"--layout {request.layout}: {', '.join(strange)} does not help to generate; tp and pp do")
     source = request.source
     if (source / "config.json").is_file():
-        spec, weights, directory = read_hf_config(source), source, source
+        from fivefold.checkpoint.hf import HuggingFace
+
+        spec, weights, directory = HuggingFace(source).spec, source, source
         words = text_of(source, None, spec.vocab) if needs_text else None
     else:
         checkpoint = find(source, request.step)
@@ -140,8 +147,9 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Path, Text | None, 
 def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
     problems = request.sampling.problems()
     problems += job.layout.problems(job.model, seq=job.data.seq, batch=job.layout.microbatches)
-    if request.count < 1:
-        problems.append(f"--count {request.count} generates nothing; nearest: --count 1")
+    limits = {"--count": within(1, 10_000_000), "--timeout": within(0.001, SECONDS)}
+    given = {"--count": request.count, "--timeout": request.timeout}
+    problems += filter(None, (misfit(name, given[name], allowed) for name, allowed in limits.items()))
     vocab, longest = job.model.vocab, max(map(len, prompts), default=0)
     if any(not prompt for prompt in prompts):
         problems.append("an empty prompt has no token to continue; give at least one")

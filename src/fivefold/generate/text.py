@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.find import run_of
 from fivefold.checkpoint.store import Checkpoint
+from fivefold.data.checking import check_file
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.index import read_index
 from fivefold.data.writing.tokenizer import ByteTokenizer, load_tokenizer
@@ -50,8 +51,10 @@ def text_of(directory: Path, data: str | None, vocab: int) -> Text:
         return Text(directory / "tokenizer.json")
     if data is not None:
         prepared = Path(data).expanduser() if data else stdlib_corpus()
-        index = read_index(prepared)
-        return Text(prepared / "tokenizer.json" if index.tokenizer_file else None)
+        file = read_index(prepared).tokenizer_file
+        if file and (finding := check_file(prepared, file)):
+            raise UserError(finding.sentence)
+        return Text(prepared / file.name if file else None)
     if vocab == ByteTokenizer.vocab:
         return Text(None)
     raise UserError(

@@ -12,8 +12,8 @@ accelerator = "H100"                       or a file, or a table: name, peak, me
 across = "RoCE-200G"                       or { bandwidth = 25e9 }: any figure of the accelerator can be replaced
 """
 
+import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +23,10 @@ from msgspec import Struct, structs, to_builtins
 
 from fivefold.hardware.accelerators import ACCELERATORS, Accelerator, Link, Rates, find_accelerator, find_link
 from fivefold.hardware.efficiency import Achieved, achieved
+from fivefold.support.documents import Missing, path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.ranges import RANKS, misfit, within
 
 __all__ = ["Accelerator", "Cluster", "Group", "Link", "Rates"]
 
@@ -77,12 +79,11 @@ class Cluster(Struct, frozen=True):
         """A cluster as it is, the text form, or a TOML file with a [cluster] table."""
         if isinstance(value, Cluster):
             return value
-        path = Path(value).expanduser()
-        if path.suffix == ".toml" and path.is_file():
-            try:
-                table = tomllib.loads(path.read_text())
-            except tomllib.TOMLDecodeError as error:
-                raise UserError(f"{path} is not a TOML file: {error}") from error
+        if not isinstance(value, str | Path):
+            raise UserError(f"a cluster is a text, a file or a Cluster, not a {type(value).__name__}; {HOW}")
+        path = path_of(value)
+        if path.suffix == ".toml" and os.path.isfile(path):
+            table = read_toml(path)
             if "cluster" in table or "group" in table:
                 return cls.from_dict(table)
         return cls.parse(str(value))
@@ -129,34 +130,6 @@ class Cluster(Struct, frozen=True):
             return None
         return Cluster((structs.replace(first, nodes=self.nodes),))
 
-    def group_of(self, rank: int) -> Group:
-        return self._locate(rank)[0]
-
-    def node_of(self, rank: int) -> int:
-        """The node's number, counted through all groups."""
-        return self._locate(rank)[1]
-
-    def link_between(self, *ranks: int) -> Link:
-        """The link that two ranks share, or the slowest one in a ring through several."""
-        if len(set(ranks)) < 2:
-            raise UserError(f"a link joins at least two ranks, but got {list(ranks)}")
-        places = {self._locate(rank) for rank in ranks}
-        if len(places) == 1:
-            return next(iter(places))[0].accelerator.inside
-        ends = [group.accelerator.across for group, _ in places]
-        # Unlike nodes meet at the pace of the slower end.
-        slowest = min(ends, key=lambda link: (link.bandwidth, link.name))
-        return structs.replace(slowest, latency=max(link.latency for link in ends))
-
-    def _locate(self, rank: int) -> tuple[Group, int]:
-        before = nodes = 0
-        for group in self.groups:
-            if before <= rank < before + group.world:
-                return group, nodes + (rank - before) // group.gpus
-            before += group.world
-            nodes += group.nodes
-        raise UserError(f"rank {rank} is outside of {self}; its ranks are 0 to {self.world - 1}")
-
 
 # Reading. msgspec's own decoder stops at the first problem and names types, not what to write instead; hence by hand.
 
@@ -190,6 +163,8 @@ def _read_groups(places: list[tuple[str, Any]], problems: list[str]) -> tuple[Gr
     for where, group in places:
         with _gathering(problems, where):
             groups.append(_read_group(_table_of(group) if isinstance(group, str) else group))
+    if (world := sum(group.world for group in groups)) > RANKS:
+        problems.append(f"{world} GPUs are more than {RANKS}")
     if problems:
         raise UserError(problems)
     return tuple(groups)
@@ -233,15 +208,13 @@ def _read_group(table: Any) -> Group:
 
 def read_accelerator(name: str) -> Accelerator:
     """The accelerator that a TOML file describes, as `fivefold calibrate` writes it."""
-    path = Path(name.strip()).expanduser()
+    path = path_of(name.strip())
     try:
-        table = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        others = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        table = read_toml(path)
+    except Missing:
+        others = sorted(str(file) for file in path.parent.glob("*.toml")) if os.path.isdir(path.parent) else []
         hint = did_you_mean(str(path), others) if others else f"'fivefold calibrate -o {path}' makes one of this device"
         raise UserError(f"no accelerator file {path}; {hint}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"accelerator file {path} cannot be read as TOML: {error}") from None
     problems: list[str] = []
     with _gathering(problems, str(path)):
         return _read(Accelerator, table)
@@ -253,6 +226,8 @@ def _read_count(key: str, value: Any) -> int:
     count = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value
     if type(count) is not int or count < 1:
         raise UserError(f"{key}={value} must be a whole number of at least 1")
+    if wrong := misfit(key, count, within(1, RANKS)):
+        raise UserError(wrong)
     return count
 
 

@@ -6,11 +6,12 @@ No torch here: a bad job is refused before anything heavy is imported and before
 """
 
 import math
-import tomllib
+import os
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,26 +20,30 @@ from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.documents import Missing, parse_toml, path_of, read_toml
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.reading import read, unknown_key
 
 Compile = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float64"]
+Steps = Annotated[int, within(1, STEPS)]
+NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
 Table = dict[str, Any]
 EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str = ""  # a directory made by `fivefold data prepare`; empty: the Python standard library's own source
-    seq: int = 128  # tokens of a sample
+    seq: Annotated[int, within(1, TOKENS)] = 128  # tokens of a sample
     seed: int = 0  # of the data order
     document_mask: bool = False  # attention stays within a document
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    steps: int = 300
-    batch: int = 16  # sequences per step, over all ranks and microbatches
+    steps: Steps = 300
+    batch: Annotated[int, within(1, SEQUENCES)] = 16  # sequences per step, over all ranks and microbatches
     seed: int = 0  # of weights and dropout
     dtype: Dtype = "float32"  # of compute; bfloat16 keeps float32 master weights
     label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
@@ -47,23 +52,23 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
     fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)
-    eval_every: int = 0  # steps between looks at the held-out split; 0: only at the end
-    eval_samples: int = 64  # held-out sequences per look
-    log_every: int = 10  # steps between printed lines where there is no terminal
+    eval_every: NoneOrMore = 0  # steps between looks at the held-out split; 0: only at the end
+    eval_samples: NoneOrMore = 64  # held-out sequences per look
+    log_every: Steps = 10  # steps between printed lines where there is no terminal
     count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
-    timeout: float = 600.0  # seconds that a rank waits for another before it gives up
+    timeout: Annotated[float, within(0.001, SECONDS)] = 600.0  # seconds that a rank waits for another
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     save: bool = True  # false: never
-    every: int = 100  # steps between checkpoints; 0: none on the way. The end of a run, and SIGTERM, always make one
-    keep: int = 2  # the newest that are kept
-    keep_every: int = 0  # and those of every so many steps; 0: none of them
+    every: NoneOrMore = 100  # steps between checkpoints; the end of a run, and SIGTERM, always make one
+    keep: Annotated[int, within(1, STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
+    keep_every: NoneOrMore = 0  # and those of every so many steps; 0: none of them
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    steps: int = 0  # to trace, into trace.json of the run's directory; 0: none
-    after: int = 3  # steps before the first of them
+    steps: NoneOrMore = 0  # to trace, into trace.json of the run's directory; 0: none
+    after: NoneOrMore = 3  # steps before the first of them
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,40 +128,31 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def _settings(self) -> list[str]:
         t, d, name = self.train, self.data, self.run.name
-        c = self.checkpoint
         traced, after = self.trace.steps, self.trace.after
         learned = self.model.positions == "learned"
         rules = [
             *self.optimizer.rules(),
             *self._whole_matrices(),
-            (t.steps >= 1, f"train.steps={t.steps} must be at least 1"),
-            (t.batch >= 1, f"train.batch={t.batch} must be at least 1"),
             (0 <= t.label_smoothing < 1, f"train.label_smoothing={t.label_smoothing} is a share: 0 <= it < 1"),
             (0 <= t.z_loss < math.inf, f"train.z_loss={t.z_loss} must not be negative; 0 turns it off"),
-            (t.eval_every >= 0, f"train.eval_every={t.eval_every} must not be negative; 0 means only at the end"),
-            (t.eval_samples >= 0, f"train.eval_samples={t.eval_samples} must not be negative; 0 means no look at all"),
-            (t.log_every >= 1, f"train.log_every={t.log_every} must be at least 1"),
             *self._fp8(),
-            (0 < t.timeout < math.inf, f"train.timeout={t.timeout} must be a positive number of seconds"),
-            (d.seq >= 1, f"data.seq={d.seq} must be at least 1"),
             (
                 not learned or d.seq <= self.model.context,
                 f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
                 f"nearest: data.seq={self.model.context}",
             ),
-            (c.every >= 0, f"checkpoint.every={c.every} must not be negative; 0 means none on the way"),
-            (c.keep >= 1, f"checkpoint.keep={c.keep} must be at least 1; checkpoint.save=false makes none"),
-            (c.keep_every >= 0, f"checkpoint.keep_every={c.keep_every} must not be negative; 0 means none"),
-            (traced >= 0, f"trace.steps={traced} must not be negative; 0 means none"),
-            (after >= 0, f"trace.after={after} must not be negative"),
             (
                 min(traced, after) < 0 or not traced or after + traced <= t.steps,
                 f"trace.steps={traced} after trace.after={after} steps are more than train.steps={t.steps}; nearest: "
                 f"train.steps={after + traced}",
             ),
-            (Path(name).name == name != "..", f"run.name={name!r} must be a plain name, without slashes"),
+            (
+                Path(name).name == name != ".." and name.isprintable() and len(os.fsencode(name)) < 200,
+                f"run.name={name!r} must be a plain name, of less than 200 bytes and without slashes",
+            ),
         ]
-        return [sentence for holds, sentence in rules if not holds]
+        ranges = [outside(getattr(self, section), section).values() for section in SECTIONS if section != "layout"]
+        return [*chain(*ranges), *(sentence for holds, sentence in rules if not holds)]
 
 
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
@@ -164,13 +160,14 @@ SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.
 
 def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job:
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
-    table = _read_toml(_found(Path(path).expanduser())) if path is not None else {}
+    file = path_of(path) if path is not None else None
+    table = _read_job(_found(file)) if file else {}
     of_its_own = "model" in table
-    if path is not None and isinstance(layout := table.get("layout"), dict) and "schedule" in layout:
-        beside = Path(path).expanduser().parent / str(layout["schedule"])  # a schedule file may lie beside the job
-        if beside.is_file() and not Path(str(layout["schedule"])).exists():
-            table["layout"] = layout | {"schedule": str(beside)}
     problems: list[str] = []
+    if file and isinstance(layout := table.get("layout"), dict) and isinstance(name := layout.get("schedule"), str):
+        beside = file.parent / name  # a schedule file may lie beside the job
+        if os.path.isfile(beside) and not os.path.exists(name):
+            table["layout"] = layout | {"schedule": str(beside)}
     for change in changes:
         _apply(table, change, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
@@ -179,7 +176,7 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
     if problems or model is None:
         raise UserError(problems)
     if not sections["run"].name:
-        sections["run"] = msgspec.structs.replace(sections["run"], name=Path(path).stem if path is not None else "run")
+        sections["run"] = msgspec.structs.replace(sections["run"], name=file.stem if file else "run")
     return Job(model=model, **sections)
 
 
@@ -187,24 +184,20 @@ def _found(path: Path) -> Path:
     """The file; where there is none, the example of that name that comes with the package."""
     example = EXAMPLES / f"{path.stem}.toml"
     named = path.suffix in ("", ".toml") and path.parent in (Path(), Path("examples"))
-    if path.is_file() or not named or not example.is_file():
+    if os.path.isfile(path) or not named or not os.path.isfile(example):
         return path
     warnings.warn(Note(f"there is no file {path} here; the job is Fivefold's own example {example}"), stacklevel=3)
     return example
 
 
-def _read_toml(path: Path) -> Table:
+def _read_job(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        beside = path.parent if path.parent.is_dir() else Path()
+        return read_toml(path)
+    except Missing:
+        beside = path.parent if os.path.isdir(path.parent) else Path()
         others = sorted(str(file) for file in beside.glob("*.toml") if file.name != "pyproject.toml")
         hint = did_you_mean(str(path), others) if others else "'fivefold train' without one trains the built-in demo"
         raise UserError(f"no job file {path}; {hint}") from None
-    except OSError as error:
-        raise UserError(f"cannot read job file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"job file {path} is not TOML: {error}") from None
 
 
 def _apply(table: Table, change: str, problems: list[str]) -> None:
@@ -227,8 +220,8 @@ def _apply(table: Table, change: str, problems: list[str]) -> None:
 def _value(text: str) -> Any:
     """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
         return text
 
 
@@ -253,7 +246,7 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
             raise UserError(f"{section}={value!r} is not a table of settings")
         if section == "optimizer":  # its name decides which settings there are
             name = value.get("name", AdamW().name)
-            if name not in OPTIMIZERS:
+            if not isinstance(name, str) or name not in OPTIMIZERS:
                 hint = did_you_mean(str(name), list(OPTIMIZERS))
                 raise UserError(f"optimizer.name={name!r} is not a choice; {hint}")
             kind, value = OPTIMIZERS[name], {key: it for key, it in value.items() if key != "name"}
@@ -289,7 +282,7 @@ def _model(value: Any, of_its_own: bool, problems: list[str]) -> ModelSpec | Non
     try:
         base: Table = {}
         if "config" in bases:
-            base = msgspec.structs.asdict(read_hf_config(Path(str(table["config"])).expanduser()))
+            base = msgspec.structs.asdict(read_hf_config(path_of(str(table["config"]))))
         elif bases:  # a preset leaves out what is derived from others, so that it follows them
             name = str(table["preset"])
             preset(name)  # names the nearest where there is none
@@ -337,6 +330,5 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
         raise UserError(f"{name!r} is a change, and the model comes first; for example llama3-8b {name}")
     if name.endswith(".toml"):
         return read_job(name, changes), whole
-    path = Path(name).expanduser()
-    kind = "model.config" if path.exists() or name.endswith(".json") else "model"
+    kind = "model.config" if os.path.exists(path_of(name)) or name.endswith(".json") else "model"
     return read_job(None, [f"{kind}={name}", *changes]), named

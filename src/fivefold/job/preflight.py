@@ -4,14 +4,18 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.data.checked import Checked
+from fivefold.data.checking import verify
 from fivefold.data.corpus import stdlib_corpus
+from fivefold.data.progress import Report, quiet
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of
 from fivefold.schedule.check import prove
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError, absent, needs
 
-_SCAN = 1 << 30  # bytes of tokens that are worth a second before the start; larger sets are checked as they are read
+QUICK = 1 << 28  # bytes that are hashed before the start, in a second or two; those of larger sets, beside training
 
 
 @dataclass(frozen=True)
@@ -23,15 +27,21 @@ class Sources:
     path: Path
 
 
-def preflight(job: Job, world: int) -> Sources:
-    """All problems of a job on `world` ranks, raised together; otherwise its data, opened."""
+def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
+    """All problems of a job on `world` ranks, raised together; otherwise its data, opened.
+
+    `progress` is told how far the hashing of the data is.
+    """
     problems = job.problems(world) or _schedule(job)
     if absent("torch"):
         problems.append(needs("torch"))
     if job.run.tensorboard and absent("tensorboard"):
         problems.append('run.tensorboard needs tensorboard: pip install "fivefold[tensorboard]"')
-    problems += run_directory_problems(Path(job.run.dir).expanduser())
-    sources = _open(job, problems)
+    try:
+        problems += run_directory_problems(path_of(job.run.dir))
+    except UserError as error:
+        problems += [f"run.dir: {problem}" for problem in error.problems]
+    sources = _open(job, problems, progress)
     if problems or sources is None:
         raise UserError(problems)
     return sources
@@ -47,23 +57,23 @@ def _schedule(job: Job) -> list[str]:
 
 
 def run_directory_problems(parent: Path) -> list[str]:
-    existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
+    existing = next(folder for folder in (parent, *parent.absolute().parents) if os.path.exists(folder))
     if existing.is_dir() and os.access(existing, os.W_OK):
         return []
     return [f"run.dir={str(parent)!r}: {existing} is not a directory that can be written to"]
 
 
-def _open(job: Job, problems: list[str]) -> Sources | None:
+def _open(job: Job, problems: list[str], progress: Report) -> Sources | None:
     try:
-        path = Path(job.data.path).expanduser() if job.data.path else stdlib_corpus()
+        path = path_of(job.data.path) if job.data.path else stdlib_corpus()
         store = TokenStore.open(path)
         if store.vocab > job.model.vocab:
             problems.append(
                 f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}; nearest: "
                 f"model.vocab={store.vocab}"
             )
-        elif sum(file.bytes for file in store.index.files()) <= _SCAN:
-            store.check_ids(job.model.vocab)
+        elif store.index.bytes <= QUICK:
+            verify(store, Checked(path), progress)
         valid = store.split("valid") if "valid" in store.index.splits and job.train.eval_samples else None
         sources = Sources(store.split("train"), valid, path)
     except UserError as error:

@@ -13,9 +13,11 @@ To add an axis: a field and its place in `ORDER`, a line in `AXES`, and its name
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+
+from fivefold.support.ranges import RANKS, within
 
 ORDER = ("dp", "pp", "cp", "tp")  # of the ranks' numbers, slowest first
 PLACED = ORDER[::-1]  # the fastest first: which ranks share a node
@@ -50,16 +52,19 @@ def shown_order(axis: str) -> int:
     return list(AXES).index(axis) if axis in AXES else len(AXES)
 
 
+Degree = Annotated[int, within(1, RANKS)]
+
+
 class Axes(msgspec.Struct, frozen=True, kw_only=True):
     """The degrees of a layout, and what follows from them: every axis's size, and where each rank stands."""
 
     table: ClassVar[Mapping[str, tuple[str, ...]]] = AXES
     grids: ClassVar[tuple[tuple[str, ...], ...]] = (DENSE,)
 
-    dp: int = 1  # replicas, each with its own part of the batch
-    tp: int = 1  # ranks that share every matrix
-    pp: int = 1  # ranks that share the layers
-    cp: int = 1  # ranks that share every sequence
+    dp: Degree = 1  # replicas, each with its own part of the batch
+    tp: Degree = 1  # ranks that share every matrix
+    pp: Degree = 1  # ranks that share the layers
+    cp: Degree = 1  # ranks that share every sequence
 
     # ---- numbers that a layout adds --------------------------------------------------------------------------------
 

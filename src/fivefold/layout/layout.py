@@ -8,18 +8,20 @@ A layout says nothing of the machine and nothing of the model; `problems` holds 
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from fivefold.layout.axes import Axes
+from fivefold.layout.axes import Axes, Degree
 from fivefold.schedule.actions import COLLECTIVES
-from fivefold.schedule.catalogue import RECORDS, record_of
+from fivefold.schedule.catalogue import LARGEST, RECORDS, record_of, size_problem
 from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Placement, Schedule
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
+from fivefold.support.numbers import divisors
+from fivefold.support.ranges import RANKS, outside, within
 from fivefold.support.reading import read, unknown_key
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
@@ -29,11 +31,11 @@ Recompute = Literal["none", "selective", "full"]
 class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cp_kind: ContextKind = "ring"
     zero: int = 0  # what is sharded over dp x cp: 1 optimizer, 2 + gradients, 3 + parameters
-    replicate: int = 1  # hybrid sharding: copies of the zero=3 shards, a divisor of dp
+    replicate: Degree = 1  # hybrid sharding: copies of the zero=3 shards, a divisor of dp
     sp: bool = False  # norms and residual sharded over the sequence, along tp
     schedule: str = "1f1b"
-    chunks: int = 0  # stages per pipeline rank; 0: the schedule's own
-    microbatches: int = 1  # per dp rank and step
+    chunks: Annotated[int, within(1, 1000)] = 0  # stages per pipeline rank; 0: the schedule's own
+    microbatches: Annotated[int, within(1, LARGEST)] = 1  # per dp rank and step
     recompute: Recompute = "none"
     split: tuple[int, ...] = ()  # layers of each stage; empty: balanced
 
@@ -151,17 +153,17 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         `world` is the number of ranks there are, `seq` the sequence length, `batch` the global batch in sequences;
         what is not given is not checked. `ranks_by` says how the reader gives a number of ranks: "--nproc" 8.
         """
-        counts = (*self.degrees, "replicate", "chunks", "microbatches")
-        absurd = {field: value for field in counts if (value := getattr(self, field)) < 1}
-        found = [f"layout.{field}={value} must be at least 1; nearest: {field}=1" for field, value in absurd.items()]
-        # The other rules divide by these: they are held against the nearest values that make sense.
+        absurd = outside(self, "layout")
+        # The other rules divide by these: they are held against values that make sense.
         sane = msgspec.structs.replace(self, **dict.fromkeys(absurd, 1))
-        found += (*sane._tensor(spec), *sane._context(spec, seq), *sane._pipeline(spec), *sane._data(batch))
-        return [*found, *sane._world(world, ranks_by)]
+        if sane.world > RANKS:
+            return [*absurd.values(), f"layout {sane} has {sane.world} ranks, which is more than {RANKS}"]
+        found = (*sane._tensor(spec), *sane._context(spec, seq), *sane._pipeline(spec), *sane._data(batch))
+        return [*absurd.values(), *found, *sane._world(world, ranks_by)]
 
     def _tensor(self, spec: ModelSpec) -> Iterator[str]:
         tp = self.tp
-        legal = [n for n in range(1, spec.heads + 1) if tp_fits(spec, n)]
+        legal = [n for n in divisors(spec.heads) if tp_fits(spec, n)]
         nearest = f"nearest: {_around('tp', tp, legal)}"
         if spec.heads % tp:
             yield f"layout.tp={tp} does not divide the {spec.heads} attention heads of {spec.name}; {nearest}"
@@ -179,7 +181,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.cp > 1 and self.cp_kind == "ulysses":
             ranks = self.cp * self.tp
             if spec.heads % ranks:
-                legal = [n for n in range(1, spec.heads + 1) if spec.heads % (n * self.tp) == 0]
+                legal = [n for n in divisors(spec.heads) if spec.heads % (n * self.tp) == 0]
                 yield (
                     f"cp_kind=ulysses deals the heads out over cp x tp = {ranks} ranks, which does not divide the "
                     f"{spec.heads} heads of {spec.name}; nearest: "
@@ -210,6 +212,9 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"layout.chunks={self.chunks}, and schedule={self.schedule} has {record.chunks} per rank; "
                 f"nearest: chunks={record.chunks}, or schedule={others}"
             )
+        if too_large := size_problem(self.stages, self.microbatches):
+            yield too_large
+            return
         least = record.least * self.pp
         if self.microbatches < least:
             yield (
@@ -268,10 +273,9 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "replicate=1, or zero=3"
             )
         if self.dp % self.replicate:
-            legal = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
             yield (
                 f"layout.replicate={self.replicate} does not divide dp={self.dp}; nearest: "
-                f"{_around('replicate', self.replicate, legal)}"
+                f"{_around('replicate', self.replicate, divisors(self.dp))}"
             )
         share = self.size("batch") * self.microbatches
         if batch is not None and batch % share:

@@ -48,17 +48,19 @@ def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
 def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
 
-    All layers cost the same, so trying every size of the two ends and dividing the rest evenly finds the best.
+    All layers cost the same, so trying every size of the first stage, dividing the rest evenly and trying the sizes of
+    the last one around that finds the best: from a stage that is larger than another by two layers, one can be moved.
     """
     if stages == 1:
         return (spec.layers,)
     layer, bottom, top = costs(spec, seq)
     best: tuple[tuple[float, float], int, int] | None = None
-    for first in range(spec.layers + 1):
-        for last in range(spec.layers + 1 - first):
-            rest, inner = spec.layers - first - last, stages - 2
-            if inner == 0 and rest:
-                continue
+    inner = stages - 2
+    for first in range((spec.layers + inner) // (inner + 1) + 1):
+        even = int((spec.layers - first - inner * top / layer) / (inner + 1))
+        near = range(max(0, even - 2), min(spec.layers - first, max(0, even) + 2) + 1)
+        for last in near if inner else [spec.layers - first]:
+            rest = spec.layers - first - last
             each, more = divmod(rest, inner) if inner else (0, 0)
             ends = (first * layer + bottom, last * layer + top)
             small, large = each * layer, (each + 1) * layer

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.parameters import Parameter
-from fivefold.support.errors import UserError
 
 _LLAMA = {
     "embedding": "model.embed_tokens",
@@ -51,6 +50,16 @@ class Source(NamedTuple):
     transposed: bool = False
     third: int | None = None
 
+    def ours(self, theirs: Tensor) -> Tensor:
+        """The parameter in their tensor."""
+        whole = theirs.T if self.transposed else theirs
+        return whole if self.third is None else whole.chunk(3, dim=0)[self.third]
+
+    def theirs(self, *ours: Tensor) -> Tensor:
+        """Their tensor, of the one parameter or the three that are in it."""
+        whole = torch.cat(ours) if len(ours) > 1 else ours[0]
+        return whole.T if self.transposed else whole
+
 
 def source(spec: ModelSpec, parameter: Parameter) -> Source:
     """The Hugging Face home of our parameter."""
@@ -61,41 +70,3 @@ def source(spec: ModelSpec, parameter: Parameter) -> Source:
         return Source(f"{names[module]}.{leaf}")
     third = {"attention.q": 0, "attention.k": 1, "attention.v": 2}.get(module) if gpt else None
     return Source(f"{prefix}.{layer}.{names[module]}.{leaf}", gpt and parameter.kind == "linear", third)
-
-
-def from_hf(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict from theirs; missing tensors and wrong shapes are named, all at once."""
-    ours: dict[str, Tensor] = {}
-    problems: list[str] = []
-    for parameter in spec.parameters():
-        home = source(spec, parameter)
-        if home.name not in state:
-            problems.append(f"tensor {home.name} is missing (our {parameter.name}, shape {list(parameter.shape)})")
-            continue
-        tensor = state[home.name].T if home.transposed else state[home.name]
-        tensor = tensor if home.third is None else tensor.chunk(3, dim=0)[home.third]
-        if tuple(tensor.shape) != parameter.shape:
-            problems.append(
-                f"tensor {home.name} gives shape {list(tensor.shape)} for our {parameter.name}, and {spec.name} has "
-                f"{list(parameter.shape)}"
-            )
-        ours[parameter.name] = tensor.contiguous()
-    if problems:
-        raise UserError(problems)
-    return ours
-
-
-def to_hf(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their state dict from ours."""
-    theirs: dict[str, Tensor] = {}
-    thirds: dict[Source, list[Tensor]] = {}
-    for parameter in spec.parameters():  # q, k, v come in this order, so thirds are appended in theirs
-        home, tensor = source(spec, parameter), state[parameter.name]
-        if home.third is not None:
-            thirds.setdefault(home._replace(third=None), []).append(tensor)
-        else:
-            theirs[home.name] = tensor.T.contiguous() if home.transposed else tensor
-    for home, parts in thirds.items():
-        whole = torch.cat(parts, dim=0)
-        theirs[home.name] = whole.T.contiguous() if home.transposed else whole
-    return theirs

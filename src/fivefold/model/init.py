@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from fivefold.launch.heartbeat import beat
 from fivefold.layout.sharding import Box
 from fivefold.model import random
 from fivefold.spec.model import ModelSpec
@@ -38,6 +39,7 @@ def draw(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, box: Box
         for start in range(0, len(rows), step):
             piece = range(first + start, first + min(start + step, len(rows)))
             matrix[start : start + step].copy_(random.normal(key, piece, columns, out.device) * std)
+            beat()
 
 
 def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:

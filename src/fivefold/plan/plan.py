@@ -24,8 +24,9 @@ from fivefold.plan.search.space import groups_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
 
-TOKENS = 1 << 22  # of a step without a given batch: four million, as in most large runs
+USUAL = 1 << 22  # tokens of a step without a given batch: four million, as in most large runs
 SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
 
 
@@ -53,8 +54,7 @@ def plan(
         raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
     if by not in get_args(By):
         raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
-    if top < 1:
-        raise UserError(f"top={top} shows no layout; the least is 1")
+    checked("top", top, within(1, SEQUENCES))
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
     job, case = _question(model, cluster, changes, batch, seq, precision, software)
@@ -120,17 +120,15 @@ def _question(
         raise UserError(wrong)
     if seq is None:
         seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
-    if seq < 1:
-        raise UserError(f"seq={seq} must be at least 1")
+    checked("seq", seq, within(1, TOKENS))
     if spec.positions == "learned" and seq > spec.context:
         raise UserError(
             f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}; nearest: seq={spec.context}"
         )
     if batch is None:
         world = machines.world  # the usual number of tokens, in a batch that divides evenly
-        batch = job.train.batch if "train.batch" in named else max(1, round(TOKENS / seq / world)) * world
-    if batch < 1:
-        raise UserError(f"batch={batch} must be at least 1")
+        batch = job.train.batch if "train.batch" in named else max(1, round(USUAL / seq / world)) * world
+    checked("batch", batch, within(1, SEQUENCES))
     device = machines.groups[0].accelerator
     precision = precision or ("fp32" if device.is_cpu else "bf16")
     for group in machines.groups:

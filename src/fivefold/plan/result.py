@@ -17,7 +17,7 @@ from fivefold.report import Block, Cell, Drawing, Result, Table, Text
 from fivefold.report.svg import COLOURS, document, line, rect, text
 from fivefold.schedule.draw.paint import to_svg
 from fivefold.schedule.draw.picture import picture
-from fivefold.schedule.draw.terminal import legend_text, timeline
+from fivefold.schedule.draw.terminal import legend, timeline
 from fivefold.schedule.simulate import Simulation
 from fivefold.support.formatting import si
 
@@ -139,7 +139,7 @@ class SimulateResult(Result):
         if simulation := self.simulation:
             if self.option.layout.microbatches * self.option.layout.pp <= DRAWN:
                 yield Drawing(partial(timeline, simulation))
-                yield Drawing(lambda _, colour: legend_text([simulation], colour))
+                yield Drawing(lambda _, colour: legend([simulation], colour))
             yield Text(f"bubble {simulation.bubble_makespan:.1%} of the pipeline's {simulation.makespan:.3g} s")
         if not self.option.fits:
             yield _too_large(self.option)

@@ -1,5 +1,6 @@
 """`zero`: the bytes that ZeRO leaves a rank of parameters, gradients and optimizer state, by two accountings."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import si
+from fivefold.support.ranges import RANKS, checked, within
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,13 @@ class ZeroResult(Result):
 
 def zero(model: str | float | ModelSpec, ranks: int = 64) -> ZeroResult:
     """Bytes by ZeRO stage of a model, or of a number of parameters, sharded over `ranks` (dp x cp)."""
+    checked("ranks", ranks, within(1, RANKS))
     if isinstance(model, ModelSpec):
         return ZeroResult(float(model.parameter_count), ranks)
     try:
         count = float(model)
+    except OverflowError:
+        count = math.inf
     except ValueError:
         return ZeroResult(float(preset(str(model)).parameter_count), ranks)
     if not 1 <= count < 1e18:

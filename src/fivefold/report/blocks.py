@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.text import Text as RichText
 
 Style = Literal["", "bold", "dim", "good", "bad"]
 
@@ -63,9 +66,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture made of characters: `draw(width, colour)` returns its lines, in rich's markup-free text with ANSI."""
+    """A picture made of characters: `draw(width, colour)` returns it as rich's text."""
 
-    draw: Callable[[int, bool], str]
+    draw: Callable[[int, bool], "RichText"]
 
 
 Block = Text | Table | Drawing

@@ -37,3 +37,10 @@ def check_writable(path: Path | None, *suffixes: str) -> None:
         raise UserError(f"{path} should end in {' or '.join(suffixes)}")
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
+    new = not path.exists()
+    try:
+        path.open("a").close()  # to look whether it may be written is not enough, under /proc for one
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None

@@ -30,8 +30,7 @@ def render(blocks: Iterable[Block], console: Console, width: int | None) -> None
         if isinstance(block, Text):
             console.print(RichText(block.text, STYLES[block.style]), soft_wrap=width is None, width=width)
         elif isinstance(block, Drawing):
-            drawn = block.draw(width or 120, console.color_system is not None)
-            console.print(RichText.from_ansi(drawn), no_wrap=True, crop=True)
+            console.print(block.draw(width or 120, console.color_system is not None), no_wrap=True, crop=True)
         else:
             _table(block, console, width)
 

@@ -1,5 +1,6 @@
 """Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files."""
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fivefold.schedule.costs import Costs
 from fivefold.schedule.record import Record, Request
 from fivefold.schedule.schedule import Schedule, peak_live
 from fivefold.schedule.text import SUFFIXES, load
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import counted, did_you_mean, either
 
@@ -34,6 +36,7 @@ RECORDS = (
     DUALPIPE_V,
     AUTO,
 )
+LARGEST = 1 << 18  # stages x microbatches; to build and to prove a schedule takes some 50 us for each
 CATALOGUE: dict[str, Record] = {record.name: record for record in RECORDS}
 
 
@@ -42,7 +45,7 @@ def record_of(name: str) -> Record:
     if record := CATALOGUE.get(name):
         return record
     if is_file(name):
-        path = Path(name).expanduser()
+        path = path_of(name)
         try:
             seen = path.stat()
         except OSError as error:
@@ -53,7 +56,7 @@ def record_of(name: str) -> Record:
 
 def is_file(name: str) -> bool:
     """Whether a schedule is meant as a file."""
-    return name not in CATALOGUE and (Path(name).suffix.lower() in SUFFIXES or "/" in name or Path(name).is_file())
+    return name not in CATALOGUE and (Path(name).suffix.lower() in SUFFIXES or "/" in name or os.path.isfile(name))
 
 
 @lru_cache(maxsize=64)
@@ -92,12 +95,20 @@ def build(
     return record.build(Request(p, m, chunks or record.chunks, group, costs, memory))
 
 
+def size_problem(stages: int, m: int) -> str | None:
+    """Why a schedule is too large to be made."""
+    whole = f"{stages} stages x {m} microbatches"
+    return f"{whole} are more than the {LARGEST} that a schedule can have" if stages * m > LARGEST else None
+
+
 def _problems(record: Record, p: int, m: int, chunks: int | None, group: int | None, memory: int | None) -> list[str]:
     found = [
         f"{what} is {value}, and must be at least 1"
         for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
         if value is not None and value < 1
     ]
+    if wrong := size_problem(p * (chunks or record.chunks), m):
+        found.append(wrong)
     if (held := record.schedule) and (p, m) != (held.p, held.m):
         found.append(f"{record.name} is a schedule for p={held.p} and m={held.m}, not p={p} and m={m}")
     if chunks is not None and chunks != record.chunks and not record.any_chunks:

@@ -126,13 +126,12 @@ class _World:
         self.durations = {kind: costs.of(kind) for kind in COMPUTE}
         # When each stage's last GATHER and REDUCE is through.
         self.through = {kind: [0.0] * schedule.placement.stages for kind in (GATHER, REDUCE)}
-        # By kind and stage, the FIFO that an action sends on, receives from, or computes out of.
+        # By kind and stage, as `Placement.channel_of` has them.
         self.queues: dict[Kind, list[_Queue | None]] = {kind: [None] * schedule.placement.stages for kind in Kind}
-        for channel in schedule.placement.channels:
-            queue = _Queue(channel, schedule.placement, costs.link, self.ready)
-            self.queues[channel.send][channel.source] = queue
-            for kind in (channel.receive, *channel.compute):
-                self.queues[kind][channel.target] = queue
+        placement = schedule.placement
+        queues = {channel: _Queue(channel, placement, costs.link, self.ready) for channel in placement.channels}
+        for (kind, stage), channel in placement.channel_of.items():
+            self.queues[kind][stage] = queues[channel]
 
 
 class _Rank:

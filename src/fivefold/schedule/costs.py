@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
+from statistics import median
 from typing import Any, Literal, Self
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
@@ -108,6 +109,15 @@ class Costs:
             activation=_per_stage("activation", 1.0, placement),
             link=link or Link(),
         )
+
+    @classmethod
+    def measured(cls, seconds: Mapping[tuple[Kind, int], Sequence[float]], stages: int) -> Self:
+        """Medians of what each kind and stage took; messages take no time, and stages weigh the same."""
+        f, i, w, b = (
+            tuple(median(seconds.get((kind, stage), [0.0])) for stage in range(stages))
+            for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+        )
+        return cls(f, i, w, b, activation=(1.0,) * stages)
 
     @classmethod
     def slots(cls, placement: Placement) -> Self:

@@ -8,7 +8,7 @@ from fivefold.schedule.actions import ALL, MESSAGES, Action, parse_token
 from fivefold.schedule.schedule import Placement, Promise, Schedule, name_problem
 from fivefold.schedule.wiring import wire
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean, shortened, whole_number
+from fivefold.support.formatting import did_you_mean, whole_number
 
 KEYS = ("schedule", "stages", "microbatches", "buffers", "peak", "slots", "messages")
 
@@ -104,7 +104,7 @@ class Reader:
             where = self.places["microbatches"]
             self.problem(where, f"there cannot be {microbatches} microbatches, with {listed} actions in total")
         if self.problems:
-            raise UserError(shortened(self.problems, self.source))
+            raise UserError(self.problems)
 
         promise = Promise(tuple(peak) if peak else None, slots[0] if slots else None)
         orders = tuple(tuple(action for _, action in order) for order in read)

@@ -10,18 +10,19 @@ from fivefold.report import Block, Drawing, Result, Table, Text
 from fivefold.report.show import check_writable
 from fivefold.schedule.actions import SENDS
 from fivefold.schedule.builders.interleaved import legal_groups
-from fivefold.schedule.catalogue import CATALOGUE, build, is_file, record_of
+from fivefold.schedule.catalogue import CATALOGUE, LARGEST, build, is_file, record_of, size_problem
 from fivefold.schedule.check import prove
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.draw.paint import PICTURES, save_picture, to_svg
 from fivefold.schedule.draw.picture import picture
-from fivefold.schedule.draw.terminal import legend_text, timeline
+from fivefold.schedule.draw.terminal import legend, timeline
 from fivefold.schedule.schedule import Placement, Schedule
 from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.schedule.text import SUFFIXES, save
 from fivefold.schedule.times import Times, parse_slow
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text, figure
+from fivefold.support.ranges import checked, within
 
 Sends = Literal["eager", "blocking"]
 OPTIONS = ("chunks", "group", "memory")
@@ -45,9 +46,7 @@ class Query:
 
     def __post_init__(self) -> None:
         for option in ("pp", "microbatches", *OPTIONS):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise UserError(f"--{option} is {value}, and must be at least 1")
+            checked(f"--{option}", getattr(self, option), within(1, LARGEST))
 
     def simulate(self, one: str | Path | Schedule) -> Simulation:
         """A schedule on the clock: of the catalogue, of a file, or as it is, once it is proven."""
@@ -77,6 +76,8 @@ class Query:
             missing = " and ".join(option for option, value in options.items() if value is None)
             raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
         given = {option: value for option, value in self.options().items() if record.takes(option)} | self.untaken()
+        if wrong := size_problem(self.pp * given.get("chunks", record.chunks), self.microbatches):
+            raise UserError(wrong)
         costs = self.times.costs(record.placement(self.pp, given.get("chunks", 0)))
         return prove(build(name, self.pp, self.microbatches, costs=costs, **given))
 
@@ -114,7 +115,7 @@ class DrawResult(Result):
             schedule = simulation.schedule
             yield Text(f"{schedule.name}  p={schedule.p} m={schedule.m}  {_summary(simulation)}", "bold")
             yield Drawing(partial(timeline, simulation))
-        yield Drawing(lambda _, colour: legend_text(self.simulations, colour))
+        yield Drawing(lambda _, colour: legend(self.simulations, colour))
 
     def to_dict(self) -> dict[str, Any]:
         rows = [_figures(simulation) | _details(simulation) for simulation in self.simulations]

@@ -70,6 +70,14 @@ class Placement:
         boundaries = filter(self.crosses, range(self.stages - 1))
         return tuple(Channel(boundary, gradients) for boundary in boundaries for gradients in (False, True))
 
+    @cached_property
+    def channel_of(self) -> dict[tuple[Kind, int], Channel]:
+        """By kind and stage: the FIFO that an action sends on, receives from, or computes out of."""
+        found = {(channel.send, channel.source): channel for channel in self.channels}
+        for channel in self.channels:
+            found |= {(kind, channel.target): channel for kind in (channel.receive, *channel.compute)}
+        return found
+
 
 @dataclass(frozen=True)
 class Promise:

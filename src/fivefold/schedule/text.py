@@ -25,9 +25,9 @@ from fivefold.schedule.check import check
 from fivefold.schedule.reader import Reader, Reading
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.wiring import wire
+from fivefold.support.documents import parse_json, parsing, read_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
-from fivefold.support.formatting import shortened
 
 SUFFIXES = (".txt", ".json")
 WORDS = ("schedule", "messages")  # the keys that have words for values; the others have numbers
@@ -84,17 +84,7 @@ def to_json(schedule: Schedule) -> str:
     return f'{head[:-1]}, "ranks": [\n  {ranks}\n]}}\n'
 
 
-def from_text(text: str, source: str = "schedule") -> Schedule:
-    """Read the text form."""
-    return read_text(text, source).schedule
-
-
-def from_json(text: str, source: str = "schedule") -> Schedule:
-    """Read the JSON form."""
-    return read_json(text, source).schedule
-
-
-def read_text(text: str, source: str) -> Reading:
+def read_text(text: str, source: str = "schedule") -> Reading:
     """Read the text form, and where everything stands. Every line that cannot be read is named, with the reason."""
     reader = Reader(source)
     for number, line in enumerate(text.splitlines(), start=1):
@@ -102,14 +92,10 @@ def read_text(text: str, source: str) -> Reading:
     return reader.finish()
 
 
-def read_json(text: str, source: str) -> Reading:
+def read_json(text: str, source: str = "schedule") -> Reading:
     """Read the JSON form, and where everything stands."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{source}, line {error.lineno}: this is not JSON: {error.msg}") from None
-    except (RecursionError, ValueError):  # brackets too deep, numbers too long
-        raise UserError(f"{source}: this is JSON of another kind, not a schedule") from None
+    with parsing(source, "JSON"):
+        data = parse_json(text)
     ranks = data.pop("ranks", None) if isinstance(data, dict) else None
     if not isinstance(ranks, list) or not all(isinstance(actions, list) for actions in ranks):
         raise UserError(f"{source}: a schedule is an object with the key 'ranks', a list of lists of actions")
@@ -148,16 +134,12 @@ def load(path: Path) -> Schedule:
         places = [reading.place(problem.rank, problem.place) for problem in problems]
         located = [f"{path}, {place}" if place else str(path) for place in places]
         sentences = [f"{at}: {problem}" for at, problem in zip(located, problems, strict=True)]
-        raise UserError(shortened(sentences, str(path)))
+        raise UserError(sentences)
     return reading.schedule
 
 
 def _read(path: Path) -> Reading:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file") from None
+    with parsing(path, "a text file"):
+        text = read_bytes(path, "JSON").decode()
     is_json = path.suffix.lower() == ".json" or text.lstrip().startswith(("{", "["))
     return read_json(text, str(path)) if is_json else read_text(text, str(path))

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean, figure, shortened, whole_number
+from fivefold.support.formatting import did_you_mean, figure, whole_number
 
 PER_STAGE = ("f", "i", "w", "b", "fb")
 SINGLE = ("comm", "bytes", "bandwidth", "gather", "reduce", "step")
@@ -54,7 +54,7 @@ class Times:
         if values.get("bandwidth") == (0.0,):
             problems.append("times: bandwidth=0 carries nothing; leave it out for a link that takes no time")
         if problems:
-            raise UserError(shortened(problems, "times"))
+            raise UserError(problems)
         return cls(values)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
-from fivefold.schedule.actions import COMPUTE, FORWARD, GATHER, LAST_READERS, REDUCE, STEP, Action, Kind
+from fivefold.schedule.actions import ALL, COMPUTE, FORWARD, GATHER, LAST_READERS, REDUCE, STEP, Action, Kind
 from fivefold.schedule.schedule import NOTHING, Placement, Promise, Schedule
 from fivefold.support.errors import UserError
 
@@ -85,15 +85,11 @@ def with_zero(schedule: Schedule, zero: int) -> Schedule:
 
 
 def _extend(order: Order, zero: int) -> Order:
-    unreduced: dict[int, int] = {}  # stage -> weight gradients still to come
-    for action in order:
-        if action.kind in LAST_READERS:
-            unreduced[action.stage] = unreduced.get(action.stage, 0) + 1
-    gathered = set() if zero else set(unreduced)
-
+    last = {action.stage: place for place, action in enumerate(order) if action.kind in LAST_READERS}
+    gathered = set() if zero else set(last)
     extended: Order = []
     late: Order = []  # what is due before the rank computes on: behind the pair it belongs to, and behind its sends
-    for action in order:
+    for place, action in enumerate(order):
         if late and action.kind in COMPUTE and not extended[-1].joined:
             extended += late
             late.clear()
@@ -101,10 +97,6 @@ def _extend(order: Order, zero: int) -> Order:
             gathered.add(action.stage)
             extended.append(Action(GATHER, action.stage))
         extended.append(action)
-        if action.kind in LAST_READERS:
-            unreduced[action.stage] -= 1
-            if zero == 2:
-                late.append(Action(REDUCE, action.stage, action.microbatch))
-            elif unreduced[action.stage] == 0:
-                late.append(Action(REDUCE, action.stage))
-    return extended + late + [Action(STEP, stage) for stage in sorted(unreduced)]
+        if action.kind in LAST_READERS and (zero == 2 or place == last[action.stage]):
+            late.append(Action(REDUCE, action.stage, action.microbatch if zero == 2 else ALL))
+    return extended + late + [Action(STEP, stage) for stage in sorted(last)]

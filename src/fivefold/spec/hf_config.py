@@ -1,12 +1,13 @@
 """A Hugging Face `config.json` read as a ModelSpec, and written of one. Pure: planning a model needs no torch."""
 
-import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fivefold.spec.model import Activation, ModelSpec, RopeScaling
+from fivefold.support.documents import path_of, read_json
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.reading import read
@@ -30,14 +31,9 @@ _GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "v
 
 def read_hf_config(path: str | Path) -> ModelSpec:
     """The model that a `config.json`, or the directory that holds one, describes."""
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
+    path = path_of(path)
+    file = path / "config.json" if os.path.isdir(path) else path
+    config = read_json(file)
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a {type(config).__name__}, not the table of a model's settings")
     try:
@@ -145,7 +141,7 @@ def _llama(config: Config) -> Numbers:
 
 def _gpt2(config: Config) -> Numbers:
     rates = {key: config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop")}
-    if len(set(rates.values())) > 1:
+    if rates["resid_pdrop"] != rates["embd_pdrop"]:
         raise UserError(
             f"resid_pdrop={rates['resid_pdrop']} and embd_pdrop={rates['embd_pdrop']} differ; one rate is kept"
         )

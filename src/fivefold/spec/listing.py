@@ -9,8 +9,8 @@ from fivefold.report import Block, Result, Table
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
-from fivefold.support.errors import UserError
 from fivefold.support.formatting import si
+from fivefold.support.ranges import TOKENS, checked, within
 
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
 
@@ -52,7 +52,6 @@ class ModelList(Result):
 
 def models(config: str | Path | None = None, *, seq: int | None = None) -> ModelList:
     """Every preset, and the model of a Hugging Face `config`; FLOPs at `seq` tokens, or at each model's context."""
-    if seq is not None and seq < 1:
-        raise UserError(f"seq={seq} must be at least 1")
+    checked("seq", seq, within(1, TOKENS))
     specs = [preset(name) for name in PRESETS] + ([read_hf_config(config)] if config else [])
     return ModelList(tuple(specs), seq)

@@ -12,13 +12,15 @@ initialiser draws by it, the planner counts with it.
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from fivefold.spec.operations import Elementwise, Matmul, block, head
 from fivefold.spec.parameters import BOTTOM, TOP, Parameter
 from fivefold.support.formatting import either
+from fivefold.support.numbers import divisors
+from fivefold.support.ranges import TOKENS, outside, within
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
@@ -32,19 +34,19 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context: int = 8192
+    original_context: Annotated[int, within(1, TOKENS)] = 8192
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     name: str = "custom"
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    kv_heads: int = 0  # 0: as many as heads (MHA); fewer is GQA, one is MQA
-    head_dim: int = 0  # 0: hidden / heads
-    ffn: int = 0  # 0: 4 x hidden
-    context: int = 2048  # longest sequence; the rows of a learned position table
+    layers: Annotated[int, within(1, 10_000)]
+    hidden: Annotated[int, within(1, 1_000_000)]
+    heads: Annotated[int, within(1, 100_000)]
+    vocab: Annotated[int, within(1, 100_000_000)]
+    kv_heads: Annotated[int, within(1, 100_000)] = 0  # 0: as many as heads (MHA); fewer is GQA, one is MQA
+    head_dim: Annotated[int, within(0, 100_000)] = 0  # 0: hidden / heads
+    ffn: Annotated[int, within(1, 10_000_000)] = 0  # 0: 4 x hidden
+    context: Annotated[int, within(1, TOKENS)] = 2048  # longest sequence; the rows of a learned position table
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
     activation: Activation = "swiglu"
@@ -109,7 +111,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @cached_property
     def parameter_count(self) -> int:
-        return sum(parameter.size for parameter in self.parameters())
+        one = msgspec.structs.replace(self, layers=1)
+        rest = sum(parameter.size for parameter in one.parameters()) - self.block_parameter_count
+        return rest + self.layers * self.block_parameter_count
 
     @cached_property
     def block_parameter_count(self) -> int:
@@ -134,22 +138,41 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these numbers, each with its value and what would be right."""
+        absurd = outside(self, "model")
         found = [
-            f"model.{field}={getattr(self, field)} must be at least 1"
-            for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context")
-            if getattr(self, field) < 1
+            *absurd.values(),
+            *([] if absurd.keys() & {"hidden", "heads", "kv_heads", "head_dim"} else self._heads()),
         ]
-        if self.head_dim < 1 and self.heads > 0:
-            fewer = [n for n in range(1, self.heads) if self.hidden % n == 0]
-            more = [n for n in range(self.heads + 1, self.hidden + 1) if self.hidden % n == 0]
+        if not 0 <= self.dropout < 1:
+            found.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
+        found += [
+            f"model.{field}={getattr(self, field)} must be positive"
+            for field in ("norm_eps", "init_std", "rope_theta")
+            if not 0 < getattr(self, field) < math.inf
+        ]
+        if (scaling := self.rope_scaling) is not None:
+            found += outside(scaling, "model.rope_scaling").values()
+            factors = scaling.factor, scaling.high_freq_factor, scaling.low_freq_factor
+            if not (0 < factors[0] < math.inf and math.inf > factors[1] > factors[2] > 0):
+                found.append(
+                    "model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
+                    f"{factors[0]}, {factors[1]} and {factors[2]}"
+                )
+        return found
+
+    def _heads(self) -> list[str]:
+        """Where the width, the heads and the kv heads do not divide."""
+        found = []
+        if self.head_dim < 1:
+            fewer = [n for n in divisors(self.hidden) if n < self.heads]
+            more = [n for n in divisors(self.hidden) if n > self.heads]
             nearest = either([f"heads={n}" for n in (*fewer[-1:], *more[:1])] or ["heads=1"])
             found.append(
                 f"model.hidden={self.hidden} does not divide into model.heads={self.heads} equal heads; nearest: "
                 f"{nearest}, or give model.head_dim"
             )
-        if self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads:
-            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            near = min(divisors, key=lambda n: abs(n - self.kv_heads))
+        if self.heads % self.kv_heads:
+            near = min(divisors(self.heads), key=lambda n: abs(n - self.kv_heads))
             found.append(
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: each kv head serves an "
                 f"equal group of query heads; nearest: kv_heads={near}"
@@ -158,18 +181,5 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             found.append(
                 f"model.head_dim={self.head_dim} is odd and rotary positions turn pairs of dims; "
                 f"nearest: head_dim={self.head_dim + 1}"
-            )
-        if not 0 <= self.dropout < 1:
-            found.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
-        found += [
-            f"model.{field}={getattr(self, field)} must be positive"
-            for field in ("norm_eps", "init_std", "rope_theta")
-            if not 0 < getattr(self, field) < math.inf
-        ]
-        scaling = self.rope_scaling
-        if scaling is not None and not (scaling.factor > 0 and scaling.high_freq_factor > scaling.low_freq_factor > 0):
-            found.append(
-                f"model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
-                f"{scaling.factor}, {scaling.high_freq_factor} and {scaling.low_freq_factor}"
             )
         return found

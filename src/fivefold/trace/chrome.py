@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, SEND_ACTIVATION, SEND_GRADIENT
+from fivefold.schedule.actions import SENDS, Action
 from fivefold.schedule.clock import Span
 from fivefold.schedule.simulate import Simulation
 from fivefold.trace.records import Flight, RankTrace, Update, Wait, Window
@@ -69,8 +69,8 @@ class _Painter:
         number = self.summary.line_of[rank.rank]
         simulation, line = self.summary.simulations[number], self.trace.lines[number]
         timeline = _one_by_one(simulation, rank.place)
-        starts = [self.trace.run(line, step)[0] for step in range(self.trace.steps)]
-        windows = [Window(step, start, start + simulation.makespan) for step, start in enumerate(starts)]
+        measured = [self.trace.run(line, step) for step in range(self.trace.steps)]
+        windows = [run._replace(end=run.start + simulation.makespan) for run in measured]
         for thread, runs in enumerate(_apart(windows), start=SIMULATED):
             yield from _lane(rank, thread, "simulated")
             for run in runs:
@@ -93,27 +93,18 @@ class _Painter:
     # ---- arrows --------------------------------------------------------------------------------------------------
 
     def departure(self, rank: RankTrace, thread: int, flight: Flight) -> Iterator[Event]:
-        if flight.during is not None and flight.during.kind in (SEND_ACTIVATION, SEND_GRADIENT):
-            gradients = flight.during.kind is SEND_GRADIENT
-            target = flight.during.stage + (-1 if gradients else 1)
-            yield self.arrow(rank, thread, "s", flight.start, gradients, target, flight.during.microbatch)
+        if flight.during is not None and flight.during.kind in SENDS:
+            yield self.arrow(rank, thread, "s", flight.start, flight.during)
 
     def arrival(self, rank: RankTrace, span: Span) -> Iterator[Event]:
-        gradients = span.action.kind in (BACKWARD, INPUT_GRAD)
-        if not gradients and span.action.kind is not FORWARD:
-            return
-        owner, stage = self.trace.schedule.placement.owner, span.action.stage
-        source = stage + (1 if gradients else -1)
-        if 0 <= source < len(owner) and owner[source] != owner[stage]:
-            arrow = self.arrow(rank, COMPUTE, "f", span.start, gradients, stage, span.action.microbatch)
-            yield arrow | {"bp": "e"}
+        if span.action[:2] in self.trace.schedule.placement.channel_of:
+            yield self.arrow(rank, COMPUTE, "f", span.start, span.action) | {"bp": "e"}
 
-    def arrow(
-        self, rank: RankTrace, thread: int, phase: str, time: float, gradients: bool, stage: int, microbatch: int
-    ) -> Event:
-        """One end of a message to `stage`; its id is the same at both ends."""
+    def arrow(self, rank: RankTrace, thread: int, phase: str, time: float, action: Action) -> Event:
+        """One end of the message that an action sends or computes out of; its id is the same at both ends."""
+        channel = self.trace.schedule.placement.channel_of[action[:2]]
         step = next((window.step for window in rank.steps if window.start <= time < window.end), 0)
-        way = f"{rank.line}/{step}/{'g' if gradients else 'a'}{stage}.{microbatch}"
+        way = f"{rank.line}/{step}/{'g' if channel.gradients else 'a'}{channel.target}.{action.microbatch}"
         place = {"ts": self.microseconds(time), "pid": rank.rank, "tid": thread}
         return {"name": "message", "cat": "message", "ph": phase, "id": way, **place}
 

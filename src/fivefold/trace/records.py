@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from fivefold.layout.collective_cost import Kind as Collective
-from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, SEND_ACTIVATION, SEND_GRADIENT, Action, Kind
+from fivefold.schedule.actions import SENDS, Action, Kind
 from fivefold.schedule.clock import Span
-from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.schedule import Placement, Schedule
 
 
 class Wait(NamedTuple):
@@ -105,40 +105,40 @@ class Trace:
         """What each rank of a line computed in its `step`-th traced step."""
         return [rank.within(rank.steps[step]) for rank in line]
 
-    def run(self, line: list[RankTrace], step: int) -> tuple[float, float]:
+    def run(self, line: list[RankTrace], step: int) -> Window:
         """From the first start to the last end of a line's actions: one run of the schedule."""
         spans = [span for rank in self.spans(line, step) for span in rank]
-        return min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0)
+        return Window(step, min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))
 
 
-_CONSUMERS: dict[Kind, tuple[int, tuple[Kind, ...]]] = {
-    SEND_ACTIVATION: (1, (FORWARD,)),
-    SEND_GRADIENT: (-1, (BACKWARD, INPUT_GRAD)),
-}
+Started = tuple[Kind, int, int]  # kind, stage and microbatch of an action
 
 
 def land(trace: Trace) -> Trace:
     """A send ends when its consumer starts, or earlier. The sender learns of it only when it next waits."""
     landed: dict[int, RankTrace] = {}
+    placement = trace.schedule.placement
     for line in trace.lines:
         starts = [
             {span.action[:3]: span.start for rank in trace.spans(line, step) for span in rank}
             for step in range(trace.steps)
         ]
         for rank in line:
-            flights = (flight._replace(end=min(flight.end, _used(flight, rank, starts))) for flight in rank.flights)
+            flights = (
+                flight._replace(end=min(flight.end, _used(flight, rank, placement, starts))) for flight in rank.flights
+            )
             landed[rank.rank] = replace(rank, flights=tuple(flights))
     return replace(trace, ranks=tuple(landed[rank.rank] for rank in trace.ranks))
 
 
-def _used(flight: Flight, rank: RankTrace, starts: list[dict[tuple[Kind, int, int], float]]) -> float:
+def _used(flight: Flight, rank: RankTrace, placement: Placement, starts: list[dict[Started, float]]) -> float:
     """When the consumer of a message started; infinity where the flight is no message."""
-    if flight.during is None or flight.during.kind not in _CONSUMERS or flight.kind != "send":
+    if flight.during is None or flight.during.kind not in SENDS or flight.kind != "send":
         return float("inf")
-    ahead, kinds = _CONSUMERS[flight.during.kind]
     number = next((n for n, window in enumerate(rank.steps) if window.start <= flight.start < window.end), None)
     if number is None:
         return float("inf")
-    place = flight.during.stage + ahead, flight.during.microbatch
-    times = [starts[number][kind, *place] for kind in kinds if (kind, *place) in starts[number]]
+    channel = placement.channel_of[flight.during[:2]]
+    place = channel.target, flight.during.microbatch
+    times = [starts[number][kind, *place] for kind in channel.compute if (kind, *place) in starts[number]]
     return max(flight.start, min(times, default=float("inf")))

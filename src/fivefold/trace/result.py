@@ -1,6 +1,6 @@
 """The result of a trace: the file for the viewer, tables for people, JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,51 +45,40 @@ class TraceResult(Result):
         yield Text(f"trace of all ranks: {self.file}; ui.perfetto.dev opens it")
 
     def _times(self) -> Table:
-        """A row for each rank, their mean, and its shares."""
         piped, total = self.summary.trace.schedule.p > 1, self.summary.total
-        heads = ["rank", *(f">{name}" for name in (*_PARTS, *(("measured", "predicted") if piped else ())))]
+        shares = [f"{_part(total, name) / total.step:.1%}" for name in _PARTS]
 
         def cells(time: RankTime, bubble: Bubble) -> list[str]:
-            shares = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if piped else []
-            return [*(_ms(_part(time, name)) for name in _PARTS), *shares]
+            bubbles = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if piped else []
+            return [*(_ms(_part(time, name)) for name in _PARTS), *bubbles]
 
-        ranks = [cells(time, self.summary.bubble_of(rank)) for rank, time in self._ranks]
-        shares = [Cell(f"{_part(total, name) / total.step:.1%}", "dim") for name in _PARTS]
-        totals: list[Row] = [
-            [Cell("mean", "bold"), *cells(total, self.summary.bubble)],
-            [Cell("share", "dim"), *shares],
-        ]
-        return Table(heads, self._named(ranks), totals=totals)
+        heads = (*_PARTS, "measured", "predicted") if piped else _PARTS
+        return self._by_rank(heads, cells, ["share", *shares])
 
     def _traffic(self) -> Table:
-        """A row for each rank, a column for each axis; then what a rank sends along it in the mean."""
+        """A column for each axis; in the end what a rank sends along it in the mean."""
         axes, piped = self.summary.axes, self.summary.trace.schedule.p > 1
+        calls, payload = zip(*(sent(self.summary.trace, axis) for axis in axes), strict=True)
 
-        def cells(time: RankTime) -> list[str]:
+        def cells(time: RankTime, bubble: Bubble) -> list[str]:
             both = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
             return [*both, *([_ms(time.wait)] if piped else [])]
 
-        traffic = [sent(self.summary.trace, axis) for axis in axes]
-        totals: list[list[str | Cell]] = [
-            [Cell("mean", "bold"), *cells(self.summary.total)],
-            [Cell("calls", "dim"), *(Cell(f"{calls:g}", "dim") for calls, _ in traffic)],
-            [Cell("payload", "dim"), *(Cell(bytes_text(payload), "dim") for _, payload in traffic)],
-        ]
-        heads = ["rank", *(f">{name}" for name in (*axes, *(("wait",) if piped else ())))]
-        return Table(heads, self._named([cells(time) for _, time in self._ranks]), totals=totals)
+        below = ["calls", *(f"{one:g}" for one in calls)], ["payload", *map(bytes_text, payload)]
+        return self._by_rank((*axes, "wait") if piped else axes, cells, *below)
 
-    @property
-    def _ranks(self) -> Any:
-        return list(zip(self.summary.trace.ranks, self.summary.by_rank, strict=True))[:_SHOWN]
-
-    def _named(self, rows: list[list[str]]) -> list[list[str | Cell]]:
-        """With the rank's name in front; ranks beyond those that are shown are counted."""
-        ranks = self.summary.trace.ranks
-        found: list[list[str | Cell]] = [
-            [f"{rank.rank}  {rank.name}".rstrip(), *row] for rank, row in zip(ranks, rows, strict=False)
+    def _by_rank(self, heads: Sequence[str], cells: Callable[[RankTime, Bubble], list[str]], *below: Row) -> Table:
+        """A row for each rank, their mean, and what stands below it. Ranks beyond those that are shown are counted."""
+        summary, ranks = self.summary, self.summary.trace.ranks
+        rows: list[Row] = [
+            [f"{rank.rank}  {rank.name}".rstrip(), *cells(time, summary.bubble_of(rank))]
+            for rank, time in list(zip(ranks, summary.by_rank, strict=True))[:_SHOWN]
         ]
-        more = len(ranks) - _SHOWN
-        return [*found, [Cell(f"{more} more; --json has them", "dim")]] if more > 0 else found
+        if (more := len(ranks) - _SHOWN) > 0:
+            rows.append([Cell(f"{more} more; --json has them", "dim")])
+        mean = [Cell("mean", "bold"), *cells(summary.total, summary.bubble)]
+        dim = ([Cell(cell, "dim") for cell in row] for row in below)
+        return Table(["rank", *(f">{name}" for name in heads)], rows, totals=[mean, *dim])
 
     def to_dict(self) -> dict[str, Any]:
         summary, trace = self.summary, self.summary.trace

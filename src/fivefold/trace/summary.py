@@ -16,15 +16,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
+from typing import Any
+
+import numpy as np
 
 from fivefold.layout.axes import shown_order
-from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
+from fivefold.schedule.actions import Kind
+from fivefold.schedule.clock import Span
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.simulate import simulate
-from fivefold.trace.records import RankTrace, Trace, Window, land
+from fivefold.trace.records import Flight, RankTrace, Trace, Update, Wait, Window, land
 
-Interval = tuple[float, float]
-Intervals = list[Interval]  # a set of moments: sorted (start, end) that do not touch
+Timed = Window | Span | Update | Wait | Flight
+Moments = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Summary:
         found = []
         for rank in self.trace.ranks:
             line = self.trace.lines[self.line_of[rank.rank]]
-            runs = [[self.trace.run(line, step)] for step in range(len(rank.steps))]
+            runs = [self.trace.run(line, step) for step in range(len(rank.steps))]
             found.append(RankTime.mean([_parts(rank, *step) for step in zip(rank.steps, runs, strict=True)]))
         return found
 
@@ -89,15 +93,8 @@ class Summary:
     # ---- bubbles -------------------------------------------------------------------------------------------------
 
     def makespan(self, line: int, step: int) -> float:
-        start, end = self.trace.run(self.trace.lines[line], step)
-        return end - start
-
-    def measured_bubble(self, line: int, step: int) -> float:
-        """Of one run of the schedule; `Simulation.bubble_makespan` is the same of a simulated one."""
-        ranks = self.trace.spans(self.trace.lines[line], step)
-        busy = sum(span.end - span.start for spans in ranks for span in spans)
-        makespan = self.makespan(line, step)
-        return 1 - busy / (len(ranks) * makespan) if makespan else 0.0
+        run = self.trace.run(self.trace.lines[line], step)
+        return run.end - run.start
 
     def bubble_of(self, rank: RankTrace) -> Bubble:
         line = self.line_of[rank.rank]
@@ -120,78 +117,49 @@ class Summary:
 
 
 def _measured_costs(trace: Trace, line: list[RankTrace]) -> Costs:
-    """Medians by stage and kind over all microbatches and traced steps; messages take no time."""
+    """Of all microbatches and traced steps; messages take no time."""
     seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for rank in line:
         for span in rank.actions:
             seen[span.action.kind, span.action.stage].append(span.end - span.start)
-    stages = range(trace.schedule.placement.stages)
-
-    def of(kind: Kind) -> tuple[float, ...]:
-        return tuple(median(seen.get((kind, stage), [0.0])) for stage in stages)
-
-    ones = (1.0,) * len(stages)
-    return Costs(f=of(FORWARD), i=of(INPUT_GRAD), w=of(WEIGHT_GRAD), b=of(BACKWARD), activation=ones)
+    return Costs.measured(seen, trace.schedule.placement.stages)
 
 
-def _parts(rank: RankTrace, window: Window, pipeline: Intervals) -> RankTime:
-    """One step of a rank. `pipeline`: when its line ran the schedule."""
-    step: Intervals = [(window.start, window.end)]
-    acting = common(step, union((span.start, span.end) for span in rank.actions))
-    bubble = minus(common(step, pipeline), acting)
-    stood: Intervals = []
-    exposed: dict[str, Intervals] = {}
+def _parts(rank: RankTrace, window: Window, pipeline: Window) -> RankTime:
+    """One step of a rank. `pipeline`: when its line ran the schedule.
+
+    The step is cut wherever anything starts or ends, so that a set of its moments is an array of booleans, a cut each.
+    """
+    everything: list[Timed] = [window, pipeline, *rank.actions, *rank.updates, *rank.waits, *rank.flights]
+    edges = [edge for span in everything for edge in (span.start, span.end)]
+    cuts = np.unique(np.clip(edges, window.start, window.end))
+    lengths = np.diff(cuts)
+
+    def during(spans: Iterable[Timed]) -> Moments:
+        found = np.zeros(len(lengths), bool)
+        for span in spans:
+            first, last = np.searchsorted(cuts, (span.start, span.end))
+            found[first:last] = True
+        return found
+
+    def seconds(moments: Moments) -> float:
+        return float(lengths[moments].sum())
+
+    acting, stood = during(rank.actions), during(())
+    bubble = during([pipeline]) & ~acting
+    exposed: dict[str, Moments] = {}
     for axis in {wait.axis for wait in rank.waits}:
-        waits = union((wait.start, wait.end) for wait in rank.waits if wait.axis == axis and not wait.message)
-        exposed[axis] = minus(minus(common(step, waits), bubble), stood)
-        stood = union((*stood, *exposed[axis]))
-    updating = minus(common(step, union((u.start, u.end) for u in rank.updates)), union((*stood, *acting, *bubble)))
-    messages = common(bubble, union((wait.start, wait.end) for wait in rank.waits if wait.message))
+        waits = during(wait for wait in rank.waits if wait.axis == axis and not wait.message)
+        exposed[axis] = waits & ~bubble & ~stood
+        stood = stood | waits & ~bubble
+    updating = during(rank.updates) & ~(stood | acting | bubble)
+    messages = bubble & during(wait for wait in rank.waits if wait.message)
     hidden = {}
     for axis in {flight.axis for flight in rank.flights}:
-        flying = union((flight.start, flight.end) for flight in rank.flights if flight.axis == axis)
-        hidden[axis] = length(minus(common(step, flying), exposed.get(axis, [])))
-    total, compute, idle, optimizer = map(length, (step, minus(acting, stood), bubble, updating))
-    waited = {axis: length(times) for axis, times in exposed.items()}
+        flying = during(flight for flight in rank.flights if flight.axis == axis)
+        hidden[axis] = seconds(flying & ~exposed.get(axis, during(())))
+    compute, idle, optimizer = map(seconds, (acting & ~stood, bubble, updating))
+    waited = {axis: seconds(moments) for axis, moments in exposed.items()}
+    total = window.end - window.start
     other = total - (compute + idle + optimizer + sum(waited.values()))
-    return RankTime(total, compute, idle, optimizer, other, length(messages), exposed=waited, hidden=hidden)
-
-
-# ---- sets of moments -------------------------------------------------------------------------------------------------
-
-
-def union(parts: Iterable[Interval]) -> Intervals:
-    """All moments of any parts, which may overlap and be in any order."""
-    found: Intervals = []
-    for start, end in sorted(part for part in parts if part[0] < part[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
-
-
-def minus(whole: Intervals, taken: Intervals) -> Intervals:
-    """The moments of `whole` that are not in `taken`."""
-    found: Intervals = []
-    next_ = 0
-    for start, end in whole:
-        while next_ < len(taken) and taken[next_][1] <= start:
-            next_ += 1
-        place = next_  # what is taken here may reach into the next of the whole
-        while place < len(taken) and taken[place][0] < end:
-            if taken[place][0] > start:
-                found.append((start, taken[place][0]))
-            start = max(start, taken[place][1])
-            place += 1
-        if start < end:
-            found.append((start, end))
-    return found
-
-
-def common(a: Intervals, b: Intervals) -> Intervals:
-    return minus(a, minus(a, b))
-
-
-def length(parts: Intervals) -> float:
-    return sum(end - start for start, end in parts)
+    return RankTime(total, compute, idle, optimizer, other, seconds(messages), exposed=waited, hidden=hidden)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.messages import from_all, to_first
 from fivefold.schedule.actions import COMPUTE, Action
 from fivefold.schedule.clock import Span
 from fivefold.schedule.schedule import Schedule
@@ -121,11 +122,10 @@ class Tracer:
         if number != self.traced[-1]:
             return None
         world, layout = self.mesh.world, self.mesh.layout
-        gathered: list[RankTrace | None] = [self._records()]
+        gathered = [self._records()]
         if world.size > 1:
-            mine, gathered = gathered[0], [None] * world.size
-            dist.gather_object(mine, gathered if world.rank == 0 else None, group=world.group, group_dst=0)
-        return Trace(schedule, tuple(filter(None, gathered)), str(layout)) if world.rank == 0 else None
+            gathered = to_first(gathered[0], RankTrace, world.group)
+        return Trace(schedule, tuple(gathered), str(layout)) if world.rank == 0 else None
 
     def _records(self) -> RankTrace:
         mesh, end = self.mesh, max((window.end for window in self.windows), default=0.0)
@@ -152,11 +152,9 @@ def against_rank_0(
     world = mesh.world
     if world.size == 1:
         return 0.0, 0.0
-    hosts: list[str] = [""] * world.size
-    dist.all_gather_object(hosts, host or socket.gethostname(), group=world.group)
+    hosts = from_all(host or socket.gethostname(), str, world.group)
     firsts = {name: hosts.index(name) for name in hosts}
-    measured: list[tuple[float, float]] = [(0.0, 0.0)] * world.size
-    mine = 0.0, 0.0
+    mine, measured = (0.0, 0.0), [(0.0, 0.0)] * world.size
     ping = torch.zeros(1, dtype=torch.float64, device="cpu" if world.staged else mesh.device)
     for first in firsts.values():
         if world.rank == 0 and first:
@@ -175,5 +173,5 @@ def against_rank_0(
             error, offset = min(answers)
             mine = offset, error
     if len(firsts) > 1:
-        dist.all_gather_object(measured, mine, group=world.group)
+        measured = from_all(mine, tuple[float, float], world.group)
     return measured[firsts[hosts[world.rank]]]

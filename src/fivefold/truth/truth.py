@@ -13,7 +13,7 @@ from fivefold.truth.fit import STEPS, fit, predict
 from fivefold.truth.result import TruthResult
 from fivefold.truth.score import evaluate
 
-Progress = Callable[[str, int, int], None]  # what is done, steps so far, all steps
+Progress = Callable[[int, int, str], None]  # steps so far, all steps, what is done
 
 
 def truth(
@@ -22,7 +22,7 @@ def truth(
     rows: str = "",
     leave_out: bool = False,
     refit: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda done, total, what: None,
 ) -> TruthResult:
     """Predict every run of a directory of CSV files, by default of those that come with the package.
 
@@ -44,7 +44,7 @@ def truth(
 def _steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
     """Counts the calls, and reports each of them."""
     done = iter(range(1, total + 1))
-    return lambda: progress(what, next(done, total), total)
+    return lambda: progress(next(done, total), total, what)
 
 
 def _runs(every: list[Row]) -> list[Measured]:

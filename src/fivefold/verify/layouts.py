@@ -27,9 +27,9 @@ import msgspec
 from fivefold.job.config import Job
 from fivefold.layout.axes import AXES
 from fivefold.layout.layout import ContextKind, Layout, Recompute
-from fivefold.plan.search.space import divisors
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.model import ModelSpec
+from fivefold.support.numbers import divisors
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
 _DEGREES = [axis for axis in AXES if axis in Layout().degrees]

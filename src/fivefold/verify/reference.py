@@ -44,7 +44,7 @@ class Reference:
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        rows, parameters, names, noise = torch.load(path, mmap=True)
+        rows, parameters, names, noise = torch.load(path, mmap=True, weights_only=True)
         return cls([Step(*row) for row in rows], parameters, set(names), noise)
 
 

@@ -27,6 +27,7 @@ from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.schedule.schedule import peak_live
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
+from fivefold.support.ranges import SEQUENCES, STEPS, TOKENS, checked, seconds, within
 from fivefold.verify.compare import OPTIMIZER
 from fivefold.verify.layouts import LayoutCase, all_cases, covered, pairwise
 from fivefold.verify.result import VerifyResult
@@ -63,6 +64,8 @@ def verify(
     one is next.
     """
     _check(layout, everything, world, sample, timeout)
+    for name, value, most in (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES)):
+        checked(f"--{name}", value, within(1, most))
     world = 4 if world is None else world
     chosen = "dp=1" if everything else str(layout or _DEFAULT)
     if isinstance(model, ModelSpec) and any(one.startswith("model") for one in changes):
@@ -109,8 +112,7 @@ def _check(
         raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
     if world is not None and world < 1:
         raise UserError(f"--world {world} has no ranks; nearest: --world 1")
-    if timeout <= 0:
-        raise UserError(f"--timeout {timeout:g} leaves no time; nearest: --timeout 120")
+    seconds("--timeout", timeout)
     if everything and layout is not None:
         raise UserError(f"--all takes every layout of --world ranks, and --layout {layout} names one; leave one out")
     if not everything and (world is not None or sample is not None):

@@ -22,6 +22,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import counted, either
+from fivefold.support.ranges import RANKS, TOKENS, misfit, within
 
 TIE = 1.03  # the model of kernels and links is not more exact than that
 
@@ -234,10 +235,9 @@ def context(
     found = spec.problems()
     if len(machines.groups) > 1:
         found.append(f"{machines} has mixed nodes, and a cp group runs on nodes of one kind; nearest: cluster={group}")
-    if seq < 1:
-        found.append(f"seq={seq} must be at least 1")
     if cp < 2:
         found.append(f"cp={cp} does not divide a sequence; nearest: cp=2")
+    found += filter(None, (misfit("seq", seq, within(1, TOKENS)), misfit("cp", max(cp, 2), within(2, RANKS))))
     if found:
         raise UserError(found)
     if tp is None:
@@ -246,7 +246,7 @@ def context(
     layout = Layout(tp=tp, cp=cp)
     found = layout.problems(spec, seq=seq)
     if layout.world > machines.world:
-        fits = [n for n in range(2, cp) if max(1, tp) * n <= machines.world and seq % (2 * n) == 0]
+        fits = [n for n in range(2, min(cp, machines.world // max(1, tp) + 1)) if seq % (2 * n) == 0]
         larger = f"cluster={-(-layout.world // group.gpus)}x{group.gpus}x{group.accelerator.name}"
         found.append(
             f"tp={tp} x cp={cp} needs {layout.world} GPUs, and {machines} has {machines.world}; nearest: "

@@ -17,10 +17,12 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint
 from fivefold.plan.cost.time import Case, Estimate, estimate, repeating
-from fivefold.plan.search.space import Space, Wish, divisors, mixed_cases, space
-from fivefold.schedule.catalogue import CATALOGUE
+from fivefold.plan.search.space import Space, Wish, mixed_cases, space
+from fivefold.schedule.catalogue import CATALOGUE, LARGEST
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
+from fivefold.support.numbers import divisors
+from fivefold.support.ranges import SEQUENCES, misfit, within
 
 By = Literal["throughput", "memory", "pareto"]
 SURVIVORS = 24  # layouts that are timed exactly
@@ -122,7 +124,7 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
     allowed = MIXED if len(case.cluster.groups) > 1 and not case.cluster.alike() else FIXED
     found = [f"{key} cannot be fixed here; {either(allowed)} can" for key in fixed if key not in allowed]
     counts = ("tp", "pp", "cp", "dp", "microbatches", "samples")
-    found += [f"{key}={fixed[key]} must be at least 1" for key in counts if fixed.get(key, 1) < 1]
+    found += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
         found.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
     if found:
@@ -188,7 +190,7 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
     used = math.prod(degrees.values())
     known = {key: value for key, value in fixed.items() if key in Layout.__struct_fields__}
     # As many microbatches as there can be, so that a schedule complains only if it can never have enough.
-    found = Layout(**({"microbatches": batch} | known)).problems(case.spec, seq=case.seq)
+    found = Layout(**({"microbatches": min(batch, LARGEST)} | known)).problems(case.spec, seq=case.seq)
     if world % used:
         near = [n for n in divisors(world) if n != used]
         found.append(

@@ -18,9 +18,10 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout, Recompute, tp_fits
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.closed import Array, Block, Choices, Closed, Pipeline, Shape
-from fivefold.schedule.catalogue import RECORDS, is_file, record_of
+from fivefold.schedule.catalogue import LARGEST, RECORDS, is_file, record_of
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
+from fivefold.support.numbers import divisors
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 SIZES = 12  # of a microbatch that are tried, at most
@@ -85,11 +86,6 @@ def space(wish: Wish) -> Space:
     return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory())
 
 
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
 def _shapes(wish: Wish) -> Iterator[Shape]:
     """Of a block, all that heads, sequence and cluster allow."""
     case = wish.case
@@ -151,6 +147,7 @@ def _legal(wish: Wish, of: Choices) -> Choices:
     chunks = np.where(of.pp == 1, 1, np.array([one.chunks for one in wish.pipelines])[of.pipeline])
     least = np.array([one.schedule.least for one in wish.pipelines])[of.pipeline]
     legal = (of.pp == 1) | (of.microbatches >= least * of.pp)
+    legal &= of.pp * chunks * of.microbatches <= LARGEST
     for schedule, _ in wish.pipelines:
         if held := schedule.schedule:  # of a file, for its own numbers alone
             legal &= (of.pp == held.p) & (of.microbatches == held.m)

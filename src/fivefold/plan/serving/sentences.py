@@ -16,6 +16,7 @@ from fivefold.plan.serving.options import (
     whole_weights,
 )
 from fivefold.plan.serving.step import Replica
+from fivefold.support.ranges import TOKENS, misfit, within
 
 NODE = 8  # GPUs of a usual node, where the given one is smaller
 
@@ -175,9 +176,9 @@ def problems(service: Service) -> list[str]:
     spec, cluster = service.spec, service.cluster
     found = spec.problems()
     given = {name: value for name, value in vars(service).items() if value is not None}
-    counts = [name for name in ("prompt", "output", "sequences") if given.get(name, 1) < 1]
+    counts = [misfit(name, given.get(name), within(1, TOKENS)) for name in ("prompt", "output", "sequences")]
     targets = [name for name in ("ttft", "tpot") if not given.get(name, 1) > 0]
-    found += [f"{name}={given[name]} must be at least 1" for name in counts]
+    found += filter(None, counts)
     found += [f"the target {name}={given[name]} must be more than 0 seconds" for name in targets]
     if service.precision not in ("bf16", "fp8"):
         found.append(f"precision={service.precision!r} of the weights must be 'bf16' or 'fp8'")
@@ -185,7 +186,7 @@ def problems(service: Service) -> list[str]:
         found.append(f"{service.group.accelerator.name} has no {service.precision} matmuls; serve in bf16")
     if service.cache_bytes not in (1, 2):
         found.append(f"cache_bytes={service.cache_bytes} must be 2 (bf16) or 1 (fp8)")
-    if service.tokens > spec.context:
+    if not any(counts[:2]) and service.tokens > spec.context:
         left = spec.context - service.prompt
         hint = f"nearest: output={left}" if left > 0 else f"prompt and output share {spec.context:,}"
         found.append(

@@ -12,16 +12,13 @@ The checker reads the action lists and nothing else: it knows no builder and no 
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fivefold.schedule.check.accumulate import accumulate
 from fivefold.schedule.check.bounds import bounds
-from fivefold.schedule.check.channels import channels
 from fivefold.schedule.check.complete import complete
 from fivefold.schedule.check.deadlock import deadlock
 from fivefold.schedule.check.index import Index, Problem
-from fivefold.schedule.check.order import order
+from fivefold.schedule.check.order import accumulate, channels, order
 from fivefold.schedule.schedule import Schedule
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import shortened
 
 __all__ = ["Problem", "check", "prove"]
 
@@ -49,5 +46,5 @@ def prove(schedule: Schedule) -> Schedule:
     problems = check(schedule)
     if problems:
         about = f"schedule {schedule.name}"
-        raise UserError(shortened([f"{about}: {problem}" for problem in problems], about))
+        raise UserError(f"{about}: {problem}" for problem in problems)
     return schedule

@@ -74,16 +74,13 @@ def _compute(index: Index, stage: int) -> Iterator[Problem]:
 
 def _messages(index: Index) -> Iterator[Problem]:
     """One of each message per microbatch where the neighbouring stage is on another rank, none where it is not."""
-    owner, channels = index.schedule.placement.owner, index.schedule.placement.channels
-    needed: dict[tuple[Kind, int], str] = {}  # by kind and stage, why
-    for channel in channels:
-        source, target = channel.source, channel.target
-        needed[channel.send, source] = f"stage {target} on rank {owner[target]} waits for it"
-        needed[channel.receive, target] = f"stage {source} on rank {owner[source]} sends it"
+    owner, channel_of = index.schedule.placement.owner, index.schedule.placement.channel_of
     for stage, rank in enumerate(owner):
         for kind in MESSAGES:
             places = index.places(kind, stage)
-            if why := needed.get((kind, stage)):
+            if channel := channel_of.get((kind, stage)):
+                other, does = (channel.target, "waits for") if kind is channel.send else (channel.source, "sends")
+                why = f"stage {other} on rank {owner[other]} {does} it"
                 for k in range(index.schedule.m):
                     if places[k] == ABSENT:
                         yield Problem(f"rank {rank} never has {Action(kind, stage, k)}, and {why}", rank)

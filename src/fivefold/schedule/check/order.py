@@ -1,7 +1,9 @@
 """Order: within a rank, nothing runs before what it needs. RECV < F < SEND, F < I < W, RECV < I < SEND; and where two
-neighbouring stages share a rank, one before the other. A joined pair runs as one: neither half may need the other."""
+neighbouring stages share a rank, one before the other. A joined pair runs as one: neither half may need the other. And
+the orders that two readers must agree on: of weight gradients in a sum, of messages in a channel."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from operator import gt
 
 from fivefold.schedule.actions import (
@@ -16,6 +18,7 @@ from fivefold.schedule.actions import (
     SEND_GRADIENT,
     STEP,
     WEIGHT_GRAD,
+    Action,
 )
 from fivefold.schedule.check.index import ABSENT, Index, Problem, Row
 
@@ -98,3 +101,37 @@ def _pairs(index: Index) -> Iterator[Problem]:
                 yield Problem(f"{name} {partner}; only an F and the B after it can be joined", rank, place)
             elif action[1:3] == partner[1:3]:
                 yield Problem(f"{name} {partner}, which needs its result", rank, place)
+
+
+def accumulate(index: Index) -> Iterator[Problem]:
+    """A stage's weight gradients are added up in ascending order of microbatches, as a single device does it.
+
+    Floating-point sums depend on their order; this is what makes a pipeline's gradients equal to the last bit.
+    """
+    for stage, rank in enumerate(index.schedule.placement.owner):
+        for before, after in pairwise(index.weight_gradients(stage)):
+            if after < before:
+                yield Problem(
+                    f"rank {rank} has {index.named(rank, after)} before {index.named(rank, before)}: "
+                    f"the weight gradients of stage {stage} would be summed in another order than on a single device",
+                    rank,
+                    after,
+                )
+
+
+def channels(index: Index) -> Iterator[Problem]:
+    """Both ends of a FIFO list the same order. NCCL pairs messages by order alone."""
+    owner = index.schedule.placement.owner
+    for channel in index.schedule.placement.channels:
+        send, source, receive, target = channel.send, channel.source, channel.receive, channel.target
+        sent, received = index.sequence[send, source], index.sequence[receive, target]
+        if sent == received:
+            continue
+        number = next(n for n, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1])
+        yield Problem(
+            f"message {number} of the {channel} is {Action(send, source, sent[number])} on rank {owner[source]} and "
+            f"{Action(receive, target, received[number])} on rank {owner[target]}: the two ends do not list the same "
+            "order",
+            owner[target],
+            index.places(receive, target)[received[number]],
+        )

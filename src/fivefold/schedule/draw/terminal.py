@@ -7,10 +7,8 @@ in for them. The microbatch is shown where its number fits, so a wider terminal 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from io import StringIO
 from itertools import groupby
 
-from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
@@ -22,7 +20,7 @@ from fivefold.schedule.simulate import Simulation
 BARS = " ▁▂▃▄▅▆▇█"
 
 
-def to_terminal(simulation: Simulation, columns: int = 100, colour: bool = True) -> Text:
+def timeline(simulation: Simulation, columns: int = 100, colour: bool = True) -> Text:
     """The picture as styled text, at most `columns` wide."""
     label = len(f"rank {simulation.schedule.p - 1} ")
     width = max(10, columns - label - 6)
@@ -112,19 +110,3 @@ def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
             text.append(f" {kind} ", style)
             text.append(f" {NAMES[kind]}   ", "dim")
     return text
-
-
-def timeline(simulation: Simulation, width: int, colour: bool) -> str:
-    """The picture as lines for a `report.Drawing`, with ANSI colours or without."""
-    return _lines(to_terminal(simulation, width, colour), colour)
-
-
-def legend_text(simulations: Sequence[Simulation], colour: bool) -> str:
-    return _lines(legend(simulations, colour), colour)
-
-
-def _lines(text: Text, colour: bool) -> str:
-    out = StringIO()
-    console = Console(file=out, force_terminal=colour, color_system="truecolor" if colour else None, width=100_000)
-    console.print(text, no_wrap=True, crop=False, end="")
-    return out.getvalue()

@@ -1,0 +1,95 @@
+"""Nothing from outside is run: no call in the source would execute what a file or a peer says, but those named."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "fivefold"
+ALLOWED = {
+    # The launcher's pipe to processes that it forks itself: inherited, never on disk, and closed to all others.
+    ("launch/processes.py", "import pickle"),
+    ("launch/processes.py", "pickle.loads"),
+    # The benchmark's opponent reads files that the same process wrote a moment ago, in a directory of its own.
+    ("bench/checkpoint_rank.py", "state_dict_loader"),
+    ("bench/checkpoint_rank.py", "FileSystemReader"),
+}
+PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
+RUNS = {"eval", "exec", "compile", "os.system", "os.popen", "runpy.run_path"}
+READS = {"FileSystemReader", "state_dict_loader", "load_state_dict_from_url", "unpickle", "Unpickler"}
+
+
+def doors(text: str) -> Iterator[str]:
+    """What in a module's source would execute data."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(names):
+                yield from (f"import {one.name}" for one in names if one.name.split(".")[0] in PICKLERS)
+                yield from (f"torch as {one.asname}" for one in names if one.name == "torch" and one.asname)
+            case ast.ImportFrom(module=str(module), names=names):
+                if module.split(".")[0] in PICKLERS:
+                    yield f"import {module}"
+                yield from (f"{module}.load" for one in names if (module, one.name) == ("torch", "load"))
+                yield from (one.name for one in names if one.name in READS or one.name.endswith(("_object", "_list")))
+            case ast.Call():
+                yield from _of_call(node)
+
+
+def _of_call(call: ast.Call) -> Iterator[str]:
+    name = ast.unparse(call.func)
+    *_, last = name.split(".")
+    given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    signs = (
+        name in RUNS,
+        last in READS,
+        last.endswith(("_object", "_object_list")),
+        last in ("load", "loads") and name.split(".")[0] in (*PICKLERS, "dcp", "checkpoint"),
+        name == "torch.load" and given.get("weights_only") != "True",
+        given.get("shell") == "True",
+        given.get("allow_pickle") == "True",
+    )
+    if any(signs):
+        yield name
+
+
+def test_the_source_has_no_door_but_those_named() -> None:
+    found = {(str(file.relative_to(SOURCE)), door) for file in SOURCE.rglob("*.py") for door in doors(file.read_text())}
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "pickle.load(file)",
+        "torch.load(path)",
+        "from torch import load",
+        "import torch as other",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, mmap=True, weights_only=wanted)",
+        "dist.broadcast_object_list(box)",
+        "dist.all_gather_object(box, value)",
+        "dist.gather_object(value, box)",
+        "dist.scatter_object_list(a, b)",
+        "from torch.distributed import all_gather_object",
+        "dist.recv_object_list(box)",
+        "eval(text)",
+        "exec(text)",
+        "yaml.load(file)",
+        "subprocess.run(words, shell=True)",
+        "os.system(words)",
+        "np.load(file, allow_pickle=True)",
+        "state_dict_loader.load(a, storage_reader=FileSystemReader(path))",
+    ],
+)
+def test_a_door_is_seen(line: str) -> None:
+    assert list(doors(line))
+
+
+@pytest.mark.parametrize(
+    "line", ["model.eval()", "torch.load(path, weights_only=True)", "json.loads(text)", "re.compile(x)"]
+)
+def test_what_runs_nothing_is_no_door(line: str) -> None:
+    assert not list(doors(line))
