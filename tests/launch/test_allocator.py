@@ -9,7 +9,7 @@ import pytest
 from fivefold.launch.allocator import keep_freed_memory
 
 OF_OTHERS = ("MALLOC_", "MIMALLOC_", "GLIBC_TUNABLES")
-# Pages that the operating system had to provide in each step of a model with activations of 128 MB.
+# Pages that the operating system had to provide in each step of a model with activations of 128 MB, 32,768 pages.
 STEPS = """
 from fivefold.launch.allocator import keep_freed_memory
 keep_freed_memory()
@@ -18,7 +18,7 @@ from torch import nn
 torch.set_num_threads(1)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(16)))
 tokens = torch.ones(4096, 256)
-for _ in range(6):
+for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     model(tokens).sum().backward()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -31,7 +31,10 @@ def untouched() -> dict[str, str]:
 
 def test_what_one_step_frees_the_next_one_uses() -> None:
     found = subprocess.run([sys.executable, "-c", STEPS], env=untouched(), check=True, capture_output=True, text=True)
-    assert int(found.stdout.split()[-1]) < 100
+    first, _, *later = (int(pages) for pages in found.stdout.split())
+    # A heap that is cut up may have to grow by a block, 1,024 pages, now and then; a step uses 32 of them and more.
+    assert first > 30_000
+    assert sum(later) / len(later) < 0.05 * first, later
 
 
 @pytest.mark.parametrize(
