@@ -67,6 +67,7 @@ def of(errors: list[compare.Error], name: str) -> compare.Error:
     return error
 
 
+GPT = tiny(norm="layernorm", bias=True, positions="learned", activation="gelu", kv_heads=4)
 WANTED = {
     "layers.0.attention.k.bias": torch.full((4,), 1e-18, dtype=torch.float64),  # zero, but for rounding
     "layers.0.attention.q.bias": torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64),
@@ -76,9 +77,9 @@ WANTED = {
 
 def compared(**changes: Tensor | None) -> list[compare.Error]:
     found = {name: changes.get(name.split(".")[-2], tensor) for name, tensor in WANTED.items()}
-    zero = compare.zeros(WANTED)
+    zero = compare.zeros(WANTED, GPT)
     assert zero == {"layers.0.attention.k.bias"}
-    return compare.gradients({n: t for n, t in found.items() if t is not None}, WANTED, 1, 1e-10, zero)
+    return compare.gradients({n: t for n, t in found.items() if t is not None}, WANTED, 1, 1e-10, GPT, zero)
 
 
 def test_the_error_is_relative_to_the_largest_entry() -> None:
@@ -103,16 +104,15 @@ def test_a_gradient_that_is_zero_in_theory_is_held_against_its_block() -> None:
 
 
 def test_the_k_bias_of_the_gpt_block_is_such_a_gradient() -> None:
-    gpt = tiny(norm="layernorm", bias=True, positions="learned", activation="gelu", kv_heads=4)
-    step = run_reference(job("dp=1", gpt), torch.device("cpu")).steps[0]
-    assert compare.zeros(step.gradients) == {f"layers.{layer}.attention.k.bias" for layer in range(2)}
+    step = run_reference(job("dp=1", GPT), torch.device("cpu")).steps[0]
+    assert compare.zeros(step.gradients, GPT) == {f"layers.{layer}.attention.k.bias" for layer in range(2)}
 
 
 def test_a_small_gradient_is_not_zero_and_must_be_there_in_any_dtype() -> None:
     wanted = {"layers.0.attention.k_norm.weight": torch.full((4,), 1e-6), "layers.0.mlp.up.weight": torch.ones(4)}
     found = wanted | {"layers.0.attention.k_norm.weight": torch.zeros(4)}
     error = of(
-        compare.gradients(found, wanted, 1, bound_of(job("dp=1", dtype="bfloat16"))),
+        compare.gradients(found, wanted, 1, bound_of(job("dp=1", dtype="bfloat16")), tiny(qk_norm=True)),
         "layers.0.attention.k_norm.weight",
     )
     assert not error.holds
@@ -121,15 +121,15 @@ def test_a_small_gradient_is_not_zero_and_must_be_there_in_any_dtype() -> None:
 def test_rounding_noise_widens_the_bound_of_its_own_gradient_alone() -> None:
     name = "layers.0.attention.q.bias"
     off = dict(WANTED) | {name: WANTED[name] + 1e-3, "norm.weight": WANTED["norm.weight"] + 1e-3}
-    errors = compare.gradients(off, WANTED, 1, 1e-6, noise={name: 4e-4})
+    errors = compare.gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 4e-4})
     assert of(errors, name).holds  # the noise is 4e-4, and 4 times that is allowed
     assert of(errors, name).bound == pytest.approx(4 * 4e-4 / 2)  # relative to the largest entry
     assert not of(errors, "norm.weight").holds
-    errors = compare.gradients(off, WANTED, 1, 1e-6, noise={name: 2e-4})
+    errors = compare.gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 2e-4})
     assert not of(errors, name).holds
-    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, noise={name: 0.4})
+    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.4})
     assert "is zero" in str(of(errors, name))  # the gradient is larger than its noise
-    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, noise={name: 0.6})
+    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.6})
     assert of(errors, name).holds  # nothing is known of a gradient below its noise
 
 
@@ -143,7 +143,7 @@ def test_the_noise_of_a_gradient_knows_what_cancels_in_it(dtype: str) -> None:
         reference, exact = run_reference(one, cpu), run_reference(one, cpu, exact=True)
         add_noise(reference, exact, reference)
         add_noise(reference, exact, run_reference(one, cpu, nudge=1))
-        zero = compare.zeros(exact.steps[0].gradients)
+        zero = compare.zeros(exact.steps[0].gradients, spec)
         shares = [
             noise / min(float(step.gradients[n].abs().max()) for step in exact.steps)
             for n, noise in reference.noise.items()

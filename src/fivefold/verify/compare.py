@@ -96,10 +96,10 @@ def number(what: str, step: int, found: float, wanted: float, bound: float) -> E
     return Error(what, "", step, abs(found - wanted) / (abs(wanted) or 1.0), bound)
 
 
-def zeros(gradients: Mapping[str, "Tensor"]) -> set[str]:
+def zeros(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> set[str]:
     """The gradients, in float64, that are nothing but rounding noise."""
-    largest = _largest(gradients)
-    return {name for name, gradient in gradients.items() if _max(gradient) <= _ZERO * largest[_block(name)]}
+    largest = _largest(gradients, spec)
+    return {name for name, gradient in gradients.items() if _max(gradient) <= _ZERO * largest[name]}
 
 
 def gradients(
@@ -107,14 +107,15 @@ def gradients(
     wanted: Mapping[str, "Tensor"],
     step: int,
     bound: float,
+    spec: ModelSpec,
     zero: Collection[str] = (),
     noise: Mapping[str, float] | None = None,
 ) -> list[Error]:
     """`zero` names the gradients that are zero in theory; `noise` has the rounding error of each gradient."""
-    largest = _largest(wanted)
+    largest = _largest(wanted, spec)
     errors = []
     for name, tensor in wanted.items():
-        scale = largest[_block(name)] if name in zero else _max(tensor)
+        scale = largest[name] if name in zero else _max(tensor)
         lost = SPREAD * (noise or {}).get(name, 0.0)
         allowed = max(bound, lost / scale) if scale else bound
         if name not in found:
@@ -131,12 +132,13 @@ def distances(found: Mapping[str, "Tensor"], exact: Mapping[str, "Tensor"]) -> d
     return {name: _max(found[name].double() - tensor) for name, tensor in exact.items()}
 
 
-def _largest(gradients: Mapping[str, "Tensor"]) -> dict[str, float]:
-    """The largest entry in each block."""
-    largest: dict[str, float] = {}
+def _largest(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> dict[str, float]:
+    """For each gradient the largest entry in its block; what lies below and above the layers is one block."""
+    block = {parameter.name: parameter.layer for parameter in spec.parameters()}
+    largest: dict[int | None, float] = {}
     for name, gradient in gradients.items():
-        largest[_block(name)] = max(largest.get(_block(name), 0.0), _max(gradient))
-    return largest
+        largest[block[name]] = max(largest.get(block[name], 0.0), _max(gradient))
+    return {name: largest[block[name]] for name in gradients}
 
 
 def parameters(found: Mapping[str, "Tensor"], wanted: Mapping[str, "Tensor"], job: Job, bound: float) -> list[Error]:
@@ -164,8 +166,3 @@ def _tensors(what: str, name: str, step: int, a: "Tensor", b: "Tensor", scale: f
 
 def _max(tensor: "Tensor") -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def _block(name: str) -> str:
-    """'layers.3' of 'layers.3.attention.k.bias'; what stands outside the layers is one block."""
-    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""

@@ -69,7 +69,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         measured.errors.append(compare.number("norm", step, norm.item(), target.norm, bound))
         gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
         found = _whole(engine.gradients())
-        measured.errors.extend(compare.gradients(found, gradients, step, bound, wanted.zeros, wanted.noise))
+        measured.errors.extend(compare.gradients(found, gradients, step, bound, job.model, wanted.zeros, wanted.noise))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
         with others:
             engine.step(rate if batch.loss_tokens else None, norm)

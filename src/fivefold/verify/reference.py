@@ -52,10 +52,10 @@ def write_reference(rank: Rank, job: Job, path: Path) -> None:
     device = choose_device(job.train.device, rank.number)
     reference = run_reference(job, device)
     if job.train.dtype == "float64":
-        reference.zeros.update(zeros(reference.steps[0].gradients))
+        reference.zeros.update(zeros(reference.steps[0].gradients, job.model))
     else:
         exact = run_reference(job, torch.device("cpu"), exact=True)
-        reference.zeros.update(zeros(exact.steps[0].gradients))
+        reference.zeros.update(zeros(exact.steps[0].gradients, job.model))
         add_noise(reference, exact, reference)
         for draw in range(1, DRAWS + 1):
             add_noise(reference, exact, run_reference(job, device, nudge=draw))

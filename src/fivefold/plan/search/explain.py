@@ -16,6 +16,7 @@ from fivefold.plan.cost.footprint import footprint
 from fivefold.plan.cost.time import estimate
 from fivefold.plan.cost.traffic import expected
 from fivefold.plan.search.search import Option, search
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.formatting import either
 
 RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
@@ -80,9 +81,10 @@ def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
     if layout.tp > 1:
         yield ("no sp" if layout.sp else "sp"), structs.replace(layout, sp=not layout.sp)
     if layout.pp > 1:
-        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
-            if schedule != layout.schedule:
-                yield f"schedule={schedule}", structs.replace(layout, schedule=schedule, chunks=0, split=())
+        for record in CATALOGUE.values():
+            if record.planned and record is not layout.record:
+                change = f"schedule={record.name}"
+                yield change, structs.replace(layout, schedule=record.name, chunks=0, split=())
 
 
 def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
@@ -154,7 +156,7 @@ WORTH = 0.05  # more tokens per second: from here on another batch is worth a se
 def complexity(layout: Layout) -> int:
     """How much there is to get right: axes in use, and a schedule to trust."""
     axes = (layout.pp > 1) * 2 + (layout.tp > 1) + (layout.cp > 1)
-    return axes + (layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved")) + (layout.replicate > 1)
+    return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1)
 
 
 def simplest(options: Sequence[Option]) -> Option:
