@@ -67,6 +67,10 @@ def made(kind: str, tied: bool, directory: Path, shard: str = "5GB") -> Path:
                                          initializer_range=0.2, resid_pdrop=0.0, embd_pdrop=0.0,
                                          attn_pdrop=0.0)  # fmt: skip
         model = transformers.GPT2LMHeadModel(config)
+    elif kind == "qwen2":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, tie_word_embeddings=tied))
+    elif kind == "mistral":
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=None))
     elif kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, tie_word_embeddings=tied))
     else:
@@ -75,7 +79,8 @@ def made(kind: str, tied: bool, directory: Path, shard: str = "5GB") -> Path:
     return directory
 
 
-CASES = [("llama", False), ("llama", True), ("qwen3", False), ("qwen3", True), ("gpt2", True)]
+CASES = [("llama", False), ("llama", True), ("mistral", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
+CASES += [("gpt2", True)]
 
 
 @pytest.mark.parametrize(("kind", "tied"), CASES)
@@ -122,7 +127,9 @@ def test_a_run_goes_on_from_imported_weights(tokens: Path, tmp_path: Path) -> No
     assert samples == list(range(16))
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b", "qwen3-8b", "tiny-gpt", "tiny", "llama2-7b"])
+@pytest.mark.parametrize(
+    "name", ["llama3-8b", "llama3.2-1b", "qwen2.5-7b", "qwen3-8b", "tiny-gpt", "tiny", "smollm2-1.7b"]
+)
 def test_a_config_that_is_written_reads_back_as_the_same_model(name: str) -> None:
     spec = preset(name)
     assert spec_from_hf(to_hf_config(spec, "bfloat16"), spec.name) == spec

@@ -20,8 +20,24 @@ PUBLISHED = {  # from the releases' own weights
     "llama3-405b": 405_853_388_800,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
+    "llama3.3-70b": 70_553_706_496,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
     "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "gpt2-124m": 124_439_808,
 }
 
@@ -29,6 +45,22 @@ PUBLISHED = {  # from the releases' own weights
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert preset(name).parameter_count == PUBLISHED[name]
+
+
+def test_qwen_counts_without_embeddings_are_those_of_the_model_cards() -> None:
+    """In billions, as the cards of Qwen2.5 print them."""
+    for name, billions in (("qwen2.5-0.5b", 0.36), ("qwen2.5-1.5b", 1.31), ("qwen2.5-3b", 2.77), ("qwen2.5-7b", 6.53)):
+        kept = [p for p in preset(name).parameters() if p.kind != "embedding" and p.name != "head.weight"]
+        assert round(sum(p.size for p in kept) / 1e9, 2) == billions
+
+
+def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
+    biased = {p.name: (p.shape, p.tp) for p in preset("qwen2.5-7b").block_parameters(0) if p.kind == "bias"}
+    assert biased == {
+        "layers.0.attention.q.bias": ((3584,), "rows"),
+        "layers.0.attention.k.bias": ((512,), "kv rows"),
+        "layers.0.attention.v.bias": ((512,), "kv rows"),
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron")])
@@ -63,6 +95,10 @@ def test_flops_per_token_name_their_convention() -> None:
         ("llama3-405b", {"rope_scaling": RopeScaling(factor=8.0), "kv_heads": 8, "context": 131_072}),
         ("llama2-70b", {"rope_theta": 1e4, "rope_scaling": None, "kv_heads": 8, "context": 4096}),
         ("qwen3-8b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "head_dim": 128, "context": 40_960}),
+        ("qwen2.5-7b", {"rope_theta": 1e6, "norm_eps": 1e-6, "vocab": 152_064, "context": 131_072, "tied": False}),
+        ("qwen2.5-32b", {"norm_eps": 1e-5, "qkv_bias": True, "bias": False, "head_dim": 128}),
+        ("mistral-7b-v0.3", {"rope_theta": 1e6, "vocab": 32_768, "context": 32_768, "norm_eps": 1e-5, "kv_heads": 8}),
+        ("smollm2-1.7b", {"rope_theta": 1.3e5, "tied": True, "kv_heads": 32, "context": 8192}),
         ("megatron-1t", {"heads": 160, "layers": 128, "context": 2048, "norm": "layernorm", "activation": "gelu"}),
         ("megatron-529.6b", {"heads": 128, "layers": 105}),
         ("gpt3-175b", {"heads": 96, "head_dim": 128, "bias": True, "tied": True}),
@@ -130,6 +166,55 @@ def test_a_released_config_is_read_as_its_preset(tmp_path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA31))
     assert read_hf_config(folder) == read_hf_config(folder / "config.json") == preset("llama3.1-8b")
+
+
+QWEN25 = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+MISTRAL = {
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+
+
+def test_released_configs_of_other_families_are_their_presets() -> None:
+    assert spec_from_hf(QWEN25, "qwen2.5-7b") == preset("qwen2.5-7b")
+    assert spec_from_hf(MISTRAL, "mistral-7b-v0.3") == preset("mistral-7b-v0.3")
+
+
+@pytest.mark.parametrize("config", [{**MISTRAL, "sliding_window": 4096}, {**QWEN25, "use_sliding_window": True}])
+def test_sliding_windows_are_refused(config: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"sliding_window=.* is not supported"):
+        spec_from_hf(config)
+    silent = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    with pytest.raises(UserError, match="sliding_window=4096"):
+        spec_from_hf(silent)
 
 
 def test_todays_transformers_writes_configs_that_are_read_back(tmp_path) -> None:

@@ -34,6 +34,7 @@ PROOFS = {
     "tied over four ranks, zero 3": job(
         "dp=2,pp=4,zero=3,microbatches=4,schedule=zb-h2,split=1,0,1,0", tiny(tied=True)
     ),
+    "biases on q, k and v": job("cp=2,tp=2,pp=2,zero=1,microbatches=2,schedule=zb-h1", tiny(qkv_bias=True, kv_heads=1)),
     "halves and wholes, hybrid": job("dp=4,pp=2,zero=3,replicate=2,microbatches=4,schedule=dualpipe-v", batch=16),
     "halves and wholes, zero 2": job("dp=2,tp=2,pp=2,zero=2,microbatches=4,schedule=dualpipe-v,recompute=selective"),
     "float32": job("tp=2,cp=2,pp=2,sp,microbatches=2,schedule=v-min", dtype="float32"),

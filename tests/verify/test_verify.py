@@ -26,6 +26,8 @@ def judge() -> Iterator[Judge]:
 GPT = preset("tiny-gpt", layers=2, hidden=32, ffn=24, vocab=37, context=16)
 QWEN = preset("tiny-qwen3", layers=2, hidden=32, head_dim=16, ffn=24, vocab=37)
 
+QWEN2 = preset("tiny-qwen2", layers=2, hidden=32, kv_heads=1, ffn=24, vocab=37)
+
 PROOFS = {
     # Counted traffic equals the closed form for every ZeRO stage, with one and with four microbatches ...
     **{
@@ -49,6 +51,7 @@ PROOFS = {
     "two kv heads, four ranks, label smoothing": job("tp=4,sp", label_smoothing=0.1, z_loss=1e-3),
     "GPT with dropout": job("tp=2,cp=2,sp,zero=2", GPT),
     "q/k norm, tied": job("dp=2,tp=2", QWEN),
+    "biases on q, k and v, one kv head": job("dp=2,tp=2,sp,zero=3", QWEN2),
     "float32": job("tp=2,cp=2,sp", dtype="float32"),
     "bfloat16": job("dp=2,tp=2,sp,zero=1", dtype="bfloat16"),
 }

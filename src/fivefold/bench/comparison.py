@@ -241,8 +241,9 @@ def only_ours(job: Job) -> list[str]:
     """Settings that Hugging Face's Llama in a plain loop would not follow."""
     train, model = job.train, job.model
     kinds = (model.norm, model.activation, model.positions) == ("rmsnorm", "swiglu", "rope")
+    own = model.bias or model.qkv_bias or model.qk_norm
     rules = [
-        (kinds and not model.bias and not model.qk_norm, f"Hugging Face's Llama is another model than {model.name}"),
+        (kinds and not own, f"Hugging Face's Llama is another model than {model.name}"),
         (not model.dropout, f"model.dropout={model.dropout} is Fivefold's alone here"),
         (train.label_smoothing == train.z_loss == 0, "label_smoothing and z_loss are Fivefold's alone here"),
         (job.optimizer.clip > 0, "optimizer.clip=0: all systems clip"),

@@ -41,9 +41,9 @@ def import_hf(
 ) -> None:
     """Make a run directory whose step 0 has the weights of a Hugging Face directory.
 
-    Llama, Qwen3 and GPT-2, in one file or many. Tensors are read one by one: the
-    whole model is never in memory. The job.toml in the new directory continues
-    training; `fivefold generate` generates text.
+    Llama, Mistral, Qwen2.5, Qwen3 and GPT-2, in one file or many. Tensors are read
+    one by one: the whole model is never in memory. The job.toml in the new directory
+    continues training; `fivefold generate` generates text.
 
     [dim]Examples:[/]
 

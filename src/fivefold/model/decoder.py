@@ -1,4 +1,4 @@
-"""The decoder: Llama, Qwen3 and GPT blocks, as the papers draw them.
+"""The decoder: Llama, Qwen and GPT blocks, as the papers draw them.
 
 Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-forward, V vocabulary.
 """
@@ -83,9 +83,10 @@ class Attention(nn.Module):
         super().__init__()
         self.ops = ops
         self.head_dim, width = spec.head_dim, spec.heads * spec.head_dim
-        self.q = Linear(spec.hidden, width, bias=spec.bias)
-        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
-        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=spec.bias)
+        qkv_bias = spec.bias or spec.qkv_bias
+        self.q = Linear(spec.hidden, width, bias=qkv_bias)
+        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
+        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
         self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.o = Linear(width, spec.hidden, bias=spec.bias)

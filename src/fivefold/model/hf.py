@@ -1,6 +1,6 @@
 """Our parameter names and Hugging Face's: where each parameter lives in the other's files.
 
-Llama and Qwen3 only rename. GPT-2 also keeps matrices transposed and q, k, v in one.
+Llama, Mistral and Qwen only rename. GPT-2 also keeps matrices transposed and q, k, v in one.
 """
 
 from typing import NamedTuple

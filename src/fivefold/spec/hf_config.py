@@ -65,11 +65,12 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
 
 def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     """The `config.json` under which `transformers` has this model, with weights of `dtype`, if it has it at all."""
-    kind = "gpt2" if spec.positions == "learned" else "qwen3" if spec.qk_norm else "llama"
+    kind = "qwen3" if spec.qk_norm else "qwen2" if spec.qkv_bias else "llama"  # Mistral's weights are a Llama's
+    kind = "gpt2" if spec.positions == "learned" else kind
     write = {"gpt2": _to_gpt2}.get(kind, _to_llama)
     wanted: Config = {
         "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads}
-    }.get(kind, {"norm": "rmsnorm", "bias": False, "activation": "swiglu"})
+    }.get(kind, {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "qkv_bias": kind == "qwen2"})
     problems = [
         f"{kind} of transformers has {key}={only!r}, and {spec.name} has {key}={getattr(spec, key)!r}"
         for key, only in wanted.items()
@@ -81,7 +82,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
         raise UserError(problems)
     shared = {
         "model_type": kind,
-        "architectures": [{"gpt2": "GPT2LMHeadModel", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[kind]],
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{kind.title()}ForCausalLM"],
         "vocab_size": spec.vocab,
         "tie_word_embeddings": spec.tied,
         "initializer_range": spec.init_std,
@@ -110,10 +111,10 @@ def _to_llama(spec: ModelSpec) -> Config:
             "rope_scaling": older,
             "rope_parameters": rope,
             "hidden_act": "silu",
-            "attention_bias": False,
             "attention_dropout": 0.0,
         }
-        | ({"use_sliding_window": False} if spec.qk_norm else {"mlp_bias": False})
+        | ({"use_sliding_window": False} if spec.qk_norm or spec.qkv_bias else {"mlp_bias": False})
+        | ({} if spec.qkv_bias else {"attention_bias": False})  # Qwen2 has no such setting: its q, k and v have biases
     )
 
 
@@ -134,9 +135,17 @@ def _llama(config: Config) -> Numbers:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "tied": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": config["model_type"] == "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
         "init_std": config.get("initializer_range", 0.02),
     }
+
+
+def _mistral(config: Config) -> Numbers:
+    window = config.get("sliding_window", 4096)  # what Hugging Face fills in
+    if window is not None:
+        raise UserError(f"sliding_window={window!r} is not supported for mistral; only null is, as in Mistral 7B v0.3")
+    return _llama(config)
 
 
 def _gpt2(config: Config) -> Numbers:
@@ -183,6 +192,8 @@ def _rope(config: Config) -> tuple[Any, Numbers | None]:
 _GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
     "llama": (_llama, _LLAMA),
+    "mistral": (_mistral, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "qwen2": (_llama, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     # What Hugging Face would fill in for an absent head_dim or number of kv heads is not what Llama's rule gives.
     "qwen3": (_llama, _LLAMA | _QWEN3),
     "gpt2": (_gpt2, _GPT2),
@@ -190,6 +201,8 @@ _READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
 # Settings that would change the arithmetic: anything but these values is refused, never ignored.
 _ONLY: dict[str, Config] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
     "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
 }

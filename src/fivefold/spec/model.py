@@ -4,9 +4,9 @@
     spec.parameter_count            # 8030261248
     spec.flops_per_token(8192)      # forward + backward, attention counted full
 
-The family is wide enough for Llama 2 and 3, Qwen3 and GPT-3: pre-norm blocks whose norm, activation, positions, biases
-and q/k norm are chosen by name. `parameters()` is the one list of names and shapes: the model is built to it, the
-initialiser draws by it, the planner counts with it.
+The family is wide enough for Llama 2 and 3, Mistral, Qwen2.5 and 3, and GPT-3: pre-norm blocks whose norm, activation,
+positions, biases and q/k norm are chosen by name. `parameters()` is the one list of names and shapes: the model is
+built to it, the initialiser draws by it, the planner counts with it.
 """
 
 import math
@@ -54,6 +54,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     bias: bool = False  # on every linear of the blocks (never on the head)
+    qkv_bias: bool = False  # Qwen2.5: on q, k and v alone
     qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of q and k, before the rotation
     tied: bool = False  # the head is the embedding
     dropout: float = 0.0  # of the embedding and of each residual branch; attention probabilities are never dropped
@@ -101,7 +102,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _linear(self, layer: int, one: Matmul) -> Iterator[Parameter]:
         name, residual = f"layers.{layer}.{one.branch}.{one.name}", one.writes_residual
         yield Parameter(f"{name}.weight", (one.outputs, one.inputs), "linear", layer, one.tp, residual=residual)
-        if self.bias:  # of summands it is added once, to their sum
+        if one.bias:  # of summands it is added once, to their sum
             yield Parameter(f"{name}.bias", (one.outputs,), "bias", layer, "whole" if residual else one.tp)
 
     def _norm(self, name: str, unit: int) -> Iterator[Parameter]:

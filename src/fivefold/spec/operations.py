@@ -28,6 +28,7 @@ class Matmul(NamedTuple):
     inputs: int
     outputs: int
     tp: TensorRule  # how tp divides the weight
+    bias: bool = False  # whether a bias is added to its outputs
 
     @property
     def size(self) -> int:
@@ -128,25 +129,26 @@ def block(spec: "ModelSpec", tp: int = 1) -> Block:
 def _block(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
     hidden, ffn = spec.hidden, spec.ffn // tp
     attention = Attention(spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim)
+    every, qkv = spec.bias, spec.bias or spec.qkv_bias  # which linears have a bias
     yield Elementwise("norm", hidden, True, "attention_norm")
-    yield Matmul("attention", "q", "attention_norm", hidden, attention.width, "rows")
-    yield Matmul("attention", "k", "attention_norm", hidden, attention.kv_width, "kv rows")
-    yield Matmul("attention", "v", "attention_norm", hidden, attention.kv_width, "kv rows")
+    yield Matmul("attention", "q", "attention_norm", hidden, attention.width, "rows", qkv)
+    yield Matmul("attention", "k", "attention_norm", hidden, attention.kv_width, "kv rows", qkv)
+    yield Matmul("attention", "v", "attention_norm", hidden, attention.kv_width, "kv rows", qkv)
     if spec.qk_norm:
         yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
         yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
     if spec.positions == "rope":
         yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.head_dim)
     yield attention
-    yield Matmul("attention", "o", "attention", attention.width, hidden, "columns")
+    yield Matmul("attention", "o", "attention", attention.width, hidden, "columns", every)
     yield from _residual(spec)
     yield Elementwise("norm", hidden, True, "mlp_norm")
     gated = spec.activation == "swiglu"
     if gated:
-        yield Matmul("mlp", "gate", "mlp_norm", hidden, ffn, "rows")
-    yield Matmul("mlp", "up", "mlp_norm", hidden, ffn, "rows")
+        yield Matmul("mlp", "gate", "mlp_norm", hidden, ffn, "rows", every)
+    yield Matmul("mlp", "up", "mlp_norm", hidden, ffn, "rows", every)
     yield Elementwise("swiglu" if gated else "gelu", spec.ffn)
-    yield Matmul("mlp", "down", "activation", ffn, hidden, "columns")
+    yield Matmul("mlp", "down", "activation", ffn, hidden, "columns", every)
     yield from _residual(spec)
 
 

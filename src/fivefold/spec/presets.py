@@ -1,7 +1,6 @@
 """Models by name. Shapes are those of the published configurations; `fivefold models` prints the table.
 
-Sources: the config.json of each Llama 2/3/3.1/3.2 and Qwen3 release; GPT-2 and GPT-3 papers (table 2.1 of
-arXiv 2005.14165); Megatron-LM's table 1 (arXiv 2104.04473), vocabulary 51,200, sequence 2,048.
+A preset has a line with its numbers, and its family a line that says where they come from.
 """
 
 from typing import Any
@@ -15,7 +14,12 @@ _LLAMA2 = {"vocab": 32_000, "context": 4096}
 _LLAMA3 = {"vocab": 128_256, "context": 8192, "rope_theta": 500_000.0}
 _LLAMA31 = {**_LLAMA3, "context": 131_072, "rope_scaling": RopeScaling(factor=8.0)}
 _LLAMA32 = {**_LLAMA31, "rope_scaling": RopeScaling(factor=32.0), "tied": True}
-_QWEN3 = {"vocab": 151_936, "context": 40_960, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
+_QWEN = {"vocab": 151_936, "context": 32_768, "rope_theta": 1e6, "norm_eps": 1e-6}
+_QWEN25 = {**_QWEN, "qkv_bias": True}
+_QWEN25_LARGE = {**_QWEN25, "vocab": 152_064, "context": 131_072, "norm_eps": 1e-5}
+_QWEN3 = {**_QWEN, "context": 40_960, "qk_norm": True}
+_TIED = {"tied": True}
+_SMOL = {"vocab": 49_152, "context": 8192, "rope_theta": 100_000.0, "tied": True}
 
 
 def _shape(*numbers: int) -> dict[str, int]:
@@ -29,6 +33,7 @@ _BYTES = {"vocab": 257, "context": 2048}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _BYTES | _shape(4, 128, 4, 2, 384),
     "small": _BYTES | _shape(8, 512, 8, 4, 1536),
+    "tiny-qwen2": _BYTES | _shape(4, 128, 4, 2, 384) | {"qkv_bias": True, "tied": True},
     "tiny-qwen3": _BYTES | _shape(4, 128, 4, 2, 384, 64) | {"qk_norm": True, "tied": True},
     "tiny-gpt": _BYTES | _GPT | _shape(4, 128, 4) | {"dropout": 0.1},
     "llama2-7b": _LLAMA2 | _shape(32, 4096, 32, 32, 11008),
@@ -39,10 +44,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-405b": _LLAMA31 | _shape(126, 16384, 128, 8, 53248),
     "llama3.1-8b": _LLAMA31 | _shape(32, 4096, 32, 8, 14336),
     "llama3.1-70b": _LLAMA31 | _shape(80, 8192, 64, 8, 28672),
+    "llama3.3-70b": _LLAMA31 | _shape(80, 8192, 64, 8, 28672),
     "llama3.2-1b": _LLAMA32 | _shape(16, 2048, 32, 8, 8192),
     "llama3.2-3b": _LLAMA32 | _shape(28, 3072, 24, 8, 8192),
-    "qwen3-0.6b": _QWEN3 | _shape(28, 1024, 16, 8, 3072, 128) | {"tied": True},
+    "mistral-7b-v0.3": _shape(32, 4096, 32, 8, 14336) | {"vocab": 32_768, "context": 32_768, "rope_theta": 1e6},
+    "smollm2-135m": _SMOL | _shape(30, 576, 9, 3, 1536),
+    "smollm2-360m": _SMOL | _shape(32, 960, 15, 5, 2560),
+    "smollm2-1.7b": _SMOL | _shape(24, 2048, 32, 32, 8192) | {"rope_theta": 130_000.0},
+    "qwen2.5-0.5b": _QWEN25 | _shape(24, 896, 14, 2, 4864) | _TIED,
+    "qwen2.5-1.5b": _QWEN25 | _shape(28, 1536, 12, 2, 8960) | _TIED | {"context": 131_072},
+    "qwen2.5-3b": _QWEN25 | _shape(36, 2048, 16, 2, 11008) | _TIED,
+    "qwen2.5-7b": _QWEN25_LARGE | _shape(28, 3584, 28, 4, 18944) | {"norm_eps": 1e-6},
+    "qwen2.5-14b": _QWEN25_LARGE | _shape(48, 5120, 40, 8, 13824),
+    "qwen2.5-32b": _QWEN25_LARGE | _shape(64, 5120, 40, 8, 27648),
+    "qwen2.5-72b": _QWEN25_LARGE | _shape(80, 8192, 64, 8, 29568),
+    "qwen3-0.6b": _QWEN3 | _shape(28, 1024, 16, 8, 3072, 128) | _TIED,
+    "qwen3-1.7b": _QWEN3 | _shape(28, 2048, 16, 8, 6144, 128) | _TIED,
+    "qwen3-4b": _QWEN3 | _shape(36, 2560, 32, 8, 9728, 128) | _TIED,
     "qwen3-8b": _QWEN3 | _shape(36, 4096, 32, 8, 12288, 128),
+    "qwen3-14b": _QWEN3 | _shape(40, 5120, 40, 8, 17408, 128),
+    "qwen3-32b": _QWEN3 | _shape(64, 5120, 64, 8, 25600, 128),
     "gpt2-124m": _GPT | _shape(12, 768, 12) | {"vocab": 50_257, "context": 1024, "activation": "gelu_tanh"},
     "gpt3-175b": _GPT | _shape(96, 12288, 96) | {"vocab": 50_257, "context": 2048},
 }
@@ -61,6 +82,32 @@ _MEGATRON = {  # billions: layers, hidden, heads
 }
 for _size, _numbers in _MEGATRON.items():
     PRESETS[f"megatron-{_size}"] = _GPT | _shape(*_numbers) | {"vocab": 51_200, "context": 2048}
+
+
+# Whose vocabulary is no property of a published model: it is the data's, unless the user says otherwise.
+TOYS = tuple(name for name, numbers in PRESETS.items() if numbers["vocab"] == _BYTES["vocab"])
+
+SOURCES = {  # by how a name begins
+    "llama2-": "config.json of meta-llama/Llama-2-*-hf on huggingface.co",
+    "llama3-": "config.json of meta-llama/Meta-Llama-3-* on huggingface.co (405B: Llama-3.1-405B)",
+    "llama3.1-": "config.json of meta-llama/Llama-3.1-* on huggingface.co",
+    "llama3.2-": "config.json of meta-llama/Llama-3.2-* on huggingface.co",
+    "llama3.3-": "config.json of meta-llama/Llama-3.3-70B-Instruct on huggingface.co",
+    "mistral-": "config.json of mistralai/Mistral-7B-v0.3 on huggingface.co (no sliding window)",
+    "smollm2-": "config.json of HuggingFaceTB/SmolLM2-* on huggingface.co",
+    "qwen2.5-": "config.json of Qwen/Qwen2.5-* (the base models) on huggingface.co",
+    "qwen3-": "config.json of Qwen/Qwen3-* on huggingface.co",
+    "gpt2-": "config.json of openai-community/gpt2 on huggingface.co",
+    "gpt3-": "table 2.1 of arXiv 2005.14165",
+    "megatron-": "table 1 of arXiv 2104.04473; vocabulary 51,200, sequence 2,048",
+}
+
+
+def source_of(name: str) -> str:
+    """Where the numbers of a preset come from."""
+    if name in TOYS:
+        return "made for laptops and tests; the vocabulary is the data's"
+    return next((source for prefix, source in SOURCES.items() if name.startswith(prefix)), "not stated")
 
 
 def preset(name: str, **changes: Any) -> ModelSpec:
