@@ -11,6 +11,9 @@ import msgspec
 from fivefold.calibrate.result import CalibrationResult, Row
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
 from fivefold.checkpoint.store import Manifest
+from fivefold.deploy.launch import deployment, follow
+from fivefold.deploy.result import LaunchResult
+from fivefold.deploy.slurm import SlurmOptions, sbatch
 from fivefold.dryrun.result import DryRunResult
 from fivefold.dryrun.vs_plan import vs_plan
 from fivefold.hardware.accelerators import ACCELERATORS
@@ -145,3 +148,10 @@ def calibrated() -> CalibrationResult:
         Row("launch", "2.12 us", note="from one tiny kernel to the next"),
     ]
     return CalibrationResult("NVIDIA H200", ACCELERATORS["H200"], rows, 1e-3, {"units": 132})
+
+
+def deployed() -> LaunchResult:
+    found = deployment(None, [f"layout={LONG}", "train.batch=32", "data.seq=64"], nodes=2)
+    text = sbatch(found.it, "job.sbatch", SlurmOptions())
+    written = found.result("slurm", "job.sbatch", text, ["sbatch job.sbatch"])
+    return replace(written, submitted="123", follow=follow("123", found.it))

@@ -99,6 +99,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ScalingResult": lambda: scaling.ScalingResult(["dp=2,tp=2,pp=2,cp=2,zero=1,sp"], [compared()], {}),
     "PipelineResult": piped,
     "TrainBenchResult": trained,
+    "LaunchResult": by_hand.deployed,
     "VerifyResult": by_hand.verified,
     "VerifyResult of a gradient that cancels": lambda: by_hand.verified(noisy=True),
     "VerifyResult that fails": lambda: by_hand.verified(holds=False),

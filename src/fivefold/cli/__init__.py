@@ -25,6 +25,7 @@ from fivefold.cli import (
     data,
     dryrun,
     generate,
+    launch,
     models,
     plan,
     schedules,
@@ -52,6 +53,7 @@ app.command("simulate", short_help=plan.SIMULATE)(plan.simulate)
 app.command("dryrun", short_help=dryrun.SHORT)(dryrun.dryrun)
 app.command("truth", short_help=truth.SHORT)(truth.truth)
 app.command("train", short_help=train.SHORT)(train.train)
+app.command("launch", short_help=launch.SHORT)(launch.launch)
 app.command("generate", short_help=generate.SHORT)(generate.generate)
 app.command("verify", short_help=verify.SHORT)(verify.verify)
 app.command("curve", short_help=curve.SHORT)(curve.curve)

@@ -32,7 +32,7 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
 
     `progress` is told how far the hashing of the data is.
     """
-    problems = job.problems(world) or _schedule(job)
+    problems = job_problems(job, world)
     if absent("torch"):
         problems.append(needs("torch"))
     if job.run.tensorboard and absent("tensorboard"):
@@ -41,10 +41,15 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
         problems += run_directory_problems(path_of(job.run.dir))
     except UserError as error:
         problems += [f"run.dir: {problem}" for problem in error.problems]
-    sources = _open(job, problems, progress)
+    sources = open_data(job, problems, progress)
     if problems or sources is None:
         raise UserError(problems)
     return sources
+
+
+def job_problems(job: Job, world: int) -> list[str]:
+    """Those that are the same on every machine."""
+    return job.problems(world) or _schedule(job)
 
 
 def _schedule(job: Job) -> list[str]:
@@ -63,7 +68,8 @@ def run_directory_problems(parent: Path) -> list[str]:
     return [f"run.dir={str(parent)!r}: {existing} is not a directory that can be written to"]
 
 
-def _open(job: Job, problems: list[str], progress: Report) -> Sources | None:
+def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Sources | None:
+    """The data of a job; what is wrong with it joins the problems."""
     try:
         path = path_of(job.data.path) if job.data.path else stdlib_corpus()
         store = TokenStore.open(path)

@@ -1,0 +1,66 @@
+"""What is deployed: a job, the words that start it, and the machines."""
+
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+
+from fivefold.deploy.machines import Machines
+from fivefold.job.config import Job
+from fivefold.plan.cost.memory import wide_bytes
+from fivefold.support.formatting import si
+
+_PER_NODE = 1e9  # bytes per second that a node writes to a shared file system: an assumption, on the low side
+_LEAST = 300  # seconds: Slurm looks at time limits once a minute, and a step has to end first
+
+
+@dataclass(frozen=True)
+class Deployment:
+    job: Job
+    machines: Machines
+    file: str = ""  # the job file, as the nodes read it
+    changes: tuple[str, ...] = ()  # KEY=VALUE
+
+    @property
+    def command(self) -> str:
+        """What each rank runs."""
+        return shlex.join(["fivefold", "train", *([self.file] if self.file else []), *self.changes])
+
+    @property
+    def title(self) -> str:
+        model = self.job.model
+        return f"{model.name}, {si(model.parameter_count)} parameters, {self.job.layout} on {self.machines}"
+
+    @property
+    def plain_name(self) -> str:
+        """The run's name, as every scheduler takes it."""
+        return re.sub(r"[^\w.-]+", "-", self.job.run.name)
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Masters and the optimizer's states."""
+        kept = 1 + len(self.job.optimizer.states)
+        return self.job.model.parameter_count * wide_bytes(self.job.train.dtype) * kept
+
+    @property
+    def notice(self) -> int:
+        """Seconds before a time limit at which ranks are told to save: whole minutes."""
+        saving = self.checkpoint_bytes / (_PER_NODE * self.machines.nodes)
+        return -(-int(_LEAST + 2 * saving) // 60) * 60
+
+    @property
+    def saving(self) -> str:
+        seconds = self.checkpoint_bytes / (_PER_NODE * self.machines.nodes)
+        return f"{self.checkpoint_bytes / 1e9:.1f} GB, {seconds:.0f} s at 1 GB/s a node"
+
+    @property
+    def log_directory(self) -> str:
+        """Below the runs, unless they are no directory of this file system."""
+        return "runs" if "://" in self.job.run.dir else self.job.run.dir
+
+    @property
+    def mounts(self) -> list[str]:
+        """Absolute paths that a container has to see."""
+        paths = (self.job.data.path, self.job.run.dir, self.file)
+        return sorted({os.path.dirname(path) if path == self.file else path for path in paths if os.path.isabs(path)})

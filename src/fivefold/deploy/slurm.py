@@ -1,0 +1,227 @@
+"""An sbatch file: one task per rank, a checkpoint before the time limit, and the job queued again until it is done.
+
+What the script relies on was tried with Slurm 22.05:
+
+- srun ends with the highest code of its tasks, and a task that a signal killed counts as 128 + its number. With
+  --kill-on-bad-exit the first failure ends the other tasks by SIGTERM, and their 143 would hide it. So ranks end by
+  themselves, and --wait ends those that cannot.
+- `scancel`, a requeue by others and the time limit leave the job in state COMPLETING while its processes end. A script
+  that queues itself again only in state RUNNING can be cancelled.
+- srun hands SIGUSR1 on to all tasks; SIGTERM makes it end them.
+- What `scontrol requeue` starts again has the same job id, the same number of its first step, and one more in
+  SLURM_RESTART_COUNT: by these `train` knows its own directory.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.environment import comment, exports, variables
+
+ACCOUNT, PARTITION = "FILL_IN_ACCOUNT", "FILL_IN_PARTITION"
+_NAME = re.compile(r"[\w.,@+-]+")
+_TIME = re.compile(r"(\d+-)?\d{1,5}(:\d{2}){0,2}")  # minutes, hours:minutes:seconds, days-hours ...
+_LEFT = 60  # seconds before the limit at which a job whose ranks have not saved is queued again as it is
+
+_HEAD = r"""
+#!/bin/bash
+@TITLE@
+#SBATCH --job-name=@NAME@
+@NAMES@
+
+# Whole nodes, and a task for each rank.
+#SBATCH --nodes=@NODES@
+#SBATCH --ntasks-per-node=@PER_NODE@
+@GPUS@
+#SBATCH --exclusive
+#SBATCH --mem=0
+
+@LIMIT@
+#SBATCH --time=@TIME@
+#SBATCH --signal=B:USR1@@NOTICE@
+#SBATCH --requeue
+
+# This script's own log, of all starts. The environment is that of the shell in which you run sbatch.
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+
+set -u
+restarts=@RESTARTS@  # so many failures in a row are followed by another start
+refuse() { echo "error: $*" >&2; exit 2; }
+
+@PREPARE@
+logs=@LOGS@/slurm-$SLURM_JOB_ID
+mkdir -p "$logs" || refuse "cannot make $logs in $PWD"
+
+# Variables of another launcher, left in the shell that submits, would make ranks believe that they are that one's.
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ${!TORCHELASTIC_@}
+# Slurm hands on that shell's limits, too. InfiniBand locks memory, ranks open many sockets, and nobody reads a
+# core file of each rank: they print the stack of a crash.
+@LOCKED@
+ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
+ulimit -c 0
+# A rank's share of a node's cores. srun does not take it from sbatch, and would bind each rank to one core.
+cpus=$((SLURM_CPUS_ON_NODE / @PER_NODE@))
+[ "$cpus" -gt 0 ] || cpus=1
+@EXPORTS@
+"""
+
+_TAIL = r"""
+# Queue this job again, unless Slurm is ending it already: after scancel it stays cancelled.
+again() {
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ] || return
+  for pause in 10 30 60; do
+    scontrol requeue "$SLURM_JOB_ID" && return
+    sleep "$pause"
+  done
+}
+# srun hands USR1 on to the ranks, which finish a step, save and end with code 143. If they do not, because they hang
+# or the disk is slow, the job goes on from its last periodic checkpoint; at the limit Slurm would only end it.
+stop() {
+  told=1
+  echo "told to stop ($1) at $(date -Is): the ranks save a checkpoint"
+  kill -USR1 "${ranks:-$!}" 2> /dev/null
+}
+trap 'stop "time limit"; (sleep @LAST@ && echo "the ranks have not saved in time" && again) & timer=$!' USR1
+trap 'stop "preemption or scancel"' TERM
+
+echo "start ${SLURM_RESTART_COUNT:-0} at $(date -Is) on $SLURM_JOB_NODELIST; ranks write to $logs/rank-*.log"
+@RANKS@
+ranks=$!
+
+# A signal interrupts `wait`, which has not seen the ranks' code then; 127 means that it had seen it before.
+code=127 told=1
+while [ -n "$told" ]; do
+  told=
+  wait "$ranks"
+  seen=$?
+  [ "$seen" -eq 127 ] || code=$seen
+done
+[ -z "${timer:-}" ] || pkill --parent "$timer"
+
+case $code in
+  0) echo "done at $(date -Is)" ;;
+  143)  # the checkpoint is saved, or there was nothing to save yet
+    rm -f "$logs/failures"
+    again ;;
+  2) echo "refused, as any other start would be; the reason is in $logs/rank-*.log" ;;
+  130) echo "interrupted" ;;
+  *)  # a rank failed (1), lost a peer (3), or was killed (128 + signal); after an hour it counts as a first failure
+    [ "$SECONDS" -lt 3600 ] || rm -f "$logs/failures"
+    echo "start ${SLURM_RESTART_COUNT:-0} ended with code $code at $(date -Is)" >> "$logs/failures"
+    failed=$(wc -l < "$logs/failures")
+    echo "failed with code $code, $failed in a row; the reason is in $logs/rank-*.log"
+    if [ "$failed" -le "$restarts" ]; then again; else echo "not started again: restarts=$restarts"; fi ;;
+esac
+exit "$code"
+"""
+
+_LOCKED = """\
+ulimit -l unlimited 2> /dev/null || echo "note: locked memory is limited to $(ulimit -l) KiB; InfiniBand may need more"\
+"""
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """An account or partition of None is to be filled in; one that is empty has no line."""
+
+    account: str | None = None
+    partition: str | None = None
+    time: str = "24:00:00"  # of one start
+    restarts: int = 3
+    container: str = ""  # an image
+
+    @property
+    def blank(self) -> dict[str, str]:
+        """The options that are to be filled in, and what stands in their place."""
+        found = {"--account": (self.account, ACCOUNT), "--partition": (self.partition, PARTITION)}
+        return {option: blank for option, (name, blank) in found.items() if name is None}
+
+    def problems(self) -> list[str]:
+        names = {"--account": self.account, "--partition": self.partition}
+        strange = [f"{key} {name!r} is no name" for key, name in names.items() if name and not _NAME.fullmatch(name)]
+        rules = [
+            (
+                _TIME.fullmatch(self.time),
+                f"--time {self.time!r} is no time limit of Slurm; for example 24:00:00 or 7-00",
+            ),
+            (self.restarts >= 0, f"--restarts {self.restarts} must not be negative; nearest: --restarts 0"),
+        ]
+        return strange + [sentence for holds, sentence in rules if not holds]
+
+
+def sbatch(it: Deployment, file: str, options: SlurmOptions) -> str:
+    """The text of `file`."""
+    names = {"account": (options.account, ACCOUNT), "partition": (options.partition, PARTITION)}
+    where = f", in the directory that has {it.file}" if it.file else ""
+    parts = {
+        "TITLE": comment(f"{it.title}.")
+        + comment(f"Start it: sbatch {file}{where}, in a shell that knows `fivefold`."),
+        "NAME": it.plain_name,
+        "NAMES": [f"#SBATCH --{key}={name or blank}" for key, (name, blank) in names.items() if name != ""],
+        "NODES": it.machines.nodes,
+        "PER_NODE": it.machines.per_node,
+        "GPUS": [f"#SBATCH --gpus-per-node={it.machines.per_node}"] if it.machines.gpus else [],
+        "LIMIT": comment(
+            f"The ranks are told {it.notice} s before the time limit, and save a checkpoint ({it.saving}). Then, and "
+            "when a node is lost or the job is preempted, it is queued again and goes on from its last checkpoint."
+        ),
+        "TIME": options.time,
+        "NOTICE": it.notice,
+        "RESTARTS": options.restarts,
+        "PREPARE": _prepare(it, options.container),
+        "LOGS": shlex.quote(it.log_directory),
+        "LOCKED": [_LOCKED] if it.machines.gpus else [],
+        "EXPORTS": exports(variables(it.machines, "$cpus", "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD/$logs")),
+        "RANKS": _ranks(it, options.container),
+        "LAST": it.notice - _LEFT,
+    }
+    return filled((_HEAD + _TAIL).lstrip(), parts)
+
+
+def filled(template: str, parts: Mapping[str, object]) -> str:
+    """@NAME@ replaced by its part, once: parts are not looked into. A list stands for whole lines, or for none."""
+
+    def part(match: re.Match[str]) -> str:
+        found = parts[match[1]]
+        return "".join(f"{line}\n" for line in found) if isinstance(found, list) else f"{found}{match[2]}"
+
+    return re.sub(r"@([A-Z_]+)@(\n?)", part, template)
+
+
+def _prepare(it: Deployment, container: str) -> list[str]:
+    known = [
+        "# Write here what makes `fivefold` known, if the shell in which you run sbatch does not know it:",
+        "# module load cuda",
+        "# source .venv/bin/activate",
+        'command -v fivefold > /dev/null || refuse "there is no fivefold on PATH on $(hostname)"',
+    ]
+    file, why = shlex.quote(it.file), "in $PWD on $(hostname); run sbatch where it is, on a shared file system"
+    found = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.file else []
+    return ([] if container else known) + found
+
+
+def _ranks(it: Deployment, container: str) -> list[str]:
+    machines = it.machines
+    # A task that sees one GPU would not find those of its node, and NCCL would be given up for gloo.
+    gpus = " --gpu-bind=none" if machines.gpus else ""
+    flags = [
+        f"--nodes={machines.nodes} --ntasks={machines.world} --ntasks-per-node={machines.per_node}",
+        f'--distribution=block --cpus-per-task="$cpus" --cpu-bind=none{gpus} --mpi=none',
+        "--kill-on-bad-exit=0 --wait=120",
+        '--open-mode=append --output="$logs/rank-%t.log"',
+    ]
+    if container:
+        mounts = ",".join(["$PWD:$PWD", *(f"{path}:{path}" for path in it.mounts)])
+        flags += [
+            f"--container-image={shlex.quote(container)}",
+            f'--container-mounts="{mounts}" --container-workdir="$PWD"',
+        ]
+    seen = " Every rank sees all GPUs of its node, and takes the one of its number." if gpus else ""
+    why = comment(
+        f"Ranks count node by node.{seen} When one ends the others have 120 s to say what they know and end, too."
+    )
+    return [*why, "srun " + " \\\n  ".join([*flags, f"{it.command} &"])]

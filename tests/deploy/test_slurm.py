@@ -1,0 +1,196 @@
+"""The sbatch file: what it asks for, and what it does with each code of the ranks. Slurm's commands are replaced by
+scripts that write down how they were called; `make cluster-test` runs the file under Slurm itself."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli import app
+from fivefold.support.errors import UserError
+
+JOB = '[model]\npreset = "tiny"\n[layout]\ndp = 4\n[run]\ncluster = "2x2x{}"\nname = "try out"\n'
+
+
+def write_job(folder: Path, accelerator: str = "CPU") -> Path:
+    file = folder / "job.toml"
+    file.write_text(JOB.format(accelerator))
+    return file
+
+
+def launched(folder: Path, *words: str, accelerator: str = "CPU") -> str:
+    """The file that `launch --slurm` writes."""
+    output = folder / "job.sbatch"
+    command = ["launch", str(write_job(folder, accelerator)), "--slurm", "-o", str(output), *words]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception or result.output
+    return output.read_text()
+
+
+def asked_for(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.M))
+
+
+def test_the_file_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
+    text = launched(tmp_path, "--account", "lab", accelerator="H100")
+    asked = asked_for(text)
+    assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("2", "2", "2")
+    assert asked["account"] == "lab"
+    assert asked["partition"] == "FILL_IN_PARTITION"
+    assert asked["job-name"] == "try-out"
+    assert asked["signal"] == "B:USR1@300"
+    assert {"requeue", "exclusive"} <= asked.keys()
+    # sbatch reads options up to the first command only
+    assert text.rindex("#SBATCH") < text.index("set -u")
+    assert "--gpu-bind=none" in text
+    assert "export NCCL_DEBUG" in text
+
+
+def test_a_cpu_cluster_has_no_gpus(tmp_path: Path) -> None:
+    text = launched(tmp_path, "--partition", "")
+    assert asked_for(text).keys().isdisjoint({"gpus-per-node", "partition"})
+    assert "NCCL" not in text
+    assert "--gpu-bind" not in text
+
+
+def test_a_container_sees_the_directories(tmp_path: Path) -> None:
+    text = launched(tmp_path, "--container", "reg/fivefold:1", "data.path=/data/tokens", "run.dir=/scratch/runs")
+    mounts = re.search(r'--container-mounts="(.*?)"', text)
+    assert mounts
+    seen = ["/data/tokens", "/scratch/runs", str(tmp_path)]
+    assert mounts[1].split(",") == ["$PWD:$PWD", *(f"{path}:{path}" for path in seen)]
+    assert "command -v fivefold" not in text
+
+
+# ---- what the script does -------------------------------------------------------------------------------------------
+
+FAKES = {
+    "srun": "trap 'echo ranks told >> calls; exit 143' USR1; echo srun >> calls\n"
+    '[ -z "${WAITS:-}" ] || while :; do sleep 0.05; done; exit $CODE',
+    "squeue": "echo ${STATE:-RUNNING}",
+    "scontrol": 'echo "scontrol $*" >> calls',
+    "fivefold": "exit 1",
+}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """A directory in which the script can run: its job, and commands that stand for Slurm's."""
+    text = launched(tmp_path, "--restarts", "2")
+    (tmp_path / "job.sbatch").write_text(text.replace(str(tmp_path / "job.toml"), "job.toml"))
+    for name, lines in FAKES.items():
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{lines}\n")
+        file.chmod(0o755)
+    return tmp_path
+
+
+def start(node: Path, **env: str) -> "subprocess.Popen[str]":
+    more = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "n[1-2]", **env}
+    path = f"{node / 'bin'}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", "job.sbatch"], cwd=node, env={**os.environ, **more, "PATH": path}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def ran(node: Path, **env: str) -> tuple[int, str, list[str]]:
+    with start(node, **env) as script:
+        output, _ = script.communicate(timeout=60)  # of all processes that it has started, too
+    calls = (node / "calls").read_text().splitlines()
+    (node / "calls").unlink()
+    return script.returncode, output, calls
+
+
+AGAIN = ["srun", "scontrol requeue 7"]
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [(0, ["srun"]), (2, ["srun"]), (130, ["srun"]), (143, AGAIN), (1, AGAIN), (3, AGAIN), (137, AGAIN), (139, AGAIN)],
+)
+def test_ends_that_another_start_may_help_are_queued_again(node: Path, code: int, calls: list[str]) -> None:
+    ended, _, called = ran(node, CODE=str(code))
+    assert (ended, called) == (code, calls)
+
+
+def test_failures_in_a_row_have_an_end(node: Path) -> None:
+    for _ in range(2):
+        assert ran(node, CODE="3")[2] == AGAIN
+    code, output, calls = ran(node, CODE="3")
+    assert (code, calls) == (3, ["srun"])
+    assert "not started again" in output
+
+
+def test_a_checkpoint_at_the_limit_forgives_failures(node: Path) -> None:
+    for code in ("3", "3", "143", "3", "3"):
+        assert ran(node, CODE=code)[2] == AGAIN
+
+
+def test_a_cancelled_job_stays_cancelled(node: Path) -> None:
+    assert ran(node, CODE="143", STATE="COMPLETING")[2] == ["srun"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_reaches_the_ranks_and_their_code_is_seen(node: Path, number: int) -> None:
+    with start(node, CODE="0", WAITS="yes") as script:
+        deadline = time.monotonic() + 30
+        while not (node / "calls").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        script.send_signal(number)
+        output, _ = script.communicate(timeout=60)
+    assert script.returncode == 143
+    assert "told to stop" in output
+    assert (node / "calls").read_text().splitlines() == ["srun", "ranks told", "scontrol requeue 7"]
+
+
+def test_what_is_missing_on_the_node_is_refused(node: Path) -> None:
+    (node / "job.toml").unlink()
+    with start(node, CODE="0") as script:
+        assert script.wait(60) == 2
+    assert not (node / "calls").exists()
+
+
+# ---- submitting -----------------------------------------------------------------------------------------------------
+
+
+def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str | None, *words: str):
+    (folder / "bin").mkdir()
+    if sbatch is not None:
+        (folder / "bin/sbatch").write_text(f"#!/bin/sh\n{sbatch}\n")
+        (folder / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    command = ["launch", str(write_job(folder)), "--slurm", "-o", str(folder / "x.sbatch"), "--submit", *words]
+    return CliRunner().invoke(app, command)
+
+
+NAMES = ("--account", "lab", "--partition", "gpu")
+
+
+def test_submit_says_the_number_and_how_to_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = submit(tmp_path, monkeypatch, "echo '4711;cluster'", *NAMES)
+    assert "submitted as Slurm job 4711" in result.output
+    assert "tail -F try-out-4711.out" in result.output
+    assert "scancel 4711" in result.output
+
+
+def test_submit_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = submit(tmp_path, monkeypatch, "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1", *NAMES)
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception).endswith("x.sbatch: invalid partition specified: gpu")
+
+
+def test_submit_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = submit(tmp_path, monkeypatch, None, *NAMES)
+    assert "there is no sbatch on this machine" in str(result.exception)
+    assert (tmp_path / "x.sbatch").exists()
+
+
+def test_submit_needs_the_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = submit(tmp_path, monkeypatch, "echo 1", "--account", "lab")
+    assert "--submit needs --partition" in str(result.exception)
