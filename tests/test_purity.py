@@ -63,7 +63,8 @@ NEED_TORCH = {
     "bench steps": "llama3-8b", "bench overhead": "", "bench peers": "", "bench scaling": "", "bench train": "tiny",
 }  # fmt: skip
 NEED_NOTHING = {
-    "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "truth": "--sources", "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch", "models": "",
+    "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "truth": "--sources",
+    "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch", "models": "",
     "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
     "checkpoint verify": "--help", "checkpoint show": "--help", "bench schedules": "--help", "bench plan": "--help",
