@@ -43,6 +43,7 @@ NEED_TORCH = {
     "checkpoint reshard": "run --layout dp=2 -o other",
     "checkpoint show": "run",
     "curve": "",
+    "doctor": "",
     "dryrun": "tiny --layout dp=2",
     "export hf": "run -o other",
     "generate": "run --prompt word",

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to Python
+    from fivefold.doctor.doctor import doctor
     from fivefold.dryrun.dryrun import dryrun
     from fivefold.hardware.cluster import Cluster
     from fivefold.job.config import Job, read_job
@@ -45,6 +46,7 @@ __all__ = [
     "Schedule",
     "UserError",
     "curve",
+    "doctor",
     "draw",
     "dryrun",
     "models",
@@ -69,6 +71,7 @@ _HOMES = {
     "Schedule": "fivefold.schedule.schedule",
     "UserError": "fivefold.support.errors",
     "curve": "fivefold.verify.curve",
+    "doctor": "fivefold.doctor.doctor",
     "draw": "fivefold.schedule.result",
     "dryrun": "fivefold.dryrun.dryrun",
     "models": "fivefold.spec.listing",

@@ -14,6 +14,8 @@ from fivefold.checkpoint.store import Manifest
 from fivefold.deploy.launch import deployment, follow
 from fivefold.deploy.result import LaunchResult
 from fivefold.deploy.slurm import SlurmOptions, sbatch
+from fivefold.doctor.examination import Examination
+from fivefold.doctor.result import DoctorResult
 from fivefold.dryrun.result import DryRunResult
 from fivefold.dryrun.vs_plan import vs_plan
 from fivefold.hardware.accelerators import ACCELERATORS
@@ -30,6 +32,7 @@ from fivefold.verify.curve import CurveResult
 from fivefold.verify.layouts import LayoutCase
 from fivefold.verify.result import VerifyResult
 from fivefold.verify.verdict import Count, Held, Verdict
+from tests.doctor.made import examined_job, reports
 from tests.trace.test_summary import by_hand
 
 LONG = "dp=2,tp=2,pp=2,cp=2,zero=1,sp,schedule=zb-v,microbatches=8,recompute=selective"
@@ -155,3 +158,7 @@ def deployed() -> LaunchResult:
     text = sbatch(found.it, "job.sbatch", SlurmOptions())
     written = found.result("slurm", "job.sbatch", text, ["sbatch job.sbatch"])
     return replace(written, submitted="123", follow=follow("123", found.it))
+
+
+def examined(nodes: int = 3) -> DoctorResult:
+    return DoctorResult(Examination(examined_job(nodes), reports(nodes, slow=1)), 12.0)

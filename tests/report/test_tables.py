@@ -115,6 +115,8 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "CheckpointCheck": by_hand.checked,
     "TrainResult": by_hand.trained,
     "CalibrationResult": by_hand.calibrated,
+    "DoctorResult": by_hand.examined,
+    "DoctorResult of many nodes": lambda: by_hand.examined(20),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold.launch import faults
 from fivefold.launch.device import choose_device
 from fivefold.launch.ranks import Rank
 from fivefold.parallel.mesh import backend
@@ -69,27 +70,40 @@ def sets(size: int) -> int:
 
 
 def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, wanted: str) -> list[Timing]:
-    """On one rank: every collective at every size, in turns; a payload is all that the ranks end up with."""
+    """On one rank: every collective at every size, in turns."""
     device = choose_device(wanted, rank.number)
     rank.join(backend(device, rank.world))
-    clock, found = Clock(device, 0.0), []
+    found = timed_collectives(device, sizes, rounds)
+    dist.destroy_process_group()
+    return found
+
+
+def timed_collectives(
+    device: torch.device,
+    sizes: tuple[int, ...],
+    rounds: int,
+    group: dist.ProcessGroup | None = None,
+    usual: Callable[[list[float]], float] = median,
+) -> list[Timing]:
+    """Among the ranks of a group; a payload is all that the ranks end up with."""
+    world, clock, found = dist.get_world_size(group), Clock(device, 0.0), []
     for size in sizes:
-        whole = torch.ones(max(1, size // 4 // rank.world) * rank.world, device=device)
-        mine = whole.chunk(rank.world)[rank.number].clone()
+        whole = torch.ones(max(1, size // 4 // world) * world, device=device)
+        mine = whole.chunk(world)[dist.get_rank(group)].clone()
         times: dict[str, list[float]] = {"all-reduce": [], "all-gather": []}
         for number in range(rounds + 2):
             for kind in times:
-                dist.barrier()
+                dist.barrier(group)
                 clock.synchronize()
                 start = time.perf_counter()
+                faults.strike("link")
                 if kind == "all-reduce":
-                    dist.all_reduce(whole)
+                    dist.all_reduce(whole, group=group)
                 else:
-                    dist.all_gather_into_tensor(whole, mine)
+                    dist.all_gather_into_tensor(whole, mine, group=group)
                 clock.synchronize()
                 if number > 1:  # the first ones connect and allocate
                     times[kind].append(time.perf_counter() - start)
             whole.fill_(1.0)
-        found += [(kind, whole.nbytes, median(seconds)) for kind, seconds in times.items()]
-    dist.destroy_process_group()
+        found += [(kind, whole.nbytes, usual(seconds)) for kind, seconds in times.items()]
     return found

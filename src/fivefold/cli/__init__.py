@@ -23,6 +23,7 @@ from fivefold.cli import (
     context,
     curve,
     data,
+    doctor,
     dryrun,
     generate,
     launch,
@@ -54,6 +55,7 @@ app.command("dryrun", short_help=dryrun.SHORT)(dryrun.dryrun)
 app.command("truth", short_help=truth.SHORT)(truth.truth)
 app.command("train", short_help=train.SHORT)(train.train)
 app.command("launch", short_help=launch.SHORT)(launch.launch)
+app.command("doctor", short_help=doctor.SHORT)(doctor.doctor)
 app.command("generate", short_help=generate.SHORT)(generate.generate)
 app.command("verify", short_help=verify.SHORT)(verify.verify)
 app.command("curve", short_help=curve.SHORT)(curve.curve)

@@ -87,17 +87,21 @@ def train(
 
 def _check(nproc: int, restarts: int, world: "World") -> None:
     """Options that make no sense, alone or together."""
-    faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    if nproc < 1:
-        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
-    if nproc > 1 and world.joined:
-        raise UserError(
-            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
-        )
+    check_ranks(nproc, world)
     if restarts < 0:
         raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0")
     if restarts and nproc == 1:
         raise UserError("--restarts needs --nproc: other launchers restart their own ranks")
+
+
+def check_ranks(nproc: int | None, world: "World") -> None:
+    faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
+    if nproc is not None and nproc > 1 and world.joined:
+        raise UserError(
+            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
+        )
 
 
 def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:

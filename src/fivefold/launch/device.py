@@ -84,9 +84,13 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         accelerator = find_accelerator(torch.cuda.get_device_name(device))
     except UserError:
         return None
-    tf32 = dtype == "float32" and torch.backends.cuda.matmul.allow_tf32
-    precision = {"float32": "tf32" if tf32 else "fp32", "bfloat16": "bf16", "float64": "fp64"}[dtype]
-    return accelerator.rate(precision)
+    return accelerator.rate(precision_of(dtype, device))
+
+
+def precision_of(dtype: str, device: torch.device) -> str:
+    """Of its matmuls, in the catalogue's words."""
+    tf32 = dtype == "float32" and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return {"float32": "tf32" if tf32 else "fp32", "bfloat16": "bf16", "float64": "fp64"}[dtype]
 
 
 def peak_memory(device: torch.device) -> int:

@@ -4,18 +4,20 @@
     stop      SIGSTOP: alive, and silent         term    SIGTERM, as a cluster's scheduler sends it
     segv      a read of address 0                usr1    SIGUSR1, as Slurm's --signal sends it
     nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
-    hang      a wait that never ends
+    hang      a wait that never ends             slow    a quarter of a second more
 
 The words after @ say where: `rank`, `step`, and `at`, one of the places that call `strike`: step (the default: after
-the gradients of a step, before its update), write, commit, retain and read of a checkpoint. It happens in the first
-start of a run only, not in those after a failure; `starts=3` has it happen in three. Tests inject with it what
-docs/faults.md promises to survive; without the variable nothing happens.
+the gradients of a step, before its update), write, commit, retain and read of a checkpoint, and matmul, disk and link
+of what `fivefold doctor` measures. It happens in the first start of a run only, not in those after a failure;
+`starts=3` has it happen in three. Tests inject with it what docs/faults.md promises to survive; without the variable
+nothing happens.
 """
 
 import ctypes
 import os
 import signal
 import threading
+import time
 from functools import cache
 from typing import NamedTuple
 
@@ -23,8 +25,9 @@ from fivefold.launch.world import RESTARTS
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
-KINDS = (*_SIGNALS, "raise", "segv", "hang", "nan")
-PLACES = ("step", "write", "commit", "retain", "read")
+KINDS = (*_SIGNALS, "raise", "segv", "hang", "nan", "slow")
+PLACES = ("step", "write", "commit", "retain", "read", "matmul", "disk", "link")
+_SLOW = 0.25  # seconds
 
 
 class Fault(NamedTuple):
@@ -67,6 +70,8 @@ def strike(at: str, step: int | None = None) -> bool:
         ctypes.string_at(0)
     if fault.kind == "hang":
         threading.Event().wait()
+    if fault.kind == "slow":
+        time.sleep(_SLOW)
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
     return fault.kind == "nan"

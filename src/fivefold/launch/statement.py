@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=msgspec.Struct)
 _SHOWN = 4  # settings that differ
+TRAINING = "training"
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +44,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: str  # digest of our source files
     data: str  # digest of the data's index
     job: str  # digest of the settings
+    purpose: str = TRAINING
 
 
 _SENTENCES = {
@@ -53,6 +55,7 @@ _SENTENCES = {
     "code": "runs another version of fivefold: its source files have digest {mine}, and the others' {usual}",
     "data": "reads other data: its index has digest {mine}, and the others' {usual}",
     "job": "runs another job",
+    "purpose": "is here for {mine}, and the others for {usual}",
 }
 
 
@@ -131,17 +134,19 @@ def settings_of(job: Job) -> dict[str, str]:
     return {f"{name}.{key}": json.dumps(value) for name, table in tables.items() for key, value in table.items()}
 
 
-def claim(job: Job, index: Path, world: "World") -> Claim:
-    """Of a rank that runs `job` on the data whose index is at `index`."""
-    settings = settings_of(job)
+def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Claim:
+    """Of a rank that runs `job` on the data whose index is at `index`. Ranks with another purpose read no data, and may
+    have come to learn which versions differ."""
+    settings, trains = settings_of(job), purpose == TRAINING
     facts = Facts(
         world=world.size,
         run=world.run,
         start=world.start,
-        torch=importlib.metadata.version("torch"),
-        code=code_digest(),
-        data=_digest(index.read_bytes()),
+        torch=importlib.metadata.version("torch") if trains else "",
+        code=code_digest() if trains else "",
+        data=_digest(index.read_bytes()) if trains else "",
         job=_digest(json.dumps(settings, sort_keys=True).encode()),
+        purpose=purpose,
     )
     one = world.size == 1  # a rank that is alone has nobody to prove itself to
     return Claim(facts, settings, secrets.token_bytes(32) if one else run_secret(Path(job.run.dir).expanduser()))

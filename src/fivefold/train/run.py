@@ -24,6 +24,7 @@ from fivefold.launch import heartbeat
 from fivefold.launch import world as worlds
 from fivefold.launch.device import check_bfloat16, check_memory, choose_device, make_repeatable
 from fivefold.launch.ends import lost_peer
+from fivefold.launch.numa import bind
 from fivefold.launch.statement import claim
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
@@ -68,6 +69,7 @@ def _run_job(
     job: Job, sources: Sources, world: worlds.World, console: Console, fresh: bool, stopping: Callable[[], bool]
 ) -> None:
     device = choose_device(job.train.device, world.local_rank)
+    bind(device, world)
     check_memory(job, device, world)
     make_repeatable(job.train)
     slow = check_bfloat16(device, job.train.dtype)

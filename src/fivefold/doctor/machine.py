@@ -1,0 +1,113 @@
+"""The machine around a rank: versions, limits, memory, and the disk under run.dir."""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+import fivefold
+from fivefold.doctor.reports import Disk
+from fivefold.launch import faults
+from fivefold.launch.cores import cores
+from fivefold.launch.statement import code_digest
+
+_PIECE = 4 << 20  # bytes
+_PIECES = 8
+_LONGEST = 3.0  # seconds of writing; a slower disk has written less then
+_SYNCS = 5
+
+
+def node_name(env: Mapping[str, str] = os.environ) -> str:
+    """Slurm's name for it, which may be several to a machine; else the machine's own."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def versions(cuda: bool) -> dict[str, str]:
+    """Of all that ranks must have alike, or should."""
+    import torch
+
+    found = {
+        "fivefold": f"{fivefold.__version__} ({code_digest()[:8]})",
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "kernel": platform.release(),
+    }
+    if cuda:
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ..."
+        told = Path("/proc/driver/nvidia/version")
+        words = told.read_text().split() if told.exists() else []
+        found["driver"] = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def amounts() -> dict[str, float]:
+    """What a rank may take; infinity where there is no limit."""
+    found: dict[str, float] = {"memory": _available(Path("/proc/meminfo")), "cores": cores()}
+    for name, limit in (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK)):
+        soft = resource.getrlimit(limit)[0]
+        found[name] = float("inf") if soft == resource.RLIM_INFINITY else soft
+    with suppress(OSError):
+        shared = os.statvfs("/dev/shm")
+        found["/dev/shm"] = shared.f_frsize * shared.f_blocks
+    return found
+
+
+def _available(told: Path) -> float:
+    lines = told.read_text().splitlines() if told.exists() else []
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0.0)
+
+
+def try_disk(folder: Path) -> Disk:
+    """Write, sync and read a file there, and remove it."""
+    new = not folder.exists()
+    file = folder / f".doctor-{node_name()}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _try_disk(file)
+    except OSError as error:
+        return Disk(error=error.strerror or str(error))
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+            if new:
+                folder.rmdir()
+
+
+def _try_disk(file: Path) -> Disk:
+    piece, written = os.urandom(_PIECE), 0
+    with file.open("wb", buffering=0) as stream:
+        start = time.perf_counter()
+        faults.strike("disk")
+        while written < _PIECES * _PIECE and time.perf_counter() - start < _LONGEST:
+            written += stream.write(piece)
+        os.fsync(stream.fileno())
+        write = written / (time.perf_counter() - start)
+    with file.open("rb", buffering=0) as stream:
+        if hasattr(os, "posix_fadvise"):  # else memory would answer
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start, read = time.perf_counter(), 0
+        while (more := len(stream.read(_PIECE))) and time.perf_counter() - start < _LONGEST:
+            read += more
+        reading = read / (time.perf_counter() - start)
+    return Disk(write, reading, median(_sync(file) for _ in range(_SYNCS)), _free(file.parent))
+
+
+def _sync(file: Path) -> float:
+    with file.open("wb", buffering=0) as stream:
+        start = time.perf_counter()
+        stream.write(b"0" * 4096)
+        os.fsync(stream.fileno())
+        return time.perf_counter() - start
+
+
+def _free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_frsize * found.f_bavail
