@@ -57,6 +57,7 @@ SENTENCE = 'error: this needs PyTorch: pip install "fivefold[train]"\n'
 # Every command, with words that bring it to what it needs; {} is a directory. What needs no torch ends with 0.
 NEED_TORCH = {
     "dryrun": "tiny --layout dp=2", "train": "run.dir={}/runs", "verify": "--layout dp=2", "curve": "run.dir={}/runs",
+    "doctor": "run.dir={}/runs",
     "trace": "run.dir={}/runs -o {}/trace.json", "generate": "{}/hf --tokens 1,2", "calibrate": "",
     "checkpoint reshard": "{} --layout tp=2 -o {}/x", "import hf": "{}/hf -o {}/x",
     "export hf": "{} -o {}/x", "bench attention": "--tp 2", "bench pipeline": "", "bench checkpoint": "",
