@@ -69,6 +69,70 @@ def test_a_plan_becomes_a_job_that_train_reads(tmp_path: Path) -> None:
     assert job.problems(world=2) == []
 
 
+def test_a_plan_of_a_large_model_is_a_job_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    output = run(f"plan llama3-70b --cluster 8x8xH100 --tokens 1.4T --price 2.5 -o {path}").output
+    steps = -(-14 * 10**11 // (512 * 8192))
+    assert f"1.4T tokens, 19.8 per parameter: {steps:,} steps, " in output
+    assert " days, " in output
+    assert " GPU-hours, $" in output
+    assert f"written to {path}: fill in data.path, then fivefold launch {path} --slurm" in output
+    assert "nproc" not in output
+    job, text = read_job(path), path.read_text()
+    assert (job.model.name, job.run.name, job.run.cluster) == ("llama3-70b", "llama3-70b", "8x8xH100")
+    assert (job.train.steps, job.train.batch, job.train.dtype, job.data.seq) == (steps, 512, "bfloat16", 8192)
+    optimizer = job.optimizer
+    assert (optimizer.lr, optimizer.warmup, optimizer.weight_decay, optimizer.final) == (1.5e-4, 2000, 0.1, 0.1)
+    assert (optimizer.schedule, optimizer.clip, optimizer.betas) == ("cosine", 1.0, (0.9, 0.95))
+    assert 20 <= job.checkpoint.every * 65.5 / 60 <= 60  # minutes
+    assert job.problems(world=64) == []
+    assert "lr = 1.5e-4             # Llama 3 70B (arXiv 2407.21783, table 3)" in text
+    assert '# path = "..."  fill in: a directory made by fivefold data prepare' in text
+    assert text.startswith("# llama3-70b on 8x8xH100: ")
+    assert " tokens/s (1,000 a rank), MFU 48.7%, " in text
+    assert "seed" not in text
+    assert "timeout" not in text
+
+
+def test_a_plan_for_scripts_has_its_run() -> None:
+    plan = asked("plan llama3-8b --tokens 300B --price 2")
+    run = plan["training"]
+    assert (plan["batch"], run["tokens"]) == (512, 3 * 10**11)
+    assert run["days"] == pytest.approx(run["steps"] * plan["best"]["step_seconds"] / 86_400)
+    assert run["cost"] == pytest.approx(2 * run["gpu_hours"]) == pytest.approx(2 * 24 * 8 * run["days"])
+    assert run["settings"]["optimizer.lr"] == {"value": 3e-4, "why": "Llama 3 8B (arXiv 2407.21783, table 3)"}
+
+
+def test_a_job_for_a_laptop_is_one(tmp_path: Path) -> None:
+    output = run(f"plan tiny --cluster 2xCPU -o {tmp_path / 'a.toml'}").output
+    assert f"a.toml: fivefold train {tmp_path / 'a.toml'} --nproc 2" in output
+    job = read_job(tmp_path / "a.toml")
+    tokens = job.train.steps * job.train.batch * job.data.seq
+    assert tokens == pytest.approx(20 * job.model.parameter_count, rel=0.01)
+    assert (job.train.dtype, job.train.device, job.data.path) == ("float32", "cpu", "")
+    assert 100 < job.train.steps < 5000
+    assert job.optimizer.warmup <= job.train.steps // 10
+
+
+def test_what_the_user_says_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    run(f"plan tiny optimizer.lr=1e-3 run.name=mine checkpoint.every=7 train.steps=50 -c CPU --batch 8 -o {path}")
+    job = read_job(path)
+    assert (job.optimizer.lr, job.run.name, job.checkpoint.every, job.train.steps) == (1e-3, "mine", 7, 50)
+    assert (job.train.batch, job.optimizer.warmup) == (8, 5)
+    again = asked(f"plan {path} --cluster 2x2xCPU -o {path}")  # another cluster: all but the layout stays
+    job = read_job(path)
+    assert (job.optimizer.lr, job.train.steps, job.run.cluster, job.layout.world) == (1e-3, 50, "2x2xCPU", 4)
+    assert asked(f"plan {path}")["best"]["layout"] == again["best"]["layout"]  # the file knows its cluster
+
+
+def test_a_job_in_fp8_is_one_or_is_refused(tmp_path: Path) -> None:
+    run(f"plan llama3-8b --precision fp8 --fix tp=1 -o {tmp_path / 'a.toml'}")
+    assert read_job(tmp_path / "a.toml").train.fp8
+    assert "tp=1, not tp=2" in refusal(f"plan llama3-8b --precision fp8 --fix tp=2 -o {tmp_path / 'b.toml'}")
+    assert not (tmp_path / "b.toml").exists()
+
+
 def test_a_job_file_is_planned_and_keeps_its_own_settings(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('model = "small"\n[train]\nbatch = 32\n[data]\nseq = 256\n[optimizer]\nlr = 1e-4\n')
@@ -106,6 +170,11 @@ def test_serving() -> None:
         ("plan llama3-8b --software megatrn", "did you mean 'megatron'?"),
         ("plan llama3-8b --fix tq=8", "did you mean"),
         ("plan llama3-8b --price -1", "price=-1"),
+        ("plan llama3-8b --tokens 5X", "tokens='5X' is not a number of tokens; write 300B"),
+        ("plan llama3-8b --tokens 0", "tokens=0 must be at least 1"),
+        ("plan llama3-8b --tokens 100k --batch 512", "nearest: tokens=4194304, or a smaller batch"),
+        ("plan llama3-8b --tokens 1T train.steps=5", "train.steps=5 and tokens=1T both say"),
+        ("plan llama3-8b --tokens 1T --inference", "--tokens belongs to training"),
         ("plan gpt2-124m --seq 4096", "longer than the 1024 learned positions"),
         ("plan llama3-8b --batch 128 -o plan.json", "should end in .toml"),
         ("simulate llama3-8b --layout dp=8 --batch 8 -o step.svg", "has one pipeline stage"),

@@ -67,6 +67,7 @@ API: list[Callable[[Any], object]] = [
     lambda it: ff.plan("tiny", "2xCPU", batch=it, seq=64),
     lambda it: ff.plan("tiny", "2xCPU", batch=8, seq=it),
     lambda it: ff.plan("tiny", "2xCPU", batch=8, seq=64, top=it),
+    lambda it: ff.plan("tiny", "2xCPU", batch=8, seq=64, tokens=it),
     lambda it: ff.plan("tiny", it),
     lambda it: ff.plan("tiny", f"{it}x8xH100"),
     lambda it: ff.plan(str(it)),

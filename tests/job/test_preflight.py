@@ -45,6 +45,21 @@ def test_held_out_text_too_short_for_a_look_stops_no_run_that_does_not_look(toke
     assert preflight(read_job(None, [*changes, "train.eval_samples=0"]), world=1).valid is None
 
 
+def test_the_built_in_text_is_for_small_models() -> None:
+    """A job of a large model leaves data.path to be filled in, and nothing trains it by accident."""
+    [problem] = problems_of("model=llama3-70b")
+    assert "data.path is not filled in, and llama3-70b has 70.6B parameters" in problem
+    assert "`fivefold data prepare`" in problem
+    assert preflight(read_job(None, ["model=small"]), world=1).train.tokens > 1e6
+
+
+def test_a_job_for_several_nodes_is_launched() -> None:
+    [problem] = problems_of("layout=dp=16", "run.cluster=2x8xH100")
+    assert problem.endswith("nearest: dp=1, or `fivefold launch` for the 2x8xH100 of run.cluster, with its 16")
+    for other in ("8xH100", "elsewhere.toml"):
+        assert problems_of("layout=dp=16", f"run.cluster={other}")[0].endswith("nearest: dp=1, or --nproc 16")
+
+
 def test_run_directories_are_never_shared(tmp_path: Path, monkeypatch) -> None:
     def made(parent: str, fresh: bool) -> str:
         return run_directory(read_job(None, [f"run.dir={parent}", "run.name=a"]), fresh).name

@@ -38,7 +38,9 @@ def test_a_job_gives_its_batch_and_its_length() -> None:
     job = read_job(None, ["model=tiny", "train.batch=32", "data.seq=256", "optimizer.lr=1e-4"])
     found = plan(job, "4xCPU")
     assert (found.case.batch, found.case.seq) == (32, 256)
-    assert found.job == structs.replace(job, layout=found.layout)
+    assert found.job == structs.replace(job, layout=found.layout, run=structs.replace(job.run, cluster="4xCPU"))
+    assert plan(found.job).case.cluster == Cluster.parse("4xCPU")
+    assert plan(job, "4xCPU", tokens="1M").job.train.steps == -(-1_000_000 // (32 * 256))
     with pytest.raises(UserError, match="change the object instead"):
         plan(job, "4xCPU", changes=["train.batch=8"])
 
@@ -77,6 +79,7 @@ def results(small: PlanResult) -> dict[str, Result]:
     return {
         "plan": small,
         "plan of a layout": plan("llama3-70b", "8x8xH100", batch=512, layout="dp=8,tp=8,zero=3,sp,microbatches=64"),
+        "plan of a run": plan("llama3.2-1b", "8xH100", tokens="300B", price=2.0),
         "simulate": simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
         "serve": serve("llama3-405b", "2x8xH100", prompt=2048, output=512, ttft=0.6, tpot=0.1),
         "context": context(131072, 16),

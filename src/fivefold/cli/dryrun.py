@@ -27,7 +27,8 @@ def dryrun(
     all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every pipeline stage.")] = False,
     stages: Annotated[str, typer.Option(help="all: the same as --all-stages; or some: 0,3.")] = "",
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: H100s.")
+        str,
+        typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
     ] = "",
     kernels: Annotated[
         Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")

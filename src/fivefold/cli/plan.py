@@ -1,5 +1,7 @@
 """`fivefold plan` and `fivefold simulate`: which layout, how fast, how much memory, and why not its neighbour."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +17,10 @@ Words = Annotated[
     typer.Argument(metavar="MODEL [KEY=VALUE ...]", help="A model's name, a job file or a config; and changes to it."),
 ]
 ClusterText = Annotated[
-    str, typer.Option("--cluster", "-c", help="Nodes x GPUs per node x accelerator, or a TOML file.")
+    str | None,
+    typer.Option(
+        "--cluster", "-c", help="Nodes x GPUs per node x accelerator, or a TOML file; default: the job's, or 8xH100."
+    ),
 ]
 Batch = Annotated[int | None, typer.Option(help="Sequences per step; default: about 4M tokens.")]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
@@ -26,9 +31,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def plan(
     words: Words,
-    cluster: ClusterText = "8xH100",
+    cluster: ClusterText = None,
     batch: Batch = None,
     seq: Seq = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: chinchilla, 20 per parameter.")
+    ] = None,
     layout: Annotated[str | None, typer.Option(help="Explain this layout, and compare it with the best.")] = None,
     fix: Annotated[str, typer.Option(help="Choices to keep: tp=8,zero=1,recompute=none.")] = "",
     by: Annotated[Literal["throughput", "memory", "pareto"], typer.Option(help="Rank layouts by.")] = "throughput",
@@ -52,9 +60,15 @@ def plan(
     layouts within 3% the simplest is chosen: published runs of one configuration
     differ by more. `fivefold truth` compares the planner with measured runs.
 
+    With -o, a job for this model on this cluster is written: learning rate, warmup,
+    batch and steps come from published recipes and the token budget, each with its
+    source.
+
     [dim]Examples:[/]
 
       fivefold plan llama3-70b --cluster 8x8xH100
+
+      fivefold plan llama3-70b --cluster 8x8xH100 --tokens 1.4T --price 2.5 -o job.toml
 
       fivefold plan llama3-405b --cluster 2048x8xH100 --batch 2048 --seq 8192
 
@@ -73,33 +87,39 @@ def plan(
         from fivefold.plan.serving.serve import serve
 
         training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
+        training["--tokens"] = tokens
         _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
         served = serve(
-            words[0], cluster, changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
+            words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
             precision=precision or "bf16", ttft=ttft, tpot=tpot,
         )  # fmt: skip
         show(served, as_json)
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
     check_writable(output, ".toml")
-    from fivefold.job.config import to_toml
+    from fivefold.job.preflight import needs_data
     from fivefold.plan import plan as planning
+    from fivefold.plan.training import TWENTY, start
 
+    if tokens is None and output is not None and not words[0].endswith(".toml"):
+        tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
     found = planning.plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
-        precision=precision, software=software, price=price,
+        precision=precision, software=software, price=price, tokens=tokens,
     )  # fmt: skip
     if output is not None:
-        write(output, to_toml(found.job))
+        command = shlex.join(["fivefold", *sys.argv[1:]])
+        write(output, found.training.file(found.explained, str(output), command))
     show(found, as_json)
     if output is not None and not as_json:
-        typer.echo(f"\nwritten to {output}: fivefold train {output} --nproc {found.layout.world}")
+        fill = "fill in data.path, then " if needs_data(found.job) else ""
+        typer.echo(f"\nwritten to {output}: {fill}{start(found.explained, str(output))}")
 
 
 def simulate(
     words: Words,
     layout: Annotated[str, typer.Option(help="The layout: dp=8,tp=8,pp=4,...")],
-    cluster: ClusterText = "8xH100",
+    cluster: ClusterText = None,
     batch: Batch = None,
     seq: Seq = None,
     precision: Precision = "",

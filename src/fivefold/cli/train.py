@@ -74,8 +74,11 @@ def train(
     world = current_world()
     _check(nproc, restarts, world)
     resolved = read_job(path, changes)
+    ranks = nproc if nproc > 1 else world.size
+    if check and resolved.run.cluster and ranks == 1:  # a job for a cluster is checked on any machine
+        ranks = resolved.layout.world
     with late_bar("hashing") as progress:
-        sources = preflight(resolved, nproc if nproc > 1 else world.size, quiet if world.rank else progress)
+        sources = preflight(resolved, ranks, quiet if world.rank else progress)
     if check:
         typer.echo(to_toml(resolved))
     elif nproc > 1:

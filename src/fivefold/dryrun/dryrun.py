@@ -41,13 +41,13 @@ def dryrun(
 
     `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. `rank` names ranks, `stages`
     pipeline ranks, of each of which the first rank runs; default: rank 0. `cluster` has the memory that the step must
-    fit (default: H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face directory
-    that must hold every parameter. `progress` is told how many ranks are done, of how many, and which one is next.
+    fit (default: the job's, or H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face
+    directory that must hold every parameter. `progress` is told how many ranks are done, of how many, and the next.
     """
     checked("batch", batch, within(1, SEQUENCES))
     checked("seq", seq, within(1, TOKENS))
     job = _job(model, layout, changes, batch, seq)
-    machines = _machines(cluster, job.layout.world)
+    machines = _machines(cluster, job)
     chosen = _ranks(job.layout, rank, stages)
     if weights is not None:
         _check_weights(job, path_of(weights))
@@ -89,8 +89,11 @@ def _job(
     return job
 
 
-def _machines(cluster: str | Cluster, world: int) -> Cluster:
+def _machines(cluster: str | Cluster, job: Job) -> Cluster:
+    world = job.layout.world
     if not cluster:
+        if job.run.cluster and (planned := Cluster.read(job.run.cluster)).world == world:
+            return planned
         return Cluster.parse(f"{world}xH100" if world <= 8 else f"{-(-world // 8)}x8xH100")
     machines = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     if machines.world != world:

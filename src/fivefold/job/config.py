@@ -88,12 +88,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
 
-    def problems(self, world: int | None = None) -> list[str]:
-        """Everything wrong with the values, beyond their types."""
+    def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
+        """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
         model = self.model.problems()
         # A layout is held against numbers that make sense, and their absence has been reported already.
         seq, batch = max(1, self.data.seq), max(1, self.train.batch)
-        layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch)
+        layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch, ranks_by=ranks_by)
         return [*model, *self._settings(), *layout]
 
     def _fp8(self) -> list[tuple[bool, str]]:

@@ -1,6 +1,7 @@
 """Everything that can be known to be wrong before any process starts."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +10,15 @@ from fivefold.data.checking import verify
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.progress import Report, quiet
 from fivefold.data.tokens import Split, TokenStore
+from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of
 from fivefold.schedule.check import prove
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError, absent, needs
+from fivefold.support.formatting import si
 
+BUILT_IN = 100_000_000  # parameters of the largest model that trains on the standard library's source
 QUICK = 1 << 28  # bytes that are hashed before the start, in a second or two; those of larger sets, beside training
 
 
@@ -49,7 +53,15 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
 
 def job_problems(job: Job, world: int) -> list[str]:
     """Those that are the same on every machine."""
-    return job.problems(world) or _schedule(job)
+    return job.problems(world, _ranks_by(job)) or _schedule(job)
+
+
+def _ranks_by(job: Job) -> str:
+    """How to get the ranks of a job: one that was planned for several nodes is not started by --nproc."""
+    with suppress(UserError):  # a file that is not on this machine
+        if job.run.cluster and Cluster.read(job.run.cluster).nodes > 1:
+            return f"`fivefold launch` for the {job.run.cluster} of run.cluster, with its"
+    return "--nproc"
 
 
 def _schedule(job: Job) -> list[str]:
@@ -68,8 +80,19 @@ def run_directory_problems(parent: Path) -> list[str]:
     return [f"run.dir={str(parent)!r}: {existing} is not a directory that can be written to"]
 
 
+def needs_data(job: Job) -> bool:
+    """Whether data.path must be filled in: the standard library's own source is no corpus for a large model."""
+    return not job.data.path and not job.model.problems() and job.model.parameter_count > BUILT_IN
+
+
 def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Sources | None:
     """The data of a job; what is wrong with it joins the problems."""
+    if needs_data(job):
+        problems.append(
+            f"data.path is not filled in, and {job.model.name} has {si(job.model.parameter_count)} parameters: the "
+            f"built-in text is for models of up to {si(BUILT_IN)}; give a directory made by `fivefold data prepare`"
+        )
+        return None
     try:
         path = path_of(job.data.path) if job.data.path else stdlib_corpus()
         store = TokenStore.open(path)

@@ -21,22 +21,25 @@ from fivefold.plan.result import PlanResult, SimulateResult
 from fivefold.plan.search.explain import RANKS_BY, better_batch, neighbours, simplest
 from fivefold.plan.search.search import SURVIVORS, By, Option, evaluate, search
 from fivefold.plan.search.space import groups_of
+from fivefold.plan.training import batch_of, budget_of, training_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
 
+USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
 USUAL = 1 << 22  # tokens of a step without a given batch: four million, as in most large runs
 SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
 
 
 def plan(
     model: str | Path | ModelSpec | Job,
-    cluster: str | Path | Cluster = "8xH100",
+    cluster: str | Path | Cluster | None = None,
     *,
     changes: Sequence[str] = (),
     batch: int | None = None,
     seq: int | None = None,
+    tokens: str | float | None = None,
     layout: str | Layout | None = None,
     fix: str | Mapping[str, Any] = "",
     by: By = "throughput",
@@ -47,8 +50,10 @@ def plan(
 ) -> PlanResult:
     """Search all layouts of a model on a cluster, choose one, and say why.
 
-    `changes` are KEY=VALUE settings of the model or job, `batch` counts sequences of a step, `fix` holds choices that
-    are not free ("tp=8,zero=1"), `layout` is explained beside the choice, `price` is dollars per device and hour.
+    `cluster` is by default the job's, or 8xH100. `changes` are KEY=VALUE settings of the model or job, `batch` counts
+    sequences of a step, `fix` holds choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice,
+    `price` is dollars per device and hour. `tokens` is the length of the run ("1.4T", 300e9, or "chinchilla": 20 per
+    parameter); where it is given, the batch is that of a published recipe, as the settings of `.job` are.
     """
     if price is not None and not 0 <= price < 1e6:
         raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
@@ -57,7 +62,10 @@ def plan(
     checked("top", top, within(1, SEQUENCES))
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
-    job, case = _question(model, cluster, changes, batch, seq, precision, software)
+    job, kept, case = _question(model, cluster, changes, batch, seq, precision, software, tokens)
+    training = training_of(
+        job, kept, case, tokens, _written(case.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
+    )
     given = _given(case, layout) if layout is not None else None
     found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed_choices(fix))
     chosen = simplest(found.options) if by == "throughput" else found.best
@@ -72,14 +80,14 @@ def plan(
         neighbours=tuple(neighbours(explained)),
         hint=better_batch(explained),
         price=price,
-        asked=job,
+        training=training,
     )
 
 
 def simulate(
     model: str | Path | ModelSpec | Job,
     layout: str | Layout,
-    cluster: str | Path | Cluster = "8xH100",
+    cluster: str | Path | Cluster | None = None,
     *,
     changes: Sequence[str] = (),
     batch: int | None = None,
@@ -88,7 +96,7 @@ def simulate(
     software: str = "fivefold",
 ) -> SimulateResult:
     """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed."""
-    _, case = _question(model, cluster, changes, batch, seq, precision, software)
+    *_, case = _question(model, cluster, changes, batch, seq, precision, software)
     return SimulateResult(_given(case, layout))
 
 
@@ -106,16 +114,18 @@ def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def _question(
     model: str | Path | ModelSpec | Job,
-    cluster: str | Path | Cluster,
+    cluster: str | Path | Cluster | None,
     changes: Sequence[str],
     batch: int | None,
     seq: int | None,
     precision: str,
     software: str,
-) -> tuple[Job, Case]:
-    """The job behind the question, and a checked case; its layout is still open."""
+    tokens: str | float | None = None,
+) -> tuple[Job, set[str] | None, Case]:
+    """The job behind the question; its settings that stay, None if all do; a checked case, whose layout is open."""
     job, named = job_of(model, changes)
-    machines, spec = Cluster.read(cluster), job.model
+    kept = None if isinstance(model, Job) or str(model).endswith(".toml") else named
+    machines, spec = Cluster.read(cluster or job.run.cluster or USUAL_CLUSTER), job.model
     if wrong := spec.problems():
         raise UserError(wrong)
     if seq is None:
@@ -127,14 +137,24 @@ def _question(
         )
     if batch is None:
         world = machines.world  # the usual number of tokens, in a batch that divides evenly
-        batch = job.train.batch if "train.batch" in named else max(1, round(USUAL / seq / world)) * world
+        if "train.batch" in named:
+            batch = job.train.batch
+        elif total := budget_of(tokens, job):
+            batch = batch_of(job, total, seq, world)
+        else:
+            batch = max(1, round(USUAL / seq / world)) * world
     checked("batch", batch, within(1, SEQUENCES))
     device = machines.groups[0].accelerator
     precision = precision or ("fp32" if device.is_cpu else "bf16")
     for group in machines.groups:
         group.accelerator.rate(precision)  # raises with the rates that there are
     stack = software_of(software, device).computing_in(precision)
-    return job, Case(spec, Layout(), machines, seq, batch, precision, stack)
+    return job, kept, Case(spec, Layout(), machines, seq, batch, precision, stack)
+
+
+def _written(cluster: Cluster, given: str | Path | Cluster) -> str:
+    """How a job names its cluster: as the user did, since a file may have replaced figures of the catalogue."""
+    return str(given).strip() if isinstance(given, str | Path) else str(cluster)
 
 
 def _given(case: Case, layout: str | Layout) -> Option:

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from msgspec import structs
-
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.explain import CAUSES, Neighbour, difference, traffic
 from fivefold.plan.search.search import Option
+from fivefold.plan.training import DAY, GB, Training
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
 from fivefold.report.svg import COLOURS, document, line, rect, text
 from fivefold.schedule.draw.paint import to_svg
@@ -21,8 +20,6 @@ from fivefold.schedule.draw.terminal import legend, timeline
 from fivefold.schedule.simulate import Simulation
 from fivefold.support.formatting import si
 
-DAY = 86_400
-GB = 1e9
 DRAWN = 1024  # passes of a pipeline that a terminal can show
 NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
 SMALL = 4096  # bytes: a smaller payload has no row
@@ -41,7 +38,7 @@ class PlanResult(Result):
     neighbours: tuple[Neighbour, ...]  # of the explained layout
     hint: str  # about a better batch, if there is one
     price: float | None  # dollars per device and hour
-    asked: Job
+    training: Training
 
     @property
     def explained(self) -> Option:
@@ -53,15 +50,8 @@ class PlanResult(Result):
 
     @property
     def job(self) -> Job:
-        """The explained layout as a job that `fivefold train` runs; the rest is as the job file or the defaults say."""
-        case, asked = self.explained.case, self.asked
-        dtype = "bfloat16" if case.precision in ("bf16", "fp16", "fp8") else "float32"
-        return structs.replace(
-            asked,
-            layout=case.layout,
-            data=structs.replace(asked.data, seq=case.seq),
-            train=structs.replace(asked.train, batch=case.batch, dtype=dtype),
-        )
+        """The explained layout as a job that `fivefold train` runs: a recipe's, or the job file's own settings."""
+        return self.training.job(self.explained)
 
     def to_dict(self) -> dict[str, Any]:
         shown = {
@@ -72,6 +62,7 @@ class PlanResult(Result):
             "software": self.case.stack.name,
             "weighed": self.evaluated,
             "fitting": self.fitting,
+            "training": self.training.figures(self.explained, self.price),
             "best": figures(self.chosen, self.price),
             "options": [figures(option, self.price) for option in self.options],
             "neighbours": [one.to_dict() for one in self.neighbours],
@@ -96,6 +87,7 @@ class PlanResult(Result):
                 f"{self.chosen.layout} is simpler"
             )
         yield Text(f"\n{_summary(option, self.price)}", "bold")
+        yield Text(self.training.sentence(option, self.price))
         if option.case.groups:  # how mixed nodes are to be numbered, so that every replica spans them
             names = enumerate(group.accelerator.name for group in option.case.cluster.groups)
             stages = ", then ".join(f"{option.case.groups.count(at)} on {name}" for at, name in names)
@@ -115,6 +107,8 @@ class PlanResult(Result):
         ordered = sorted(self.neighbours, key=lambda one: (one.slower is None, one.slower or 0.0))
         rows = [(one.change, one.sentence.removeprefix(one.change).lstrip()) for one in ordered]
         yield Table(["change", "~what it does"], rows, title="Layouts one change away")
+        if self.training.said:
+            yield self.training.table(option)
 
 
 @dataclass(frozen=True)

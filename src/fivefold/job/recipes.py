@@ -1,0 +1,184 @@
+"""Published recipes of pretraining: learning rate, batch and the rest, by model size and token budget.
+
+    recipe(preset("llama3-70b"), 8192, tokens_of("1.4T"))["optimizer.lr"]
+        # Choice(1.5e-4, "Llama 3 70B (arXiv 2407.21783, table 3)")
+
+A model as large as those of a published table takes the values of the nearest one. A smaller one follows DeepSeek's
+power laws, which were fitted to small models. The laws also bound the batch: a short run takes a smaller one.
+
+Qwen publishes rates and batches of its first release only. Qwen2.5 says that it has laws, and not which.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import counted, si
+from fivefold.support.numbers import divisors
+from fivefold.support.ranges import misfit, within
+
+CHINCHILLA = 20  # tokens per parameter: Hoffmann et al., arXiv 2203.15556
+MOST = 10**15  # tokens: a hundred times what any model has read
+M = 1 << 20  # what papers call 4M tokens is 4 x 2^20: 1,024 sequences of 4,096
+
+# Their titles, in this order: Language Models are Few-Shot Learners; Llama 2: Open Foundation and Fine-Tuned Chat
+# Models; The Llama 3 Herd of Models; Qwen Technical Report; DeepSeek LLM: Scaling Open-Source Language Models with
+# Longtermism; On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
+GPT3 = "arXiv 2005.14165, table 2.1"
+LLAMA2 = "arXiv 2307.09288, table 1"
+LLAMA3 = "arXiv 2407.21783, table 3"
+LLAMA3_405B = "arXiv 2407.21783, section 3.4.1"
+QWEN = "arXiv 2309.16609, table 1"
+DEEPSEEK = "arXiv 2401.02954, section 3.1"
+SQUARE_ROOT = "arXiv 2205.10287"
+SOURCES = (
+    "GPT-3: arXiv 2005.14165; Llama 2: arXiv 2307.09288; Llama 3: arXiv 2407.21783; Qwen: arXiv 2309.16609; DeepSeek "
+    "LLM: arXiv 2401.02954"
+)
+
+
+class Published(NamedTuple):
+    """A run that somebody made, and what it says of itself."""
+
+    name: str
+    parameters: float
+    lr: float
+    batch: float | None  # tokens of a step, at its largest
+    source: str
+    warmup: int = 2000  # steps: Llama 1 and 2, DeepSeek LLM
+    final: float = 0.1
+
+    def says(self, what: str = "") -> str:
+        return f"{self.name}{what} ({self.source})"
+
+    def distance(self, spec: ModelSpec) -> float:
+        """In size; a relative is nearer than a stranger of the same size."""
+        family = "".join(self.name.lower().split()[:-1])  # "Llama 3 70B" -> "llama3", of which llama3.1-70b is one
+        return abs(math.log(self.parameters / spec.parameter_count)) + 0.2 * (not spec.name.startswith(family))
+
+
+# With learned positions: GPT-3's table. Its batch grew from 32k tokens while the rate warmed up over 375M tokens; a run
+# with one batch throughout warms up as the others do.
+GPT = tuple(
+    Published(f"GPT-3 {size}", parameters, lr, batch, GPT3)
+    for size, parameters, lr, batch in (
+        ("Small", 125e6, 6e-4, M / 2),
+        ("Medium", 350e6, 3e-4, M / 2),
+        ("Large", 760e6, 2.5e-4, M / 2),
+        ("XL", 1.3e9, 2e-4, M),
+        ("2.7B", 2.7e9, 1.6e-4, M),
+        ("6.7B", 6.7e9, 1.2e-4, 2 * M),
+        ("13B", 13e9, 1e-4, 2 * M),
+        ("175B", 175e9, 0.6e-4, 3.2 * M),
+    )
+)
+ROTARY = (
+    Published("Llama 2 7B", 6.74e9, 3e-4, 4 * M, LLAMA2),
+    Published("Llama 2 13B", 13.0e9, 3e-4, 4 * M, LLAMA2),
+    Published("Llama 2 34B", 33.7e9, 1.5e-4, 4 * M, LLAMA2),
+    Published("Llama 2 70B", 69.0e9, 1.5e-4, 4 * M, LLAMA2),
+    Published("Qwen 7B", 7.72e9, 3e-4, 4 * M, QWEN),
+    Published("Qwen 14B", 14.2e9, 3e-4, 4 * M, QWEN),
+    Published("Llama 3 8B", 8.03e9, 3e-4, None, LLAMA3),
+    Published("Llama 3 70B", 70.6e9, 1.5e-4, None, LLAMA3),
+    # 4M tokens at first, 8M after 252M tokens, 16M after 2.87T; the rate ends at 8e-7.
+    Published("Llama 3 405B", 405.9e9, 8e-5, 16 * M, LLAMA3_405B, warmup=8000, final=0.01),
+)
+NEAR = 0.8  # of the smallest model of a table: a smaller one follows the laws
+FAR = 1.5  # times the largest one: from there on the file says how far the table is
+SHORT = 0.1  # of a run: the longest warmup
+
+
+class Choice(NamedTuple):
+    """A setting of a job, and where it comes from."""
+
+    value: Any
+    why: str
+
+
+def tokens_of(given: str | float) -> int:
+    """A number of tokens as people write it: 1.4T, 300B, 15e12, 2000000."""
+    if type(given) is int:
+        tokens = given  # Python does not print one of thousands of digits
+    else:
+        text = str(given).strip().replace("_", "")
+        found = re.fullmatch(r"(-?\d{1,30}(?:\.\d{0,30})?(?:[eE]\+?\d{1,2})?) ?([kKmMbBtT]?)", text)
+        if not found:
+            raise UserError(f"tokens={text[:40]!r} is not a number of tokens; write 300B, 1.4T or 2e9")
+        number, suffix = found.groups()
+        tokens = round(float(number) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[suffix.lower()])
+    if wrong := misfit("tokens", tokens, within(1, MOST, "write 300B, 1.4T or 2e9")):
+        raise UserError(wrong)
+    return tokens
+
+
+def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
+    """Settings of a run of so many tokens; `train.tokens` stands for the tokens of a step."""
+    # DeepSeek counts FLOPs without the vocabulary's, and attention in full.
+    compute = (spec.flops_per_token(seq) - 6 * spec.vocab * spec.hidden) * tokens
+    best_lr, best_batch = 0.3118 * compute**-0.1250, 0.2920 * compute**0.3271
+    law = f"for C = {f'{compute:.1e}'.replace('e+', 'e')} FLOPs ({DEEPSEEK})"
+    table = GPT if spec.positions == "learned" else ROTARY
+    if spec.parameter_count < NEAR * min(one.parameters for one in table):
+        lr = Choice(float(f"{best_lr:.1e}"), f"DeepSeek LLM's law, 0.3118 C^-0.1250, {law}")
+        batch = Choice(best_batch, f"DeepSeek LLM's law, 0.2920 C^0.3271 tokens, {law}")
+        warmup, final, like = 2000, 0.1, "Llama 2, DeepSeek LLM"
+        end = "Llama 2, DeepSeek LLM"
+    else:
+        own = min(table, key=lambda one: one.distance(spec))
+        sized = min((one for one in table if one.batch), key=lambda one: one.distance(spec))
+        times = spec.parameter_count / max(one.parameters for one in table)
+        largest = f", the largest published; this model has {times:.1f} times as many parameters" * (times > FAR)
+        lr = Choice(own.lr, own.says() + largest)
+        batch = Choice(sized.batch or best_batch, sized.says(f": {(sized.batch or 0) / M:g}M tokens"))
+        if best_batch < batch.value:
+            batch = Choice(best_batch, f"a short run: DeepSeek LLM's law, 0.2920 C^0.3271 tokens, {law}")
+        warmup, final, like = own.warmup, own.final, own.name if own.warmup != 2000 else "Llama 2, DeepSeek LLM"
+        end = own.says() if own.final != 0.1 else "GPT-3, Llama 2, Qwen"
+    return {
+        "optimizer.lr": lr,
+        "optimizer.betas": Choice((0.9, 0.95), "GPT-3, Llama 2, Qwen, DeepSeek LLM"),
+        "optimizer.weight_decay": Choice(0.1, "GPT-3, Llama 2 and 3, DeepSeek LLM"),
+        "optimizer.clip": Choice(1.0, "GPT-3, Llama 2, DeepSeek LLM"),
+        "optimizer.schedule": Choice("cosine", "GPT-3, Llama 2 and 3, Qwen"),
+        "optimizer.warmup": Choice(warmup, f"steps: {like}"),
+        "optimizer.final": Choice(final, f"of the peak rate: {end}"),
+        "train.tokens": batch,
+    }
+
+
+def usable_batch(tokens: float, seq: int, world: int) -> int:
+    """Sequences of about so many tokens that divide over the ranks, and further into microbatches."""
+    wanted = max(1.0, tokens / seq)
+    unit = max(one for one in divisors(world) if one <= wanted)
+    counts = [count << power for count in (1, 3) for power in range(40)]
+    return unit * min(counts, key=lambda count: abs(math.log(count * unit / wanted)))
+
+
+def fit(found: Mapping[str, Choice], batch: int, seq: int, tokens: int, given: bool) -> dict[str, Choice]:
+    """The recipe with the batch of a plan; `given`: the user chose it."""
+    steps, wanted = -(-tokens // (batch * seq)), found["train.tokens"]
+    if batch * seq > tokens:
+        raise UserError(
+            f"tokens={si(tokens, 4)} is less than one step: {counted(batch, 'sequence')} of {seq} tokens; nearest: "
+            f"tokens={batch * seq}, or {'a smaller batch' if batch > 1 else 'shorter sequences'}"
+        )
+    choices = {key: choice for key, choice in found.items() if key != "train.tokens"}
+    lr, warmup = choices["optimizer.lr"], choices["optimizer.warmup"]
+    share = batch * seq / wanted.value
+    if given and share < 1 / 1.5:
+        value = float(f"{lr.value * math.sqrt(share):.1e}")
+        why = f"{lr.why}, times the root of {share:.2g} for the smaller batch ({SQUARE_ROOT})"
+        choices["optimizer.lr"] = Choice(value, why)
+    if warmup.value > SHORT * steps:
+        choices["optimizer.warmup"] = Choice(
+            max(1, int(float(f"{SHORT * steps:.1e}"))),
+            f"steps: a tenth of a short run, instead of the {warmup.value:,} of large ones",
+        )
+    size = f"sequences of {seq:,}: {si(batch * seq)} tokens a step"
+    choices["train.batch"] = Choice(batch, size if given else f"{size}; {wanted.why}")
+    choices["train.steps"] = Choice(steps, f"{si(tokens, 4)} tokens")
+    return choices

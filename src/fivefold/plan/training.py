@@ -1,0 +1,195 @@
+"""From a plan to a training run: its token budget, its settings with their reasons, and its job file.
+
+training = training_of(job, {"optimizer.lr"}, case, tokens=None, cluster="8x8xH100")
+training.job(option)          # what `fivefold train` runs
+training.file(option)         # the same, as a file for people
+"""
+
+import shlex
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs
+
+from fivefold.job.config import Job
+from fivefold.job.preflight import needs_data
+from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch
+from fivefold.job.written import written
+from fivefold.optimizers import AdamW
+from fivefold.plan.cost.time import Case
+from fivefold.plan.search.search import Option
+from fivefold.report import Table
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import bytes_text, si
+
+HOUR, DAY = 3600, 86_400
+GB = 1e9
+BETWEEN = HOUR / 2  # checkpoints
+STATE = 12  # bytes of a parameter in a checkpoint: the master weight and AdamW's two moments, in float32
+DTYPES = {"fp32": "float32", "fp64": "float64"}  # of compute; the others are bfloat16's
+TWENTY = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
+
+
+def budget_of(tokens: str | float | None, job: Job) -> int | None:
+    """The tokens of a run; None, where nobody has said."""
+    if tokens is None or tokens == TWENTY:
+        return None if tokens is None else CHINCHILLA * job.model.parameter_count
+    return tokens_of(tokens)
+
+
+def batch_of(job: Job, tokens: int, seq: int, world: int) -> int:
+    """Sequences of a step, as the recipe has them and the ranks can divide them."""
+    return usable_batch(recipe(job.model, seq, tokens)["train.tokens"].value, seq, world)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of `tokens` tokens. `choices` are settings of the recipe that the user did not make."""
+
+    asked: Job
+    tokens: int
+    steps: int
+    choices: dict[str, Choice]
+    kept: Set[str] | None  # settings that the user made; None: all, in a job of their own
+    cluster: str  # as the user wrote it
+    said: bool  # whether the user asked for a budget, or for a job
+
+    def settings(self, option: Option) -> dict[str, Choice]:
+        """All that the plan decides beside the layout."""
+        case, found = option.case, dict(self.choices)
+        found["data.seq"] = Choice(case.seq, "tokens of a sample, as planned")
+        found["train.batch"] = found.get("train.batch", Choice(case.batch, f"sequences of {case.seq:,}"))
+        found["train.dtype"] = Choice(DTYPES.get(case.precision, "bfloat16"), _precision(case.precision))
+        if case.precision == "fp8":
+            found["train.fp8"] = Choice(True, "matmuls of blocks, as planned")
+        found["run.cluster"] = Choice(self.cluster, "what this file was planned for")
+        if self.kept is None:
+            return found
+        if case.on.accelerator.is_cpu:
+            found["train.device"] = Choice("cpu", "as planned")
+        every = int(float(f"{max(1, BETWEEN / option.seconds):.0e}"))
+        size = f"{bytes_text(STATE * case.spec.parameter_count)} each"
+        often = max(1, self.steps // 10)
+        span = "half an hour" if every <= often else "a tenth of the run"
+        why = f"steps: about {span}, what a failure may cost; {size}, and the newest two are kept"
+        found["checkpoint.every"] = Choice(min(every, often), why)
+        found["train.eval_every"] = Choice(min(every, often), "steps: the held-out loss beside each checkpoint")
+        found["run.name"] = Choice(case.spec.name, "the directory below runs/")
+        decided = ("data.seq", "train.batch", "train.dtype", "run.cluster")
+        return {key: it for key, it in found.items() if key in decided or key not in self.kept}
+
+    def job(self, option: Option) -> Job:
+        changed: dict[str, Any] = {"layout": option.layout}
+        for key, choice in self.settings(option).items():
+            section, _, field = key.partition(".")
+            changed[section] = structs.replace(
+                changed.get(section, getattr(self.asked, section)), **{field: choice.value}
+            )
+        return structs.replace(self.asked, **changed)
+
+    def file(self, option: Option, path: str = "job.toml", command: str = "") -> str:
+        """A job file; a job that could not be trained is refused. `command` is what made it."""
+        job, spec = self.job(option), option.case.spec
+        if problems := job.problems(world=option.layout.world):
+            raise UserError(problems)
+        head = [
+            f"{spec.name} on {self.cluster}: {expected(option)}",
+            f"{self.sentence(option)}. Start it with {start(option, path)}.",
+            *([f"Made by: {command}"] if command else []),
+            *([f"Sources: {SOURCES}."] if any(key.startswith("optimizer.") for key in self.choices) else []),
+        ]
+        fill = "a directory made by fivefold data prepare"
+        fill = f"fill in: {fill}" if needs_data(job) else f"{fill}; without it, Python's own source"
+        hints = {} if job.data.path else {"data": f'path = "..."  {fill}'}
+        why = {key: choice.why for key, choice in self.settings(option).items()}
+        return written(job, why, head, hints)
+
+    def figures(self, option: Option, price: float | None) -> dict[str, Any]:
+        seconds = self.steps * option.seconds
+        hours = seconds * option.layout.world / HOUR
+        made = self.settings(option)
+        row: dict[str, Any] = {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "days": seconds / DAY,
+            "gpu_hours": hours,
+            "settings": {key: {"value": choice.value, "why": choice.why} for key, choice in made.items()},
+        }
+        return row if price is None else row | {"cost": price * hours}
+
+    def sentence(self, option: Option, price: float | None = None) -> str:
+        figures, count = self.figures(option, price), self.asked.model.parameter_count
+        ratio = self.tokens / count
+        many = f"{ratio:.3g}" if ratio < 1e4 else si(ratio)
+        device = "rank-hours" if option.case.on.accelerator.is_cpu else "GPU-hours"
+        cost = f", ${figures['cost']:,.0f}" if price is not None else ""
+        return (
+            f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {_length(figures['days'])}, "
+            f"{_count(figures['gpu_hours'])} {device}{cost}"
+        )
+
+    def table(self, option: Option) -> Table:
+        rows = [(key, str(choice.value), choice.why) for key, choice in self.settings(option).items()]
+        caption = SOURCES if any(key.startswith("optimizer.") for key in self.choices) else ""
+        return Table(["setting", "value", "~where it comes from"], rows, title="Training", caption=caption)
+
+
+def training_of(
+    job: Job, kept: Set[str] | None, case: Case, tokens: str | float | None, cluster: str, batch: int | None
+) -> Training:
+    """A job of one's own keeps its settings, and a budget changes its steps; a model gets a recipe."""
+    step, total = case.batch * case.seq, budget_of(tokens, job)
+    own = kept is None or "train.steps" in kept
+    if total is not None and kept is not None and own:
+        raise UserError(
+            f"train.steps={job.train.steps} and tokens={tokens} both say how long to train; give one of them"
+        )
+    if total is None:
+        total = job.train.steps * step if own else CHINCHILLA * job.model.parameter_count
+    said = tokens is not None
+    if not said and total < step:  # nobody asked
+        total = step
+    given = not said or batch is not None or kept is None or "train.batch" in kept
+    choices = fit(recipe(job.model, case.seq, total), case.batch, case.seq, total, given)
+    steps = choices["train.steps"].value
+    if kept is None:
+        choices = {"train.steps": choices["train.steps"]} if said else {}
+    elif not isinstance(job.optimizer, AdamW):  # the published rates and decays are Adam's
+        theirs = ("optimizer.lr", "optimizer.betas", "optimizer.weight_decay")
+        choices = {key: choice for key, choice in choices.items() if key not in theirs}
+    return Training(job, total, steps, choices, kept, cluster, said)
+
+
+def start(option: Option, path: str) -> str:
+    """The command that runs the job."""
+    if option.case.cluster.nodes > 1:
+        return f"fivefold launch {shlex.quote(path)} --slurm"
+    ranks = f" --nproc {option.layout.world}" if option.layout.world > 1 else ""
+    return f"fivefold train {shlex.quote(path)}{ranks}"
+
+
+def expected(option: Option) -> str:
+    """What a run should reach, to hold against its own output."""
+    case, rate = option.case, option.tokens_per_second
+    each = f" ({rate / option.layout.world:,.0f} a rank)" if option.layout.world > 1 else ""
+    return (
+        f"{rate:,.0f} tokens/s{each}, MFU {case.mfu(option.seconds):.1%}, {option.seconds:.3g} s a step, "
+        f"{option.footprint.total / GB:.1f} of {option.device_memory / GB:.1f} GB on the fullest rank, as planned."
+    )
+
+
+def _precision(precision: str) -> str:
+    return f"planned in {precision}" + (", which this trainer does not have" if precision == "fp16" else "")
+
+
+def _length(days: float) -> str:
+    if days >= 100:
+        return f"{days:,.0f} days"
+    units = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440, "seconds": 1 / DAY}
+    unit = next((unit for unit, size in units.items() if days >= 2 * size), "seconds")
+    return f"{days / units[unit]:.1f} {unit}"
+
+
+def _count(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"

@@ -1,0 +1,146 @@
+"""Recipes: what papers print comes out, what lies between follows, and a budget is read as people write it."""
+
+import pytest
+
+from fivefold.job.recipes import CHINCHILLA, fit, recipe, tokens_of, usable_batch
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.errors import UserError
+
+M = 1 << 20
+
+
+def of(name: str, tokens: str, key: str) -> object:
+    spec = preset(name)
+    return recipe(spec, min(spec.context, 8192), tokens_of(tokens))[key].value
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "lr", "batch", "warmup", "final"),
+    [
+        ("llama2-7b", "2T", 3e-4, 4 * M, 2000, 0.1),  # arXiv 2307.09288, table 1
+        ("llama2-70b", "2T", 1.5e-4, 4 * M, 2000, 0.1),
+        ("llama3-8b", "15T", 3e-4, 4 * M, 2000, 0.1),  # arXiv 2407.21783, table 3
+        ("llama3.1-70b", "15T", 1.5e-4, 4 * M, 2000, 0.1),
+        ("llama3-405b", "15.6T", 8e-5, 16 * M, 8000, 0.01),  # section 3.4.1: 8e-7 at the end
+        ("qwen3-8b", "3T", 3e-4, 4 * M, 2000, 0.1),  # arXiv 2309.16609, table 1
+        ("gpt2-124m", "300B", 6e-4, M / 2, 2000, 0.1),  # arXiv 2005.14165, table 2.1
+        ("gpt3-175b", "300B", 0.6e-4, 3.2 * M, 2000, 0.1),
+    ],
+)
+def test_what_is_published_comes_out(
+    name: str, tokens: str, lr: float, batch: float, warmup: int, final: float
+) -> None:
+    assert of(name, tokens, "optimizer.lr") == lr
+    assert of(name, tokens, "train.tokens") == batch
+    assert of(name, tokens, "optimizer.warmup") == warmup
+    assert of(name, tokens, "optimizer.final") == final
+
+
+def test_deepseek_s_laws_say_what_its_paper_computes_with_them() -> None:
+    """At its 7B run (2T tokens of 4,096: 4.2e-4 and 2,304 sequences) they were used with hardly a change."""
+    spec = preset("llama2-7b", layers=30)
+    compute = (spec.flops_per_token(4096) - 6 * spec.vocab * spec.hidden) * 2e12
+    assert 0.3118 * compute**-0.125 == pytest.approx(4.2e-4, rel=0.06)
+    assert 0.2920 * compute**0.3271 / 4096 == pytest.approx(2304, rel=0.06)
+
+
+def test_a_small_model_follows_the_laws_with_size_and_budget() -> None:
+    assert of("llama3.2-1b", "25B", "optimizer.lr") == 8.9e-4
+    assert (
+        of("llama3.2-1b", "9T", "optimizer.lr")
+        < of("llama3.2-1b", "25B", "optimizer.lr")
+        < of("qwen3-0.6b", "12B", "optimizer.lr")
+    )
+    assert of("llama3.2-1b", "9T", "train.tokens") > of("llama3.2-1b", "25B", "train.tokens")
+
+
+def test_a_short_run_of_a_large_model_takes_a_smaller_batch() -> None:
+    assert of("llama3-8b", "1B", "train.tokens") < M < of("llama3-8b", "1T", "train.tokens") == 4 * M
+
+
+def test_every_preset_has_settings_that_make_sense() -> None:
+    for name in PRESETS:
+        spec = preset(name)
+        found = recipe(spec, min(spec.context, 8192), CHINCHILLA * spec.parameter_count)
+        assert 5e-5 < found["optimizer.lr"].value < 1e-2, name
+        assert 1e3 < found["train.tokens"].value < 2e7, name
+        assert all(choice.why for choice in found.values())
+
+
+def test_a_model_beyond_the_table_says_so() -> None:
+    assert "2.5 times as many" not in recipe(preset("llama3-405b"), 8192, 10**12)["optimizer.lr"].why
+    assert "5.8 times as many parameters" in recipe(preset("megatron-1t"), 2048, 10**12)["optimizer.lr"].why
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seq", "world", "batch"),
+    [
+        (4 * M, 8192, 64, 512),
+        (4 * M, 8192, 24, 576),
+        (16 * M, 8192, 16_384, 2048),  # more ranks than sequences
+        (4 * M, 131_072, 64, 32),
+        (10_000, 2048, 2, 4),
+        (1, 8192, 64, 1),
+    ],
+)
+def test_a_batch_divides_over_the_ranks(wanted: float, seq: int, world: int, batch: int) -> None:
+    assert usable_batch(wanted, seq, world) == batch
+
+
+def test_a_budget_becomes_steps() -> None:
+    found = recipe(preset("llama3-70b"), 8192, 10**12)
+    choices = fit(found, 512, 8192, 10**12, given=False)
+    assert choices["train.steps"].value == -(-(10**12) // (512 * 8192))
+    assert choices["optimizer.warmup"].value == 2000
+    assert "Llama 2 70B: 4M tokens" in choices["train.batch"].why
+    short = fit(found, 512, 8192, 512 * 8192 * 100, given=False)
+    assert (short["train.steps"].value, short["optimizer.warmup"].value) == (100, 10)
+    with pytest.raises(UserError, match="less than one step: 512 sequences of 8192 tokens; nearest: tokens=4194304"):
+        fit(found, 512, 8192, 10**6, given=True)
+
+
+def test_a_smaller_batch_of_the_user_s_takes_a_smaller_rate() -> None:
+    found = recipe(preset("llama3-70b"), 8192, 10**12)
+    assert fit(found, 128, 8192, 10**12, given=True)["optimizer.lr"].value == 0.75e-4  # half for a quarter
+    assert fit(found, 1024, 8192, 10**12, given=True)["optimizer.lr"].value == 1.5e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("1.4T", 14 * 10**11),
+        ("300B", 3 * 10**11),
+        ("15t", 15 * 10**12),
+        ("2e9", 2 * 10**9),
+        ("20 M", 2 * 10**7),
+        ("1_000", 1000),
+        ("0.5k", 500),
+        (3e11, 3 * 10**11),
+        (7, 7),
+    ],
+)
+def test_tokens_are_read_as_people_write_them(text: str | float, tokens: int) -> None:
+    assert tokens_of(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0", "at least 1; write 300B"),
+        ("-1T", "at least 1"),
+        (0, "at least 1"),
+        ("0.2", "at least 1"),
+        ("5X", "not a number of tokens; write 300B, 1.4T or 2e9"),
+        ("", "not a number of tokens"),
+        ("1,4T", "not a number of tokens"),
+        ("nan", "not a number of tokens"),
+        (float("inf"), "not a number of tokens"),
+        (True, "not a number of tokens"),
+        ("9" * 5000, "not a number of tokens"),
+        ("1e99", "is more than"),
+        ("1001T", "is more than"),
+    ],
+)
+def test_what_is_no_budget_is_refused(text: str | float, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        tokens_of(text)
