@@ -69,6 +69,7 @@ NEED_NOTHING = {
     "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
     "checkpoint verify": "--help", "checkpoint show": "--help", "bench schedules": "--help", "bench plan": "--help",
+    "resume": "--help",
 }  # fmt: skip
 
 

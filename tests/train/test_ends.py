@@ -1,5 +1,6 @@
 """How runs end: signals to stop save a checkpoint, deaths are named with what the process was doing."""
 
+import ctypes
 import errno
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.store import Store
+from fivefold.train.engine import Engine
 from tests.commands import fivefold, start
 
 FAST = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=2", "model.hidden=32", "model.ffn=48",
@@ -37,6 +39,50 @@ def test_a_signal_to_the_launcher_has_the_ranks_save_and_one_more_changes_nothin
     (step,) = saved(tmp_path)
     assert f"after step {step};" in run.stdout
     assert run.stderr == ""
+
+
+@pytest.mark.parametrize("more", [[], TWO])
+def test_ctrl_c_saves_first(tokens: Path, tmp_path: Path, more: list[str]) -> None:
+    """A terminal sends it to the launcher and its ranks, and the launcher hands it on."""
+    with start(*words(tokens, *more, "train.steps=100000", "checkpoint.every=0", "--fresh"), cwd=tmp_path) as run:
+        run.until("step      3/")
+        ranks = run.children
+        os.killpg(run.pid, signal.SIGINT)
+        run.until("stopping after this step and its checkpoint; Ctrl-C again ends at once")
+        assert run.wait() == 130
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    (step,) = saved(tmp_path)
+    done = (
+        f"stopped by Ctrl-C after step {step}; its checkpoint is saved, and 'fivefold train runs/run' resumes from it"
+    )
+    assert done in run.stdout
+    assert run.stderr == "stopping after this step and its checkpoint; Ctrl-C again ends at once\n"
+
+
+@pytest.mark.parametrize("more", [[], TWO])
+def test_a_second_ctrl_c_ends_at_once_also_out_of_a_call_that_never_returns(
+    tokens: Path, tmp_path: Path, more: list[str]
+) -> None:
+    with start(*words(tokens, *more, "train.steps=5"), cwd=tmp_path, before=_stuck) as run:
+        run.until("stuck")
+        os.killpg(run.pid, signal.SIGINT)
+        run.until("stopping after this step and its checkpoint; Ctrl-C again ends at once\n")
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(20) == 130
+    assert run.stderr.endswith("ended at once; metrics and checkpoints up to here are kept\n")
+    assert saved(tmp_path) == []
+
+
+def _stuck() -> None:
+    """The first step does not come back, and Python's own handlers of signals do not run in it."""
+
+    def accumulate(*_: object) -> None:
+        print("stuck", flush=True)
+        mutex = ctypes.create_string_buffer(256)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+    Engine.accumulate = accumulate  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("fault", ["usr1@step=3", "hup@step=3"])

@@ -15,10 +15,7 @@ from fivefold.support.errors import UserError
 def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | None = None) -> Job:
     """With another `layout`, and as the job of the run directory `run`, where given. Its model is that of the tensors:
     whoever makes room for it makes no more than is there."""
-    try:
-        job = job_from(checkpoint.manifest.job)
-    except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
-        raise UserError(f"the job in {checkpoint.path} cannot be read by this release: {error}") from None
+    job = stored(checkpoint)
     if problems := job.model.problems() or _misfits(checkpoint, job.model):
         raise UserError(f"the job in {checkpoint.path}: {problem}" for problem in problems)
     replace = msgspec.structs.replace
@@ -27,6 +24,14 @@ def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | Non
     if run is not None:
         job = replace(job, run=replace(job.run, name=run.name, dir=str(run.absolute().parent)))
     return job
+
+
+def stored(checkpoint: Checkpoint) -> Job:
+    """As it was written."""
+    try:
+        return job_from(checkpoint.manifest.job)
+    except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
+        raise UserError(f"the job in {checkpoint.path} cannot be read by this release: {error}") from None
 
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:

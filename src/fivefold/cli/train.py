@@ -4,6 +4,8 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 
@@ -12,18 +14,35 @@ from rich.console import Console
 
 from fivefold.cli.job_args import JobWords, split
 from fivefold.launch import faults
-from fivefold.launch.ends import STOPPING, signal_name
-from fivefold.support.errors import PeerLost, UserError
+from fivefold.launch.ends import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
+from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.job.config import Job
     from fivefold.job.preflight import Sources
     from fivefold.launch.world import World
+    from fivefold.train.resuming import Start
 
 SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
+_PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
+RESUME = "Go on with a run.  [dim]fivefold resume runs/demo --nproc 8[/]"
+RESUME_HELP = """Go on with the job of a run's directory: `fivefold train RUN`.
+
+Settings after the directory change its job, and are shown before training.
+The model cannot change.
+
+[dim]Examples:[/]
+
+  fivefold resume runs/demo --nproc 8
+
+  fivefold resume runs/demo train.steps=600 optimizer.schedule_steps=600 --nproc 8
+
+  fivefold resume runs/demo layout=tp=2 --nproc 2 --restarts 3
+"""
 
 
 def train(
+    context: typer.Context,
     job: JobWords = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
     restarts: Annotated[
@@ -44,9 +63,12 @@ def train(
     and run, and every setting has a default. The resolved job is printed, and saved
     with the run's metrics and checkpoints in a directory below run.dir. If that
     directory has a checkpoint, the run resumes from it, in whatever layout the job
-    now has. SIGTERM, SIGUSR1 and SIGHUP save one more checkpoint and end with exit
-    code 143. Under torchrun or Slurm's srun, the same command joins the ranks that
-    they started.
+    now has; a job of another model, data or loss curve is refused. A run's directory
+    in place of the job file goes on with the job that is stored there, and settings
+    after it change that job. Ctrl-C saves one more checkpoint and ends with exit
+    code 130; a second Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP save one, too,
+    and end with 143. Under torchrun or Slurm's srun, the same command joins the
+    ranks that they started.
 
     [dim]Examples:[/]
 
@@ -60,6 +82,8 @@ def train(
 
       fivefold train job.toml --nproc 4 layout=tp=2,pp=2 --restarts 3
 
+      fivefold train runs/job train.steps=400 optimizer.schedule_steps=400
+
       fivefold train job.toml --fresh checkpoint.every=50 checkpoint.keep=3
 
       fivefold train job.toml --check
@@ -69,23 +93,30 @@ def train(
     from fivefold.job.preflight import preflight
     from fivefold.launch.local import launch
     from fivefold.launch.world import current_world
+    from fivefold.train.resuming import Start, run_named, stored_job
 
     path, changes = split(job)
     world = current_world()
     _check(nproc, restarts, world)
-    resolved = read_job(path, changes)
+    directory = run_named(path)
+    if directory is None and context.info_name == "resume":
+        raise UserError("resume takes the directory of a run, for example: fivefold resume runs/run")
+    resolved = stored_job(directory, changes) if directory else read_job(path, changes)
+    start = Start(None if fresh else directory, fresh)
     ranks = nproc if nproc > 1 else world.size
     if check and resolved.run.cluster and ranks == 1:  # a job for a cluster is checked on any machine
         ranks = resolved.layout.world
     with late_bar("hashing") as progress:
         sources = preflight(resolved, ranks, quiet if world.rank else progress)
+    if not world.joined:  # else rank 0 does so for all
+        start.checked(resolved, sources)
     if check:
         typer.echo(to_toml(resolved))
     elif nproc > 1:
         words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
-        raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts))
+        raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts, _interrupted(resolved)))
     else:
-        raise typer.Exit(_run(resolved, sources, world, fresh))
+        raise typer.Exit(_run(resolved, sources, world, start))
 
 
 def _check(nproc: int, restarts: int, world: "World") -> None:
@@ -107,30 +138,26 @@ def check_ranks(nproc: int | None, world: "World") -> None:
         )
 
 
-def _run(job: "Job", sources: "Sources", world: "World", fresh: bool) -> int:
+def _run(job: "Job", sources: "Sources", world: "World", start: "Start") -> int:
     """As the one rank that this process is; the exit code."""
-    from fivefold.launch.local import INTERRUPTED, TERMINATED
+    stop = _Stop(_interrupted(job), world)  # before torch is imported, which takes seconds
     from fivefold.train.loop import Stopped
     from fivefold.train.run import run_job
 
     out = _Lasting(sys.stdout)
     console = Console(file=cast(IO[str], out), highlight=False, quiet=world.rank > 0)
-    stop = _Stop()
     if not faulthandler.is_enabled():  # by our own launcher
         faulthandler.enable()
     try:
-        run_job(job, sources, world, console, fresh, lambda: bool(stop.signal))
+        run_job(job, sources, world, console, start, lambda: bool(stop.signal))
     except Stopped as stopped:
         by = signal_name(stop.signal) if stop.signal else "a signal to another rank"
-        saved = "its checkpoint is saved, and the same command resumes from it"
+        again = f"'fivefold train {stopped.directory}'" if start.fresh else "the same command"
+        saved = f"its checkpoint is saved, and {again} resumes from it"
         how = saved if job.checkpoint.save else "nothing is saved: checkpoint.save=false"
-        console.print(f"stopped by {by} after step {stopped.step}; {how}")
-        return TERMINATED if job.checkpoint.save else 1
-    except (KeyboardInterrupt, RuntimeError, PeerLost) as error:
-        # A rank that is told to stop may first see the end of its connection to one that has stopped already.
-        if not isinstance(error, KeyboardInterrupt) and not stop.interrupted:
-            raise
-        console.print("stopped; metrics and checkpoints up to here are kept")
+        console.print(f"stopped by {by} after step {stopped.step}; {how}", soft_wrap=True)
+        return INTERRUPTED if stop.signal == signal.SIGINT else TERMINATED if job.checkpoint.save else 1
+    except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         out.end()
@@ -163,18 +190,40 @@ class _Lasting:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
+def _interrupted(job: "Job") -> str:
+    """What a first Ctrl-C is answered with."""
+    saving = " and its checkpoint" if job.checkpoint.save else ""
+    return f"stopping after this step{saving}; Ctrl-C again ends at once"
+
+
 class _Stop:
-    """Whether Ctrl-C was pressed, for exceptions that come of it; and the signal to stop, which waits for a step."""
+    """The signal to stop, which waits for a step; Ctrl-C says `sentence` first, and a second one waits for nothing.
 
-    def __init__(self) -> None:
-        self.interrupted, self.signal = False, 0
-        for number, answer in ({signal.SIGINT: self._interrupt} | dict.fromkeys(STOPPING, self._end)).items():
+    Ranks of a launcher leave the second to it: one Ctrl-C may reach them twice, from the terminal and from there.
+    """
+
+    def __init__(self, sentence: str, world: "World") -> None:
+        self.signal, self.sentence, self.alone = 0, sentence, not world.joined
+        for number in STOPPING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT is in the background, and SIGHUP under nohup
-                signal.signal(number, answer)
-
-    def _interrupt(self, *_: object) -> None:
-        self.interrupted = True
-        raise KeyboardInterrupt
+                signal.signal(number, self._end)
+        if self.alone:
+            # Handlers wait until the main thread is out of a kernel, a compiler or a read; this thread does not.
+            reading, writing = os.pipe()
+            os.set_blocking(writing, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(reading,), daemon=True).start()
 
     def _end(self, number: int, _: object) -> None:
+        if self.alone and number == self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
         self.signal = number
+
+    def _listen(self, pipe: int) -> None:
+        pressed = 0
+        while pressed < 2:
+            if os.read(pipe, 1)[0] == signal.SIGINT:
+                pressed += 1
+                say(self.sentence) if pressed == 1 else say_ended()
+        time.sleep(_PATIENCE)
+        os._exit(INTERRUPTED)

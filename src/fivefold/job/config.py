@@ -163,12 +163,17 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
     file = path_of(path) if path is not None else None
     table = _read_job(_found(file)) if file else {}
-    of_its_own = "model" in table
-    problems: list[str] = []
     if file and isinstance(layout := table.get("layout"), dict) and isinstance(name := layout.get("schedule"), str):
         beside = file.parent / name  # a schedule file may lie beside the job
         if os.path.isfile(beside) and not os.path.exists(name):
             table["layout"] = layout | {"schedule": str(beside)}
+    return resolve(table, changes, file.stem if file else "run")
+
+
+def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job:
+    """The job of a table with changes, which are laid over the table itself; a run without a name gets `name`."""
+    of_its_own = "model" in table
+    problems: list[str] = []
     for change in changes:
         _apply(table, change, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
@@ -177,7 +182,7 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
     if problems or model is None:
         raise UserError(problems)
     if not sections["run"].name:
-        sections["run"] = msgspec.structs.replace(sections["run"], name=file.stem if file else "run")
+        sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)
 
 

@@ -6,7 +6,8 @@ from fivefold.optimizers import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate of `step` (from 0) of a run of `steps`: a linear warm-up, then the schedule; the last step ends it."""
+    """Rate of `step` (from 0) of a run of `steps`: a linear warm-up, then the schedule, whose last rate stays."""
+    steps = config.schedule_steps or steps
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     falling = {
@@ -21,4 +22,6 @@ def _passed(step: int, start: int, steps: int) -> float:
     """How much of the way from `start` to the last step is behind us, 0 to 1."""
     if step < start:
         return 0.0
+    if step >= steps - 1:
+        return 1.0
     return (step - start + 1) / (steps - start)

@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before any process starts."""
 
+import hashlib
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from fivefold.data.checked import Checked
 from fivefold.data.checking import verify
 from fivefold.data.corpus import stdlib_corpus
+from fivefold.data.index import NAME as INDEX
 from fivefold.data.progress import Report, quiet
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.hardware.cluster import Cluster
@@ -29,6 +31,11 @@ class Sources:
     train: Split
     valid: Split | None  # documents kept apart when the data was prepared, if any
     path: Path
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all tokens: the index has the sha256 of every file."""
+        return hashlib.sha256((self.path / INDEX).read_bytes()).hexdigest()
 
 
 def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:

@@ -3,6 +3,8 @@
 import linecache
 import re
 import signal
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,9 @@ _SILENT = re.compile(r"[Tt]imed? ?out")
 _INNERMOST = re.compile(r'most recent call first.*\n +File "(.+)", line (\d+)')
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _COMMAND_LINE = re.compile(r' +File ".*/(typer|click)/')
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # of a scheduler, of Slurm's --signal, of a closed terminal
+# Of a scheduler, of Slurm's --signal, of a closed terminal, of Ctrl-C.
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after another signal to stop and a checkpoint
 _KINDS = ("died", "raised", "hung", "stopped", "returned")
 
 
@@ -30,10 +34,22 @@ def lost_peer(error: BaseException | str) -> str | None:
 
 def signal_name(number: int) -> str:
     """'SIGKILL'; most real-time signals have no name."""
+    if number == signal.SIGINT:
+        return "Ctrl-C"
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def say(line: str) -> None:
+    with suppress(OSError):  # whoever read it may be gone
+        print(line, file=sys.stderr, flush=True)
+
+
+def say_ended() -> None:
+    """After a second Ctrl-C. The cursor comes back, which a live display hides."""
+    say(("\033[?25h" if sys.stderr.isatty() else "") + "ended at once; metrics and checkpoints up to here are kept")
 
 
 @dataclass(frozen=True)

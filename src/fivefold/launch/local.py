@@ -13,39 +13,45 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from fivefold.launch.cores import cores
-from fivefold.launch.ends import STOPPING, End, signal_name
+from fivefold.launch.ends import INTERRUPTED, STOPPING, TERMINATED, End, say, say_ended, signal_name
 from fivefold.launch.processes import Processes
 from fivefold.launch.secret import SECRET
 from fivefold.launch.world import RESTARTS, RUN, STORE
 from fivefold.support.errors import PeerLost
 
-INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after a signal to stop and a checkpoint
 _GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
 _SAVING = 600.0  # seconds for a last checkpoint after a signal to stop, if no rank fails
 
 
-def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambda rank: "", restarts: int = 0) -> int:
+def launch(
+    nproc: int,
+    arguments: list[str],
+    place: Callable[[int], str] = lambda rank: "",
+    restarts: int = 0,
+    interrupted: str = "stopping; Ctrl-C again ends at once",
+) -> int:
     """Run `python -m ARGUMENTS` as `nproc` ranks, and up to `restarts` times again if a rank fails.
 
     `place` says where a rank stands in the layout. Signals to stop are handed on to the ranks, which save before they
-    end. The result is 0, the first failure's exit code, 130 after Ctrl-C, or 143 after a signal and a checkpoint.
+    end. The result is 0, the first failure's exit code, 130 after Ctrl-C, which is answered with the sentence
+    `interrupted` and a second time by ending all, or 143 after another signal and a checkpoint.
     A failure that comes twice in a row in the same step would come again, and so there is no third start.
     """
-    starts, code, before = _Starts(nproc, arguments, place), 1, None
+    starts, code, before = _Starts(nproc, arguments, place, interrupted), 1, None
     with starts.signals_handed_on():
         for start in range(restarts + 1):
             if start:
-                _say(f"starting again from the last checkpoint: {start} of {restarts}")
+                say(f"starting again from the last checkpoint: {start} of {restarts}")
             code, failure = starts.once(start)
             if failure is None:
                 break
             if before and before.signature == failure.signature and start < restarts:
-                _say("the same failure came twice in a row, without progress: it is not tried again")
+                say("the same failure came twice in a row, without progress: it is not tried again")
                 break
             before = failure
     return code
@@ -54,8 +60,8 @@ def launch(nproc: int, arguments: list[str], place: Callable[[int], str] = lambd
 class _Starts:
     """The starts of one run."""
 
-    def __init__(self, nproc: int, arguments: list[str], place: Callable[[int], str]):
-        self.nproc, self.arguments, self.place = nproc, arguments, place
+    def __init__(self, nproc: int, arguments: list[str], place: Callable[[int], str], interrupted: str):
+        self.nproc, self.arguments, self.place, self.interrupted = nproc, arguments, place, interrupted
         self.run = os.environ.get(RUN, uuid.uuid4().hex)
         self.threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
         self.told = 0  # the signal to stop, if there was one
@@ -65,8 +71,17 @@ class _Starts:
     def signals_handed_on(self) -> Iterator[None]:
         """To the ranks; signals that are ignored, as SIGHUP is under nohup, stay so."""
 
+        launcher = os.getpid()
+
         def hand_on(number: int, _: object) -> None:
+            if os.getpid() != launcher:  # a rank that has just been forked
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            if number == self.told == signal.SIGINT:
+                raise KeyboardInterrupt
             self.told = number
+            if number == signal.SIGINT:
+                say(self.interrupted)
             if self.ranks:
                 self.ranks.tell(number)
 
@@ -89,9 +104,8 @@ class _Starts:
                 if self.told:
                     ranks.tell(self.told)  # those that it was too early for
                 ends = ranks.watch(self._grace)
-            except KeyboardInterrupt:
-                ranks.tell(signal.SIGINT)  # a terminal has told them already; `kill -INT` on this process has not
-                ranks.watch(lambda end: _GRACE, _GRACE)
+            except KeyboardInterrupt:  # the second
+                say_ended()
                 return INTERRUPTED, None
             finally:
                 self.ranks = None
@@ -100,30 +114,32 @@ class _Starts:
 
     def _grace(self, end: End) -> float:
         """Seconds for the others after an end. Ranks that a signal ended before they could answer it leave no hope."""
-        return _SAVING if end.code == TERMINATED else 1.0 if self.told and end.code == -self.told else _GRACE
+        return (
+            _SAVING
+            if end.code in (INTERRUPTED, TERMINATED)
+            else 1.0
+            if self.told and end.code == -self.told
+            else _GRACE
+        )
 
     def _judged(self, ends: list[End]) -> tuple[int, End | None]:
         first = min(ends, key=lambda end: end.blame)
         if first.kind == "returned":
             return 0, None
-        if any(end.code == TERMINATED for end in ends):  # which a rank says when all have saved
-            return TERMINATED, None
+        if any(end.code in (INTERRUPTED, TERMINATED) for end in ends):  # which a rank says when all have saved
+            return INTERRUPTED if self.told == signal.SIGINT else TERMINATED, None
         if self.told:
-            _say(f"stopped by {signal_name(self.told)}; no step was saved since")
+            say(f"stopped by {signal_name(self.told)}; no step was saved since")
         said = first.code in (-self.told, 2)  # by the lines above, or by the rank: bad input
         silent = [end for end in ends if end.kind == first.kind]
         for end in silent if first.kind in ("hung", "stopped") else [first] if not said else []:
             where = f" ({self.place(end.rank)})" if self.place(end.rank) else ""
-            _say(f"rank {end.rank}{where} {end.how}")
+            say(f"rank {end.rank}{where} {end.how}")
             if end.crash:
-                _say(end.crash)
+                say(end.crash)
         code = next((end.code for end in ends if end.code > 0 and end.code != PeerLost.code), 1)
+        code = INTERRUPTED if self.told == signal.SIGINT and said else code
         return code, None if self.told or code == 2 else first
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # whoever read it may be gone
-        print(line, file=sys.stderr, flush=True)
 
 
 def run_module(rank: int, world: int, arguments: list[str]) -> NoReturn:

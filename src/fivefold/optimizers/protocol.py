@@ -10,9 +10,11 @@ Jobs and plans read this without torch: rules import it where they compute.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
+
+from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,7 @@ class OptimizerConfig(
     warmup: int = 20  # steps, linear from 0
     decay: float = 0.2  # wsd: the share of the steps, at the end, in which the rate falls
     final: float = 0.1  # the last rate, as a share of the peak
+    schedule_steps: Annotated[int, within(0, STEPS)] = 0  # over which the schedule runs, and then stays; 0: train.steps
 
     @property
     def name(self) -> str:
@@ -53,6 +56,11 @@ class OptimizerConfig(
             (self.warmup >= 0, f"optimizer.warmup={self.warmup} must not be negative; 0 means none"),
             (0 <= self.decay <= 1, f"optimizer.decay={self.decay} is a share of the steps, between 0 and 1"),
             (0 <= self.final <= 1, f"optimizer.final={self.final} is a share of the peak rate, between 0 and 1"),
+            (
+                self.schedule_steps <= 0 or self.schedule_steps > self.warmup,
+                f"optimizer.schedule_steps={self.schedule_steps} is not above optimizer.warmup={self.warmup}, or 0: "
+                "train.steps",
+            ),
         ]
 
     def own_rules(self) -> list[Rule]:

@@ -1,6 +1,5 @@
 """A trainer and its checkpoints: which one it resumes, and when it saves."""
 
-import hashlib
 import math
 import time
 
@@ -11,12 +10,10 @@ from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.state import held, optimizer_of, written
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
-from fivefold.data.index import NAME as INDEX
-from fivefold.job.config import Job
-from fivefold.optimizers import OPTIMIZERS
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.train.loop import Trainer
+from fivefold.train.resuming import misfits
 
 _LONG = 1.0  # seconds of waiting that are worth a word
 
@@ -29,8 +26,7 @@ class Checkpoints:
         self.store, self.control, self.trainer, self.say = store, control, trainer, say
         self.saver = Saver(store, control, trainer.job.checkpoint, trainer.mesh.device)
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
-        index = (trainer.sources.path / INDEX).read_bytes()  # which has the sha256 of every file of the data
-        self.data = hashlib.sha256(index).hexdigest()
+        self.data = trainer.sources.fingerprint
         self.saved = 0  # the last step of which a save was begun, or that was loaded
         self.told = False  # that steps wait for the disk
 
@@ -40,10 +36,8 @@ class Checkpoints:
         if checkpoint is None:
             return None
         manifest, job = checkpoint.manifest, self.trainer.job
-        if problems := conflicts(manifest, job):
+        if problems := misfits(checkpoint, job):
             raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
-        for note in changes(manifest, job, self.data):
-            self.say(note)
         engine = self.trainer.engine
         same = optimizer_of(manifest) == job.optimizer.name  # another optimizer's states are of no use
         load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if same else None))
@@ -112,36 +106,3 @@ class Checkpoints:
             data=self.data,
             job=msgspec.to_builtins(self.trainer.job),
         )
-
-
-def conflicts(manifest: Manifest, job: Job) -> list[str]:
-    """Why a job cannot resume from a checkpoint: its model has other sizes."""
-    ours, theirs = msgspec.json.decode(msgspec.json.encode(job.model)), manifest.job.get("model", {})
-    free = {"name", "dropout", "init_std"}  # which do not make the weights others
-    return [
-        f"model.{key}={ours[key]!r}, and the run's checkpoint of step {manifest.step} has {theirs.get(key)!r}; --fresh "
-        "starts a run of its own"
-        for key in ours
-        if key not in free and ours[key] != theirs.get(key)
-    ]
-
-
-def changes(manifest: Manifest, job: Job, data: str) -> list[str]:
-    """Settings that differ from the run so far and change its numbers. Layouts do not change them."""
-    ours = msgspec.json.decode(msgspec.json.encode(job))  # as the manifest has it: lists, no tuples
-    notes = []
-    for section, keys in _TOLD.items():
-        for key in keys:
-            before, now = manifest.job.get(section, {}).get(key), ours[section].get(key)
-            if before is not None and before != now:
-                notes.append(f"{section}.{key} was {before} up to step {manifest.step}, and is {now} from here on")
-    if manifest.data and data != manifest.data:
-        notes.append(f"the data is not that of the run so far: sample {manifest.samples} and on are the new data's")
-    return notes
-
-
-_TOLD = {
-    "data": ("seq", "seed", "document_mask"),
-    "optimizer": ("name", *dict.fromkeys(field for kind in OPTIMIZERS.values() for field in kind.__struct_fields__)),
-    "train": ("steps", "batch", "seed", "dtype", "label_smoothing", "z_loss"),
-}

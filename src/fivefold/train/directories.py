@@ -59,29 +59,45 @@ def _digest(job: Job) -> str:
 
 
 def run_directory(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path:
+    """That of this run, signed."""
+    return entered(job, chosen(job, fresh, env), env)
+
+
+def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path | None:
     """That of this run, if it is started again; else the newest of its name, if that has checkpoints to resume from and
-    a `fresh` one is not asked for; else a new one. What an earlier run left is never deleted.
+    a `fresh` one is not asked for; else none: a new one is to be made. What an earlier run left is never deleted.
 
     A run that is started again and that no directory knows has ended before it had one: it takes the newest of the same
     job only, not that of another."""
-    parent, name, mine = path_of(job.run.dir), job.run.name, identities(job, env)
-    names, directories = [*mine, f"job {_digest(job)}"], _existing(parent, name)
-    if again := [run for run, before in mine.items() if before]:
+    mine, directories = identities(job, env), _existing(path_of(job.run.dir), job.run.name)
+    again = [run for run, before in mine.items() if before]
+    if again:
         known = {directory: owners(directory) for directory in reversed(directories)}
         for directory, runs in known.items():
             if runs and set(runs) & set(again):
-                sign(directory, [*runs, *names])
                 return directory
         if damaged := [str(directory / OWNERS) for directory, runs in known.items() if runs is None]:
             raise UserError(
                 f"this run is started again, and which directory is its own cannot be told: {', '.join(damaged)} "
                 "cannot be read; start it by hand, with another run.name or --fresh, or delete that file"
             )
-    candidates = [one for one in directories if names[-1] in (owners(one) or [])] if again else directories
-    if candidates and not fresh and Store(candidates[-1] / "checkpoints").complete():
-        sign(candidates[-1], [*(owners(candidates[-1]) or []), *names])
-        return candidates[-1]
-    return _new(parent, name, len(directories) + 1, names)
+    candidates = [one for one in directories if _same(job) in (owners(one) or [])] if again else directories
+    return candidates[-1] if candidates and not fresh and Store(candidates[-1] / "checkpoints").complete() else None
+
+
+def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
+    """The directory, or a new one, with this run among those that have trained in it."""
+    names = [*identities(job, env), _same(job)]
+    if directory is None:
+        parent = path_of(job.run.dir)
+        return _new(parent, job.run.name, len(_existing(parent, job.run.name)) + 1, names)
+    sign(directory, [*(owners(directory) or []), *names])
+    return directory
+
+
+def _same(job: Job) -> str:
+    """The name of a run that no launcher names."""
+    return f"job {_digest(job)}"
 
 
 def directory_of(job: Job, env: Mapping[str, str]) -> Path:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 class Stopped(Exception):
     """All ranks have agreed to stop after a step, because one was asked to."""
 
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, step: int, directory: Path = Path()):
+        self.step, self.directory = step, directory
         super().__init__(f"stopped after step {step}")
 
 

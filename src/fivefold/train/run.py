@@ -19,6 +19,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
 from fivefold.job.config import Job
+from fivefold.job.continuing import Change
 from fivefold.job.preflight import Sources
 from fivefold.launch import heartbeat
 from fivefold.launch import world as worlds
@@ -36,28 +37,24 @@ from fivefold.support.files import put
 from fivefold.support.formatting import graphs_text, si
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.directories import claim as claim_directory
-from fivefold.train.directories import run_directory
+from fivefold.train.directories import entered
 from fivefold.train.display import Display
 from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.outputs import Outputs, vanishing
 from fivefold.train.records import Evaluation, Listener
+from fivefold.train.resuming import SCHEDULE, Start, differences
 
 T = TypeVar("T")
-_SCHEDULE = "schedule.txt"
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
 def run_job(
-    job: Job, sources: Sources, world: worlds.World, console: Console, fresh: bool, stopping: Callable[[], bool]
+    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
 ) -> None:
-    """Train. Rank 0 alone prints.
-
-    `fresh`: in a new directory, whatever checkpoints there are. `stopping`: whether this rank was asked to stop and
-    save.
-    """
+    """Train. Rank 0 alone prints. `stopping`: whether this rank was asked to stop and save."""
     try:
         with heartbeat.watched(job.train.timeout, world.rank, world.size):
-            _run_job(job, sources, world, console, fresh, stopping)
+            _run_job(job, sources, world, console, start, stopping)
     except RuntimeError as error:
         why = lost_peer(error) if world.size > 1 else None
         if why is None:
@@ -66,7 +63,7 @@ def run_job(
 
 
 def _run_job(
-    job: Job, sources: Sources, world: worlds.World, console: Console, fresh: bool, stopping: Callable[[], bool]
+    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
 ) -> None:
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
@@ -83,7 +80,7 @@ def _run_job(
         leaving.callback(worlds.leave, world)
         mesh = Mesh.of(job.layout, device, job.train.timeout)
         control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
-        directory = control.from_first(_agreed(control, lambda: _begun(job, fresh)) or Path(), Path)
+        directory = control.from_first(_agreed(control, lambda: _begun(job, sources, start)) or Path(), Path)
         if world.rank == 0:  # whose job is the one that is written
             job = _with_its_schedule(job, directory)
         heartbeat.enter("the making of the model", least=heartbeat.LONG)
@@ -95,12 +92,9 @@ def _run_job(
         begun = checkpointing.restore()
         if begun is not None:
             console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
+            show_changes(console, differences(begun, job, sources))
         if trainer.done >= job.train.steps:
-            console.print(
-                f"all {trainer.done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
-                f"train.steps={trainer.done + job.train.steps} continues it",
-                soft_wrap=True,
-            )
+            console.print(finished(directory, job, trainer.done), soft_wrap=True, markup=False)
             return
         facts = environment(mesh, sources)
         outputs = _agreed(control, lambda: Outputs(directory, job, facts, trainer.done, note))
@@ -144,12 +138,12 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
     return done
 
 
-def _begun(job: Job, fresh: bool) -> Path:
+def _begun(job: Job, sources: Sources, start: Start) -> Path:
     """The run's directory, claimed. A schedule from a file is kept in it, so that the run resumes without the file."""
-    directory = run_directory(job, fresh)
+    directory = entered(job, start.checked(job, sources))
     claim_directory(directory)
     if schedule := job.layout.record.schedule:
-        save(schedule, directory / _SCHEDULE)
+        save(schedule, directory / SCHEDULE)
     return directory
 
 
@@ -157,7 +151,7 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
     """The job with the schedule that was kept."""
     if job.layout.record.schedule is None:
         return job
-    kept = str((directory / _SCHEDULE).absolute())
+    kept = str((directory / SCHEDULE).absolute())
     return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
 
 
@@ -173,10 +167,10 @@ def _train(
     listeners: list[Listener] = [one for one in (outputs, display) if one]
     try:
         return trainer.run(listeners, outputs.trace if outputs else None, checkpointing)
-    except Stopped:
+    except Stopped as stopped:
         if control.from_first(outputs is not None and outputs.gone, bool):
             raise vanishing(directory) from None
-        raise
+        raise Stopped(stopped.step, directory) from None
     finally:
         for listener in listeners:
             listener.close()
@@ -209,6 +203,23 @@ def show_job(console: Console, job: Job, directory: Path) -> None:
         settings = " ".join(f"{key}={value}" for key, value in plain.items() if value is not None)
         grid.add_row(f"[bold]{section}[/]", Text(settings, style="dim"))
     console.print(grid)
+
+
+def show_changes(console: Console, changes: list[Change]) -> None:
+    """What differs from the run so far."""
+    for change in changes:
+        console.print(Text.assemble(("changed", "bold"), f"  {change}"), soft_wrap=True)
+
+
+def finished(directory: Path, job: Job, done: int) -> str:
+    """A sentence for a run that has nothing left to do, with what goes on and keeps its learning rates."""
+    steps, optimizer = done + job.train.steps, job.optimizer
+    length = f" optimizer.schedule_steps={optimizer.schedule_steps or job.train.steps}"
+    keeps = "" if optimizer.schedule == "constant" or optimizer.schedule_steps else length
+    return (
+        f"all {done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
+        f"'fivefold train {directory} train.steps={steps}{keeps}' continues it"
+    )
 
 
 def show_corpus(console: Console, sources: Sources) -> dict[str, float]:

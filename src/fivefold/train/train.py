@@ -14,6 +14,7 @@ from fivefold.launch.world import RUN
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.train.directories import directory_of
 from fivefold.train.result import TrainResult
+from fivefold.train.resuming import run_named, stored_job
 
 
 def train(
@@ -27,32 +28,37 @@ def train(
 ) -> TrainResult:
     """Train a job on ranks of this machine, and return its losses and its directory.
 
-    `job` is a job file or an object (default: a small Llama on Python's own source), `changes` are KEY=VALUE. `nproc`
-    is the number of ranks (default: as many as the layout has). A run that has a checkpoint resumes from it, unless
-    `fresh` asks for a new directory. `progress` gets every line that the run prints. A run that fails is a
-    TrainingError.
+    `job` is a job file, the directory of a run to go on with, or an object (default: a small Llama on Python's own
+    source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has). A run that
+    has a checkpoint resumes from it, unless `fresh` asks for a new directory. `progress` gets every line that the run
+    prints. A run that fails is a TrainingError.
 
     The ranks are other processes, so that a notebook holds neither their memory nor their process group.
     """
-    resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
     if isinstance(job, Job) and changes:
         raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
+    run = None if isinstance(job, Job) else run_named(job and str(job))
+    if run:
+        resolved = stored_job(run, changes)
+    else:
+        resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
     ranks = resolved.layout.world if nproc is None else nproc
     preflight(resolved, ranks)
     with tempfile.TemporaryDirectory(prefix="fivefold-train-") as home:
         file = Path(home, "job.toml")
         file.write_text(to_toml(resolved))
-        command = [sys.executable, "-m", "fivefold", "train", str(file), "--nproc", str(ranks)]
+        words = [str(run), *changes] if run else [str(file)]
+        command = [sys.executable, "-m", "fivefold", "train", *words, "--nproc", str(ranks)]
         command += [*(["--restarts", str(restarts)] if restarts else []), *(["--fresh"] if fresh else [])]
         with Path(home, "errors").open("w+") as errors:
             env = {RUN: uuid.uuid4().hex, **os.environ}
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as run:
-                assert run.stdout is not None
-                for line in run.stdout:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as ranked:
+                assert ranked.stdout is not None
+                for line in ranked.stdout:
                     progress(line.rstrip("\n"))
             errors.seek(0)
-            _judge(run.returncode, errors.read().splitlines())
-    return TrainResult.read(directory_of(resolved, env))
+            _judge(ranked.returncode, errors.read().splitlines())
+    return TrainResult.read(run if run and not fresh else directory_of(resolved, env))
 
 
 def _judge(code: int, errors: list[str]) -> None:

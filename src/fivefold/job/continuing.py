@@ -1,0 +1,130 @@
+"""What a run that goes on may change: one table, and the sentences for what it refuses.
+
+A run directory holds one loss curve over one data order. A command by hand that finds one of its name may not bend it
+by accident: settings that would are refused, unless the directory itself was named (`fivefold train runs/first
+optimizer.lr=1e-4`), which says that they are meant. The table in docs/jobs.md is this one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.job.config import Job
+from fivefold.job.learning_rate import learning_rate
+
+FREE = "free"  # no number of the curve changes, or only its last bits
+MEANT = "meant"  # other samples, or other updates from here on: refused unless the directory was named
+RATE = "rate"  # refused if it changes the learning rate of steps that are done, unless the schedule's length was said
+NEVER = "never"  # the weights of another function
+
+# Of a whole section, and of settings that differ from it. What is not named is as strict as its section.
+RULES = {
+    "model": NEVER,  # other shapes, or another function of the same shapes
+    "model.name": FREE,
+    "model.dropout": MEANT,  # the model is the same, and its training is not
+    "model.init_std": MEANT,  # without effect from here on: whoever changes it means another run
+    "layout": FREE,  # the order of additions
+    "data": MEANT,  # seq, seed and document_mask make other samples
+    "data.path": FREE,  # the same tokens may lie elsewhere; other tokens are refused by their fingerprint
+    "optimizer": MEANT,
+    "optimizer.schedule_steps": RATE,
+    "train": MEANT,  # batch, seed, dtype, fp8, label_smoothing, z_loss
+    "train.steps": RATE,
+    **dict.fromkeys(("train.device", "train.compile", "train.deterministic"), FREE),  # rounding, as layouts do
+    **dict.fromkeys(("train.eval_every", "train.eval_samples", "train.log_every", "train.count"), FREE),  # only look
+    "train.timeout": FREE,
+    "checkpoint": FREE,
+    "trace": FREE,
+    "run": FREE,
+}
+_SHAPE = ("lr", "schedule", "warmup", "decay", "final")  # of the learning rate's curve, but for its length
+_SHOWN = 6  # differences in a sentence
+_LOOKS = 1000  # steps at which two curves are compared
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str  # section.setting
+    before: Any
+    now: Any
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_text(self.before)} -> {_text(self.now)}"
+
+
+def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[Change]:
+    """What differs between the run so far and a job that would go on with it, apart from the run's own name.
+
+    `tokens` are the fingerprints of both data sets; an empty one is not known, and equals any.
+    """
+    old, new = msgspec.to_builtins(before), msgspec.to_builtins(now)
+    found = [
+        Change(f"{section}.{key}", old[section].get(key), new[section].get(key), rule_of(f"{section}.{key}"))
+        for section in new
+        for key in {**old[section], **new[section]}
+        if old[section].get(key) != new[section].get(key) and f"{section}.{key}" not in ("run.name", "run.dir")
+    ]
+    if all(tokens) and tokens[0] != tokens[1]:
+        found = [one for one in found if one.key != "data.path"]
+        was, is_ = (
+            f"{path or 'the standard library'} ({print_[:8]})"
+            for path, print_ in zip((before.data.path, now.data.path), tokens, strict=True)
+        )
+        found.append(Change("data", was, is_, MEANT))
+    return found
+
+
+def rule_of(key: str) -> str:
+    return RULES.get(key) or RULES[key.partition(".")[0]]
+
+
+def refusals(before: Job, now: Job, done: int, found: list[Change], directory: Path, named: bool) -> list[str]:
+    """Why a job may not go on with a run that has made `done` steps; `named`: the directory was given by name."""
+    own = "--fresh" if named else "run.name=NAME or --fresh"
+    never = [one for one in found if one.rule == NEVER]
+    if never:
+        return [f"{directory} has another model: {_listed(never)}; {own} trains this one in a directory of its own"]
+    if not done:  # imported weights have no curve yet
+        return []
+    if not named and (meant := [one for one in found if one.rule == MEANT]):
+        return [
+            f"{directory} was trained with other settings: {_listed(meant)}; {own} trains this job in a directory of "
+            f"its own, and 'fivefold train {directory}' goes on with the job that is there, which KEY=VALUE after it "
+            "changes"
+        ]
+    return _rate(before, now, done, named)
+
+
+def _rate(before: Job, now: Job, done: int, named: bool) -> list[str]:
+    """A schedule that runs over other steps than before moves the rate of steps that are done, and jumps here."""
+    old, new = before.optimizer, now.optimizer
+    said = new.schedule_steps not in (0, old.schedule_steps)
+    said |= named and any(getattr(old, key) != getattr(new, key) for key in _SHAPE)
+    steps = {*range(0, done, max(1, done // _LOOKS)), done - 1}
+    rates = [[learning_rate(job.optimizer, step, job.train.steps) for step in (*sorted(steps), done)]
+             for job in (before, now)]  # fmt: skip
+    if said or now.train.steps <= done or rates[0][:-1] == rates[1][:-1]:
+        return []
+    length = old.schedule_steps or before.train.steps
+    was, kept, here = rates[0][-2], rates[0][-1], rates[1][-1]
+    return [
+        f"train.steps={now.train.steps} changes the learning rate of the {done} steps that are done: their "
+        f"{new.schedule} schedule was {length} steps long; optimizer.schedule_steps={length} keeps it, and the rate "
+        f"{_way(was, kept)}; optimizer.schedule_steps={now.train.steps} means the other curve, and it {_way(was, here)}"
+    ]
+
+
+def _way(before: float, now: float) -> str:
+    return f"stays at {now:.3g}" if before == now else f"goes from {before:.3g} to {now:.3g}"
+
+
+def _listed(found: list[Change]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(map(str, found[:_SHOWN])) + more
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None or value == "" else str(value).lower() if isinstance(value, bool) else str(value)

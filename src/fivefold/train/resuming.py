@@ -1,0 +1,145 @@
+"""Going on with a run: `fivefold train runs/first`, and what a command by hand finds under its name.
+
+job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
+check(Path("runs/first"), job, sources, named=True)          # UserError if the run cannot go on with it
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.checkpoint.job import stored
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.job.config import Job, resolve
+from fivefold.job.continuing import Change, changes, refusals
+from fivefold.job.preflight import Sources
+from fivefold.support.documents import Missing, path_of, read_toml
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
+from fivefold.train.directories import chosen
+
+JOB = "job.toml"
+SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a command trains: in the run's directory that it names, in a `fresh` one, or where its job's name leads."""
+
+    named: Path | None = None
+    fresh: bool = False
+
+    def checked(self, job: Job, sources: Sources) -> Path | None:
+        """The directory that the job goes on in, if there is one. UserError if it must not, or was not meant to."""
+        directory = self.named or chosen(job, self.fresh)
+        if directory is not None:
+            check(directory, job, sources, named=self.named is not None)
+        return directory
+
+
+def run_named(word: str | None) -> Path | None:
+    """The run's directory that a word of the command line names; None for a job file."""
+    path = path_of(word) if word else None
+    if path is None or os.path.isfile(path):
+        return None
+    if not os.path.isdir(path):
+        others = _runs(path.parent)
+        if path.suffix != ".toml" and len(path.parts) > 1 and others:
+            raise UserError(f"there is neither a run nor a job file {path}; {did_you_mean(str(path), others)}")
+        return None
+    if inside := next((one for one in (path, *path.parents) if one.name == "checkpoints"), None):
+        run, newest = inside.parent, next((one.path.name for one in Store(inside).complete()), "none is complete")
+        one = path != inside and (path / MANIFEST).is_file()
+        step = f" --step {Checkpoint(path).manifest.step}" if one else ""
+        raise UserError(
+            f"{path} {'is a checkpoint' if one else 'has checkpoints'}; 'fivefold train {run}' goes on from the "
+            f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one"
+        )
+    if not (path / JOB).exists() and not newest_of(path):
+        others = _runs(path) or _runs(path.parent)
+        known = f"; there is: {', '.join(others[:5])}" if others else ""
+        raise UserError(f"{path} is not the directory of a run: it has neither {JOB} nor a checkpoint{known}")
+    return path
+
+
+def stored_job(directory: Path, words: Sequence[str] = ()) -> Job:
+    """The job that a run's directory holds, with KEY=VALUE changes, and as the job of that directory: it may have been
+    moved or renamed since."""
+    moved = [word for word in words if word.startswith(("run.name=", "run.dir=", "run="))]
+    if moved:
+        raise UserError(
+            f"{moved[0]} is another directory than {directory}, which goes on in its place; a run of its own with the "
+            f"same job is 'fivefold train {directory / JOB} run.name=NAME'"
+        )
+    table = _table(directory)
+    whole = Path(os.path.abspath(directory))
+    near = str(directory.parent) if directory.name not in ("", "..") else str(whole.parent)
+    table["run"] = table.get("run", {}) | {"name": whole.name, "dir": near}
+    layout = table.get("layout", {})
+    if Path(str(layout.get("schedule"))).name == SCHEDULE and (directory / SCHEDULE).is_file():
+        layout["schedule"] = str((directory / SCHEDULE).absolute())
+    try:
+        resolve(table)
+    except UserError as error:
+        raise UserError(f"{directory / JOB}: {problem}" for problem in error.problems) from None
+    return resolve(table, words)
+
+
+def _table(directory: Path) -> dict[str, Any]:
+    """From job.toml; where that was lost, from the newest checkpoint."""
+    newest = newest_of(directory)
+    try:
+        table = read_toml(directory / JOB)
+        if any(not isinstance(table.get(section, {}), dict) for section in ("run", "layout")):
+            raise UserError(f"{directory / JOB} has settings where it should have sections")
+        return table
+    except Missing:
+        assert newest is not None  # or it would be no run
+        return msgspec.to_builtins(stored(newest))
+    except UserError as error:
+        way_out = f"mend or delete it: {newest.path} has the job, too" if newest else "it is to be mended"
+        raise UserError(f"{problem}; {way_out}" for problem in error.problems) from None
+
+
+def newest_of(directory: Path) -> Checkpoint | None:
+    """The newest complete checkpoint whose manifest is sound. Its tensors are looked at when it is loaded."""
+    for one in Store(directory / "checkpoints").complete():
+        try:
+            _ = one.manifest
+        except Damaged:
+            continue
+        return one
+    return None
+
+
+def check(directory: Path, job: Job, sources: Sources, named: bool) -> None:
+    """UserError if the run of a directory cannot go on with a job, or was not meant to."""
+    newest = newest_of(directory)
+    if named and not Store(directory / "checkpoints").complete():
+        raise UserError(
+            f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"
+        )
+    if newest is None:  # the load says which are damaged
+        return
+    found, done = differences(newest, job, sources), newest.manifest.step
+    if problems := refusals(stored(newest), job, done, found, directory, named):
+        raise UserError(problems)
+
+
+def differences(checkpoint: Checkpoint, job: Job, sources: Sources) -> list[Change]:
+    """What differs from the run so far."""
+    return changes(stored(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
+
+
+def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
+    """Why a job cannot go on from a checkpoint, whoever asks for it: its model is another."""
+    before = stored(checkpoint)
+    return refusals(before, job, 0, changes(before, job), checkpoint.path, named=False)
+
+
+def _runs(parent: Path) -> list[str]:
+    return sorted(str(other.parent) for other in parent.glob(f"*/{JOB}")) if parent.is_dir() else []

@@ -1,0 +1,92 @@
+"""What a run that goes on may change."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fivefold.job.config import Job, read_job
+from fivefold.job.continuing import FREE, MEANT, NEVER, RATE, RULES, changes, refusals, rule_of
+
+
+def problems(before: Job, now: Job, done: int, named: bool = False) -> list[str]:
+    return refusals(before, now, done, changes(before, now), Path("runs/run"), named)
+
+
+def job(*words: str) -> Job:
+    return read_job(None, words)
+
+
+def test_every_rule_is_of_a_setting_and_the_page_says_each() -> None:
+    tables = msgspec.to_builtins(job())
+    for key in RULES:
+        section, _, setting = key.partition(".")
+        assert section in tables
+        assert not setting or setting in tables[section], key
+    settings = [f"{section}.{key}" for section, table in tables.items() for key in table]
+    assert {rule_of(key) for key in settings} == {FREE, MEANT, NEVER, RATE}
+    page = (Path(__file__).parents[2] / "docs/jobs.md").read_text()
+    rows = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| *")}
+    told = {FREE: rows["| *free*"], MEANT: rows["| *meant*"], RATE: rows["| *rate*"], NEVER: rows["| *never*"]}
+    for key, rule in RULES.items():
+        assert f"`{key}`" in told[rule], (key, rule)
+
+
+@pytest.mark.parametrize(
+    ("words", "done", "refused"),
+    [
+        (["train.steps=24"], 12, True),
+        (["train.steps=24"], 3, True),
+        (["train.steps=24"], 2, False),  # nothing but the warm-up is done
+        (["train.steps=6"], 3, True),
+        (["train.steps=6"], 12, False),  # there is nothing to do
+        (["train.steps=24", "optimizer.schedule_steps=12"], 12, False),
+        (["train.steps=24", "optimizer.schedule_steps=24"], 12, False),
+        (["train.steps=24", "optimizer.schedule_steps=18"], 12, False),
+    ],
+)
+def test_a_cosine_of_twelve_steps(words: list[str], done: int, refused: bool) -> None:
+    before = job("train.steps=12", "optimizer.warmup=2")
+    assert bool(problems(before, job("optimizer.warmup=2", *words), done)) == refused
+    assert bool(problems(before, job("optimizer.warmup=2", *words), done, named=True)) == refused
+
+
+@pytest.mark.parametrize(("done", "refused"), [(9, False), (10, False), (11, True), (12, True)])
+def test_a_wsd_of_twelve_steps_can_grow_until_its_rate_falls(done: int, refused: bool) -> None:
+    wsd = ["optimizer.warmup=2", "optimizer.schedule=wsd"]
+    found = problems(job("train.steps=12", *wsd), job("train.steps=24", *wsd), done)
+    assert bool(found) == refused
+    assert not refused or "their wsd schedule was 12 steps long" in found[0]
+
+
+def test_a_constant_rate_has_no_length() -> None:
+    constant = "optimizer.schedule=constant"
+    assert not problems(job("train.steps=12", constant), job("train.steps=24", constant), 12)
+
+
+def test_whoever_names_the_directory_and_a_schedule_means_it() -> None:
+    before, now = job("train.steps=40"), job("train.steps=80", "optimizer.schedule=constant", "optimizer.lr=3e-4")
+    assert "was trained with other settings: optimizer.lr: 0.003 -> 0.0003" in problems(before, now, 40)[0]
+    assert problems(before, now, 40, named=True) == []
+
+
+def test_a_length_that_was_said_stays_said() -> None:
+    before = job("train.steps=80", "optimizer.schedule_steps=40")
+    assert (
+        "schedule was 40 steps long; optimizer.schedule_steps=40 keeps it"
+        in problems(before, job("train.steps=80"), 50)[0]
+    )
+    assert problems(before, job("train.steps=90", "optimizer.schedule_steps=40"), 50) == []
+
+
+def test_imported_weights_have_no_curve_yet() -> None:
+    assert problems(job(), job("optimizer.lr=1", "train.steps=9", "train.seed=4"), 0) == []
+    assert problems(job(), job("model.layers=3"), 0) != []
+
+
+def test_many_differences_are_counted() -> None:
+    words = ["data.seq=64", "data.seed=1", "optimizer.lr=1", "optimizer.eps=1", "optimizer.clip=2", "train.batch=8",
+             "train.seed=1", "train.dtype=bfloat16", "model.dropout=0.1"]  # fmt: skip
+    (said,) = problems(job(), job(*words), 1)
+    assert "model.dropout: 0.0 -> 0.1, data.seq: 128 -> 64, data.seed: 0 -> 1" in said
+    assert " and 3 more; run.name=NAME or --fresh" in said
