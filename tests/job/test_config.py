@@ -70,7 +70,7 @@ def test_misspelled_keys_get_the_nearest_right_one(tmp_path) -> None:
     assert problems_of(path=path) == [
         "trian is not a setting; did you mean 'train'?",
         "optimizer.learning_rate is not a setting; "
-        "known: lr, weight_decay, clip, schedule, warmup, decay, final, betas, eps",
+        "known: lr, weight_decay, clip, schedule, warmup, decay, final, schedule_steps, betas, eps",
         "optimizer.warm_up is not a setting; did you mean 'warmup'?",
     ]
 

@@ -106,9 +106,9 @@ def _run_job(
         if slow:
             note(slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
-        start = time.monotonic()
+        begin = time.monotonic()
         evaluation = _train(trainer, control, directory, checkpointing, outputs, display)
-        steps = f"{display.steps_here} steps in {time.monotonic() - start:.1f} s"
+        steps = f"{display.steps_here} steps in {time.monotonic() - begin:.1f} s"
         for row in display.curve():
             console.print(row, soft_wrap=True)
         console.print(f"{steps}; job, metrics and environment in {directory}", markup=False)

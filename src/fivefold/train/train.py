@@ -37,7 +37,7 @@ def train(
     """
     if isinstance(job, Job) and changes:
         raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
-    run = None if isinstance(job, Job) else run_named(job and str(job))
+    run = None if isinstance(job, Job) else run_named(str(job) if job else None)
     if run:
         resolved = stored_job(run, changes)
     else:
