@@ -72,6 +72,7 @@ def test_a_container_sees_the_directories(tmp_path: Path) -> None:
 FAKES = {
     "srun": "trap 'echo ranks told >> calls; exit 143' USR1; echo srun >> calls\n"
     '[ -z "${WAITS:-}" ] || while :; do sleep 0.05; done; exit $CODE',
+    "sleep": '[ "$1" = 1 ] || exec /bin/sleep "$1"; exec /bin/sleep 0.02',  # between looks
     "squeue": "echo ${STATE:-RUNNING}",
     "scontrol": 'echo "scontrol $*" >> calls',
     "fivefold": "exit 1",

@@ -13,7 +13,6 @@ from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, Che
 from fivefold.checkpoint.store import Manifest
 from fivefold.deploy.launch import deployment, follow
 from fivefold.deploy.result import LaunchResult
-from fivefold.deploy.slurm import SlurmOptions, sbatch
 from fivefold.doctor.examination import Examination
 from fivefold.doctor.result import DoctorResult
 from fivefold.dryrun.result import DryRunResult
@@ -154,10 +153,14 @@ def calibrated() -> CalibrationResult:
 
 
 def deployed() -> LaunchResult:
-    found = deployment(None, [f"layout={LONG}", "train.batch=32", "data.seq=64"], nodes=2)
-    text = sbatch(found.it, "job.sbatch", SlurmOptions())
-    written = found.result("slurm", "job.sbatch", text, ["sbatch job.sbatch"])
-    return replace(written, submitted="123", follow=follow("123", found.it))
+    it = deployment(None, [f"layout={LONG}", "train.batch=32", "data.seq=64"], nodes=2).it
+    blank, note = "FILL_IN_ACCOUNT in job.sbatch, or give --account", "tp=8 does not divide the 4 ranks of a node"
+    start = ["sbatch job.sbatch"]
+    return LaunchResult("slurm", it.title, 2, 8, "job.sbatch", "", start, [blank], [note], "123", follow("123", it))
+
+
+def shown() -> LaunchResult:
+    return replace(deployed(), kind="torchrun", output="", text="torchrun \\\n  --nnodes=2", submitted="", follow=())
 
 
 def examined(nodes: int = 3) -> DoctorResult:

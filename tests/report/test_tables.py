@@ -100,6 +100,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "PipelineResult": piped,
     "TrainBenchResult": trained,
     "LaunchResult": by_hand.deployed,
+    "LaunchResult on the terminal": by_hand.shown,
     "VerifyResult": by_hand.verified,
     "VerifyResult of a gradient that cancels": lambda: by_hand.verified(noisy=True),
     "VerifyResult that fails": lambda: by_hand.verified(holds=False),

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.job_args import JobWords, split
-from fivefold.support.errors import UserError
 
 SHORT = "Write what a cluster runs.  [dim]fivefold launch job.toml --slurm[/]"
 
@@ -14,6 +13,10 @@ SHORT = "Write what a cluster runs.  [dim]fivefold launch job.toml --slurm[/]"
 def launch(
     job: JobWords = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="An sbatch file.")] = False,
+    torchrun: Annotated[bool, typer.Option("--torchrun", help="The line to type on each node.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="A Kubernetes Job.")] = False,
+    trainjob: Annotated[bool, typer.Option("--trainjob", help="A TrainJob of Kubeflow Trainer.")] = False,
+    ssh: Annotated[Path | None, typer.Option("--ssh", help="A script for the hosts of this file.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="With --slurm: submit it.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")] = None,
     cluster: Annotated[
@@ -21,18 +24,20 @@ def launch(
     ] = "",
     nodes: Annotated[int | None, typer.Option(help="Nodes, instead of a cluster.")] = None,
     per_node: Annotated[int | None, typer.Option(help="Ranks per node; default: the layout's ranks / nodes.")] = None,
-    restarts: Annotated[int, typer.Option(help="Failures in a row after which it is started again.")] = 3,
+    restarts: Annotated[int, typer.Option(help="Failures after which it is started again.")] = 3,
     account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
-    time: Annotated[str, typer.Option(help="Slurm's time limit of one start.")] = "24:00:00",
-    container: Annotated[str, typer.Option(help="An image that has Fivefold: pyxis and enroot run it.")] = "",
+    time: Annotated[str | None, typer.Option(help="Slurm's time limit of one start; default: 24:00:00.")] = None,
+    host: Annotated[str | None, typer.Option(help="torchrun: the node at which the others meet.")] = None,
+    container: Annotated[str | None, typer.Option(help="Slurm with pyxis, Kubernetes: an image with Fivefold.")] = None,
+    claim: Annotated[str | None, typer.Option(help="Kubernetes: the claim of a volume that all pods share.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write what a cluster runs, and say how to start it.
 
     The job is checked as `train --check` does, as far as this machine can, and its
-    layout against the nodes: those of run.cluster, which `plan -o` writes, or of
-    --cluster, or --nodes.
+    layout against the nodes: those of run.cluster, which `plan -o` writes, of
+    --cluster or of --nodes.
 
     [dim]Examples:[/]
 
@@ -40,18 +45,24 @@ def launch(
 
       fivefold launch job.toml --slurm --account lab --partition gpu --time 2-00:00:00 --submit
 
-      fivefold launch job.toml train.steps=1000 --slurm --nodes 2 --container ghcr.io/lab/fivefold:1
-    """
-    from fivefold.deploy.launch import deployment, launch_slurm
-    from fivefold.deploy.slurm import SlurmOptions
-    from fivefold.report.show import check_writable, show
+      fivefold launch job.toml train.steps=1000 --slurm --nodes 2 --container lab/fivefold:1
 
+      fivefold launch job.toml --torchrun --host node1
+
+      fivefold launch job.toml --kubernetes --container lab/fivefold:1 --claim shared
+
+      fivefold launch job.toml --trainjob -o trainjob.yaml
+
+      fivefold launch job.toml --ssh hosts.txt -o start.sh
+    """
+    from fivefold.deploy.launch import Options, launch
+    from fivefold.report.show import show
+
+    kinds = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}
+    options = Options(
+        account=account, partition=partition, time=time, host=host, container=container, claim=claim,
+        hosts=ssh, restarts=restarts, submit=submit,
+    )  # fmt: skip
     file, changes = split(job)
-    if not slurm:
-        raise UserError("launch needs to know for what: --slurm")
-    if output is None:
-        output = Path(Path(file).with_suffix(".sbatch").name if file else "job.sbatch")
-    check_writable(output)
-    checked = deployment(file, changes, cluster, nodes, per_node)
-    options = SlurmOptions(account, partition, time, restarts, container)
-    show(launch_slurm(checked, output, options, submit), as_json)
+    asked = [kind for kind, wanted in kinds.items() if wanted]
+    show(launch(asked, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json)

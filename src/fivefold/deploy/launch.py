@@ -1,22 +1,27 @@
 """From a job to a file that a cluster runs."""
 
 import os
+import secrets
 import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fivefold.deploy import kubernetes, slurm, ssh, torchrun
 from fivefold.deploy.deployment import Deployment
 from fivefold.deploy.machines import machines
+from fivefold.deploy.options import KINDS, Options
 from fivefold.deploy.result import LaunchResult
-from fivefold.deploy.slurm import SlurmOptions, sbatch
+from fivefold.deploy.yaml import documents
 from fivefold.job.config import read_job
-from fivefold.job.preflight import job_problems, open_data
+from fivefold.job.preflight import job_problems, needs_data, open_data
+from fivefold.report.show import check_writable
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
+_SUFFIX = {"slurm": ".sbatch", "kubernetes": ".yaml", "trainjob": ".yaml", "ssh": ".sh"}
 _SUBMITTING = 120  # seconds for sbatch
 
 
@@ -25,54 +30,95 @@ class Checked:
     """A job on its machines, checked as far as this machine can."""
 
     it: Deployment
-    fill_in: list[str]  # what only the user knows
     notes: list[str]
 
-    def result(self, kind: str, output: str, text: str, start: list[str], fill_in: Sequence[str] = ()) -> LaunchResult:
-        machines = self.it.machines
-        left = [*fill_in, *self.fill_in]
-        return LaunchResult(
-            kind, self.it.title, machines.nodes, machines.per_node, output, text, start, left, self.notes
-        )
+
+def launch(
+    kinds: Sequence[str],
+    file: str | None = None,
+    changes: Sequence[str] = (),
+    output: Path | None = None,
+    options: Options = Options(),  # noqa: B008 - frozen
+    *,
+    cluster: str = "",
+    nodes: int | None = None,
+    per_node: int | None = None,
+) -> LaunchResult:
+    """Write what starts a job on a cluster: `kinds` is one of slurm, torchrun, kubernetes, trainjob and ssh."""
+    if len(kinds) != 1:
+        ways = ", ".join(f"--{kind} ({what})" for kind, what in KINDS.items())
+        given = f", and {' '.join(f'--{kind}' for kind in kinds)} are {len(kinds)}" if kinds else ""
+        raise UserError(f"launch writes for one kind of cluster{given}; choose {ways}")
+    (kind,) = kinds
+    if problems := options.problems(kind):
+        raise UserError(problems)
+    if output is None and kind in _SUFFIX:
+        output = Path(Path(file or "job").with_suffix(_SUFFIX[kind]).name)
+    if output is not None and file and output.absolute() == path_of(file).absolute():
+        raise UserError(f"-o {output} is the job file itself; give another name")
+    check_writable(output)
+    hosts = ssh.read_hosts(options.hosts) if options.hosts else []
+    checked = deployment(file, changes, cluster, len(hosts) or nodes, per_node, options.submit)
+    return written(kind, checked, output, options, hosts)
 
 
 def deployment(
-    file: str | None, changes: Sequence[str], cluster: str = "", nodes: int | None = None, per_node: int | None = None
+    file: str | None,
+    changes: Sequence[str],
+    cluster: str = "",
+    nodes: int | None = None,
+    per_node: int | None = None,
+    submit: bool = False,
 ) -> Checked:
     """Read a job, and hold it against the machines that are asked for."""
     job = read_job(file, list(changes))
     found = machines(job, cluster, nodes, per_node)
-    problems, fill_in, notes = job_problems(job, found.world), [], list(found.notes)
-    if not job.data.path:
-        where = f"data.path in {file}" if file else "data.path=DIRECTORY"
-        fill_in.append(f"{where}: tokens that `fivefold data prepare` made; without, it trains on Python's own source")
-    elif os.path.exists(path_of(job.data.path)):
+    problems, notes = job_problems(job, found.world), list(found.notes)
+    if job.data.path and os.path.exists(path_of(job.data.path)):
         open_data(job, problems)
-    else:
+    elif job.data.path:
         check = " ".join(filter(None, ["fivefold train", file, "--check"]))
         notes.append(
             f"data.path={job.data.path} is not on this machine and was not checked: `{check}` does, where it is"
         )
+    if submit and needs_data(job):
+        problems.append(f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it")
     if problems:
         raise UserError(problems)
-    return Checked(Deployment(job, found, file or "", tuple(changes)), fill_in, notes)
+    return Checked(Deployment(job, found, file or "", tuple(changes)), notes)
 
 
-def launch_slurm(job: Checked, output: Path, options: SlurmOptions, submit: bool = False) -> LaunchResult:
-    """Write the sbatch file, and submit it if that is asked for."""
-    problems = options.problems()
-    if submit and options.blank:
-        problems.append(f"--submit needs {' and '.join(options.blank)}; an empty name ('') leaves its line out")
-    if problems:
-        raise UserError(problems)
-    text = sbatch(job.it, str(output), options)
-    write(output, text)
-    blanks = [f"{blank} in {output}, or give {option}" for option, blank in options.blank.items()]
-    result = job.result("slurm", str(output), text, [shlex.join(["sbatch", str(output)])], blanks)
-    if not submit:
+def written(kind: str, checked: Checked, output: Path | None, options: Options, hosts: list[str]) -> LaunchResult:
+    """The text of a kind, in its file, with what is left to do."""
+    it, name, restarts = checked.it, str(output or ""), options.restarts
+    if kind == "slurm":
+        text, start = slurm.sbatch(it, name, options), [shlex.join(["sbatch", name])]
+    elif kind == "torchrun":
+        text = torchrun.lines(it, options.host or "", f"{it.plain_name}-{secrets.token_hex(4)}", restarts)
+        start = [f"on each of the {it.machines.nodes} nodes: " + (f"bash {shlex.quote(name)}" if name else "the above")]
+    elif kind == "ssh":
+        text, start = ssh.script(it, hosts, restarts), [shlex.join(["bash", name])]
+    else:
+        make = kubernetes.indexed_job if kind == "kubernetes" else kubernetes.train_job
+        text = documents(*make(it, options.container or "", options.claim or "", restarts))
+        start = [shlex.join(["kubectl", "apply", "--filename", name])]
+    if output is not None:
+        write(output, text)
+    places = {"--account": slurm.ACCOUNT, "--partition": slurm.PARTITION, "--host": torchrun.HOST}
+    places |= {"--container": kubernetes.IMAGE, "--claim": kubernetes.CLAIM}
+    blanks = [
+        f"{place} in {name or 'the lines above'}, or give {option}" for option, place in places.items() if place in text
+    ]
+    if needs_data(it.job):
+        where = f" in {it.file if kind not in ('kubernetes', 'trainjob') else name}" if it.file else "=DIRECTORY"
+        blanks.append(f"data.path{where}: a directory that `fivefold data prepare` has made")
+    result = LaunchResult(
+        kind, it.title, it.machines.nodes, it.machines.per_node, name, text, start, blanks, checked.notes
+    )
+    if not options.submit or output is None:
         return result
     number = _submitted(output)
-    return replace(result, submitted=number, follow=follow(number, job.it))
+    return replace(result, submitted=number, follow=follow(number, it))
 
 
 def _submitted(file: Path) -> str:

@@ -15,14 +15,12 @@ What the script relies on was tried with Slurm 22.05:
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from fivefold.deploy.deployment import Deployment
 from fivefold.deploy.environment import comment, exports, variables
+from fivefold.deploy.options import Options
 
 ACCOUNT, PARTITION = "FILL_IN_ACCOUNT", "FILL_IN_PARTITION"
-_NAME = re.compile(r"[\w.,@+-]+")
-_TIME = re.compile(r"(\d+-)?\d{1,5}(:\d{2}){0,2}")  # minutes, hours:minutes:seconds, days-hours ...
 _LEFT = 60  # seconds before the limit at which a job whose ranks have not saved is queued again as it is
 
 _HEAD = r"""
@@ -81,25 +79,21 @@ again() {
 # srun hands USR1 on to the ranks, which finish a step, save and end with code 143. If they do not, because they hang
 # or the disk is slow, the job goes on from its last periodic checkpoint; at the limit Slurm would only end it.
 stop() {
-  told=1
   echo "told to stop ($1) at $(date -Is): the ranks save a checkpoint"
   kill -USR1 "${ranks:-$!}" 2> /dev/null
 }
-trap 'stop "time limit"; (sleep @LAST@ && echo "the ranks have not saved in time" && again) & timer=$!' USR1
+too_late() { sleep @LAST@ && echo "the ranks have not saved in time" && again; }
+trap 'stop "time limit"; too_late 2> /dev/null & timer=$!' USR1
 trap 'stop "preemption or scancel"' TERM
 
 echo "start ${SLURM_RESTART_COUNT:-0} at $(date -Is) on $SLURM_JOB_NODELIST; ranks write to $logs/rank-*.log"
 @RANKS@
 ranks=$!
 
-# A signal interrupts `wait`, which has not seen the ranks' code then; 127 means that it had seen it before.
-code=127 told=1
-while [ -n "$told" ]; do
-  told=
-  wait "$ranks"
-  seen=$?
-  [ "$seen" -eq 127 ] || code=$seen
-done
+# By looking once a second: bash may lose the code of a process that ends while a signal interrupts `wait`.
+while kill -0 "$ranks" 2> /dev/null; do sleep 1; done
+wait "$ranks"
+code=$?
 [ -z "${timer:-}" ] || pkill --parent "$timer"
 
 case $code in
@@ -124,36 +118,7 @@ ulimit -l unlimited 2> /dev/null || echo "note: locked memory is limited to $(ul
 """
 
 
-@dataclass(frozen=True)
-class SlurmOptions:
-    """An account or partition of None is to be filled in; one that is empty has no line."""
-
-    account: str | None = None
-    partition: str | None = None
-    time: str = "24:00:00"  # of one start
-    restarts: int = 3
-    container: str = ""  # an image
-
-    @property
-    def blank(self) -> dict[str, str]:
-        """The options that are to be filled in, and what stands in their place."""
-        found = {"--account": (self.account, ACCOUNT), "--partition": (self.partition, PARTITION)}
-        return {option: blank for option, (name, blank) in found.items() if name is None}
-
-    def problems(self) -> list[str]:
-        names = {"--account": self.account, "--partition": self.partition}
-        strange = [f"{key} {name!r} is no name" for key, name in names.items() if name and not _NAME.fullmatch(name)]
-        rules = [
-            (
-                _TIME.fullmatch(self.time),
-                f"--time {self.time!r} is no time limit of Slurm; for example 24:00:00 or 7-00",
-            ),
-            (self.restarts >= 0, f"--restarts {self.restarts} must not be negative; nearest: --restarts 0"),
-        ]
-        return strange + [sentence for holds, sentence in rules if not holds]
-
-
-def sbatch(it: Deployment, file: str, options: SlurmOptions) -> str:
+def sbatch(it: Deployment, file: str, options: Options) -> str:
     """The text of `file`."""
     names = {"account": (options.account, ACCOUNT), "partition": (options.partition, PARTITION)}
     where = f", in the directory that has {it.file}" if it.file else ""
@@ -169,14 +134,14 @@ def sbatch(it: Deployment, file: str, options: SlurmOptions) -> str:
             f"The ranks are told {it.notice} s before the time limit, and save a checkpoint ({it.saving}). Then, and "
             "when a node is lost or the job is preempted, it is queued again and goes on from its last checkpoint."
         ),
-        "TIME": options.time,
+        "TIME": options.time or "24:00:00",
         "NOTICE": it.notice,
         "RESTARTS": options.restarts,
-        "PREPARE": _prepare(it, options.container),
+        "PREPARE": _prepare(it, options.container or ""),
         "LOGS": shlex.quote(it.log_directory),
         "LOCKED": [_LOCKED] if it.machines.gpus else [],
         "EXPORTS": exports(variables(it.machines, "$cpus", "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD/$logs")),
-        "RANKS": _ranks(it, options.container),
+        "RANKS": _ranks(it, options.container or ""),
         "LAST": it.notice - _LEFT,
     }
     return filled((_HEAD + _TAIL).lstrip(), parts)
