@@ -192,7 +192,7 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, real = iter([0, 0, 10**12]), shutil.disk_usage
-    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: real(path)._replace(free=next(free)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=next(free)))
     run = Run(small_job(tokens, "train.steps=3", "checkpoint.every=1"), 1, tmp_path)
     run.trainer.run([], checkpointing=run.keeper)
     assert [re.sub(r"/\S*", "DIR", said) for said in run.said] == [

@@ -73,7 +73,7 @@ def test_what_fails_in_one_of_the_files_fails_the_save(
     real = HashedFile.write
 
     def refuse(stream: Any, data: Any) -> int:
-        if stream._path.name == f"rank-0.{full}.tensors" and stream.tell() + memoryview(data).nbytes > 1000:
+        if stream.file.name == f"rank-0.{full}.tensors" and stream.tell() + memoryview(data).nbytes > 1000:
             raise OSError(28, os.strerror(28))
         return real(stream, data)
 

@@ -2,22 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from fivefold.checkpoint.find import find, store_of
-from fivefold.checkpoint.store import MANIFEST, Checkpoint
+from fivefold.checkpoint.find import find, one_of, store_of
+from fivefold.checkpoint.store import Checkpoint
 from fivefold.layout.layout import Layout
 from fivefold.report import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text
+from fivefold.support.places import Place
 
 
 @dataclass(frozen=True)
 class CheckpointList(Result):
-    run: Path
+    run: str | Place
     checkpoints: list[dict[str, Any]]  # the newest last
     incomplete: list[str]
     aside: list[str]
@@ -41,7 +41,7 @@ class CheckpointList(Result):
             yield from (Text(f"{row['name']}: {problem}", "bad") for problem in row["problems"])
 
 
-def list_checkpoints(run: Path) -> CheckpointList:
+def list_checkpoints(run: str | Place) -> CheckpointList:
     """A run's checkpoints. Files are looked at, not read."""
     store = store_of(run)
     rows: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ class CheckpointContents(Result):
         yield Text(f"{len(self.tensors)} tensors, {pieces} pieces; --json lists them")
 
 
-def show_checkpoint(run: Path, step: int | None = None) -> CheckpointContents:
+def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointContents:
     """The newest complete checkpoint, or that of `step`: the run's position, its job, its files and its tensors."""
     one = find(run, step)
     if misfits := one.misfits():
@@ -118,14 +118,14 @@ class CheckpointCheck(Result):
 
 
 def verify_checkpoints(
-    run: Path, step: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
+    run: str | Place, step: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CheckpointCheck:
     """Hash every file of every complete checkpoint, or of that of `step`, and compare it with the manifest.
 
     `progress` is told of bytes as they are read, and of how many there are.
     """
-    alone = step is not None or (run / MANIFEST).is_file()
-    every = [find(run, step)] if alone else store_of(run).complete()
+    alone = find(run, step) if step is not None else one_of(run)
+    every = [alone] if alone else store_of(run).complete()
     if not every:
         raise UserError(f"{run} has no complete checkpoint")
     total = sum(one.bytes for one in every if not one.misfits())

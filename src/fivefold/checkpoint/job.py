@@ -22,7 +22,8 @@ def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | Non
     if layout is not None:
         job = replace(job, layout=layout)
     if run is not None:
-        job = replace(job, run=replace(job.run, name=run.name, dir=str(run.absolute().parent)))
+        own = replace(job.checkpoint, url="")  # it has the checkpoint itself
+        job = replace(job, run=replace(job.run, name=run.name, dir=str(run.absolute().parent)), checkpoint=own)
     return job
 
 

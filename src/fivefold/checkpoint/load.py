@@ -1,14 +1,13 @@
 """Loading: the newest checkpoint that is what its manifest says, into the ranks of any layout."""
 
 import math
-import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fivefold.checkpoint.pieces import Piece, Pieces, raw
+from fivefold.checkpoint.storage import Reader
 from fivefold.checkpoint.store import Checkpoint, Damaged, Store
 from fivefold.checkpoint.tensors import Chunk
 from fivefold.launch import faults
@@ -16,10 +15,9 @@ from fivefold.launch.cores import for_files, side_by_side
 from fivefold.launch.heartbeat import beat, enter
 from fivefold.parallel.control import Control
 from fivefold.support.errors import UserError
-from fivefold.support.files import open_regular
+from fivefold.support.places import Place
 
 Say = Callable[[str], None]
-_READ = 1 << 24  # bytes asked of the system at a time
 
 
 def newest(store: Store, control: Control, say: Say) -> Checkpoint | None:
@@ -28,13 +26,9 @@ def newest(store: Store, control: Control, say: Say) -> Checkpoint | None:
     What is incomplete or damaged is set aside and said, and the one before it is tried. What cannot be opened, or is
     of another release, is refused and stays where it is; so is a run of which no checkpoint is good.
     """
-    if control.rank == 0:
-        for path in store.incomplete():
-            say(f"{path.name} was never finished; {_set_aside(store, path, 'incomplete')}")
-        store.prune()
-    bad: set[Path] = set()
+    bad: set[Place] = set()
     while True:
-        found = _candidate(store, bad) if control.rank == 0 else (None, [])
+        found = _candidate(store, bad, say) if control.rank == 0 else (None, [])
         name, refusal = control.from_first(found, tuple[str | None, list[str]])
         if refusal:
             raise UserError(refusal if control.rank == 0 else [])
@@ -61,16 +55,22 @@ def _all(lists: Iterable[list[str]]) -> list[str]:
     return list(dict.fromkeys(sentence for sentences in lists for sentence in sentences))
 
 
-def _set_aside(store: Store, path: Path, how: str) -> str:
+def _set_aside(store: Store, path: Place, how: str) -> str:
     try:
         return f"set aside as {store.set_aside(path, how).name}"
     except OSError as error:
         return f"stays where it is: {error.strerror}"
 
 
-def _candidate(store: Store, bad: set[Path]) -> tuple[str | None, list[str]]:
+def _candidate(store: Store, bad: set[Place], say: Say) -> tuple[str | None, list[str]]:
     """The newest checkpoint that is not known to be bad, or why the run must not resume."""
-    newest = next((one for one in store.complete() if one.path not in bad), None)
+    try:
+        for path in store.incomplete() if not bad else ():
+            say(f"{path.name} was never finished; {_set_aside(store, path, 'incomplete')}")
+        store.prune()
+        newest = next((one for one in store.complete() if one.path not in bad), None)
+    except OSError as error:
+        return None, [f"cannot list {store.directory}: {error.strerror or error}"]
     if newest is not None:
         return newest.path.name, []
     fresh = "--fresh starts over in a new directory"
@@ -103,10 +103,10 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
                 todo.setdefault(chunk.file, []).append((name, chunk, piece, into))
 
     def read(file: str) -> None:
-        with open_regular(checkpoint.path / file) as stream:
+        with checkpoint.storage.open(checkpoint.path / file) as stream:
             for name, chunk, piece, into in sorted(todo[file], key=lambda one: one[1].start):
                 start = checkpoint.numbers_at(stream, name, chunk)
-                _fill(stream.fileno(), start, chunk, checkpoint.tensors[name].dtype, piece, into)
+                _fill(stream, start, chunk, checkpoint.tensors[name].dtype, piece, into)
 
     try:
         side_by_side(read, list(todo), for_files())
@@ -115,7 +115,7 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
 
 
 @torch.no_grad()
-def _fill(handle: int, start: int, chunk: Chunk, dtype: str, piece: Piece, into: Tensor) -> None:
+def _fill(stream: Reader, start: int, chunk: Chunk, dtype: str, piece: Piece, into: Tensor) -> None:
     """The part of a piece that a chunk has. Its rows lie together, so that no others are read."""
     shared = [
         range(max(first, side.start), min(first + size, side.stop))
@@ -131,19 +131,9 @@ def _fill(handle: int, start: int, chunk: Chunk, dtype: str, piece: Piece, into:
         place.is_contiguous() and tuple(place.shape) == shape and place.dtype == kind and place.device.type == "cpu"
     )
     rows = place if straight else torch.empty(shape, dtype=kind)
-    _read(handle, raw(rows), start + skipped * math.prod(chunk.sizes[1:]) * kind.itemsize)
+    stream.fill(raw(rows), start + skipped * math.prod(chunk.sizes[1:]) * kind.itemsize, beat)
     if not straight:
         inner = [
             slice(part.start - first, part.stop - first) for part, first in zip(shared, chunk.offsets, strict=True)
         ]
         place.copy_(rows[(slice(None), *inner[1:])] if shared else rows)
-
-
-def _read(handle: int, into: memoryview, start: int) -> None:
-    done = 0
-    while done < len(into):
-        count = os.preadv(handle, [into[done : done + _READ]], start + done)
-        if not count:
-            raise OSError("a file has become shorter")
-        done += count
-        beat()

@@ -1,8 +1,6 @@
 """A checkpoint in the pieces of another layout. Any layout reads any checkpoint; files cut as it reads them are read
 once each, and by one rank."""
 
-from pathlib import Path
-
 import msgspec
 import torch
 from torch import Tensor
@@ -19,11 +17,12 @@ from fivefold.layout.stages import stages_of
 from fivefold.plan.cost.traffic import Seat
 from fivefold.spec.model import ModelSpec
 from fivefold.support.files import Progress
+from fivefold.support.places import Place
 
 
 def reshard(
     checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, seq: int, store: Store, progress: Progress
-) -> Path:
+) -> Place:
     """The same state, written to `store` as the ranks of `layout` would."""
     manifest = checkpoint.manifest
     job = manifest.job | {"layout": msgspec.to_builtins(layout)}

@@ -6,13 +6,11 @@ copied = saver.start(pieces, manifest)     # parameters may change from there on
 saver.finish()                             # waits for the one under way, and says why it was not written, if it was not
 """
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -20,7 +18,7 @@ import torch
 
 from fivefold.checkpoint.host_staging import Snapshot, Staging
 from fivefold.checkpoint.pieces import Pieces
-from fivefold.checkpoint.store import MANIFEST, VERSION, Manifest, Store
+from fivefold.checkpoint.store import VERSION, Manifest, Store
 from fivefold.checkpoint.tensors import TABLE, check, merged
 from fivefold.checkpoint.writer import Written, total, write_pieces
 from fivefold.job.config import CheckpointConfig
@@ -28,8 +26,9 @@ from fivefold.launch import faults, heartbeat
 from fivefold.launch.cores import for_files
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError
-from fivefold.support.files import HashedFile, Progress
+from fivefold.support.files import Progress
 from fivefold.support.formatting import bytes_text
+from fivefold.support.places import Place
 
 T = TypeVar("T")
 
@@ -45,6 +44,7 @@ class Saving:
     manifest: Manifest
     begun: float = field(default_factory=time.monotonic)
     error: BaseException | None = None
+    kept: str = ""  # where there is an error: which checkpoint is the last good one
 
 
 class Saver:
@@ -79,9 +79,7 @@ class Saver:
         saving, self.saving = self.saving, None
         if saving.error is None:
             return None
-        step, last = saving.manifest.step, next((one for one in self.store.complete() if not one.misfits()), None)
-        kept = f"the last good one is {last.path.name}" if last else "there is none before it"
-        said = f"the checkpoint of step {step} was not written: {saving.error}; {kept}"
+        said = f"the checkpoint of step {saving.manifest.step} was not written: {saving.error}; {saving.kept}"
         if isinstance(saving.error, TrainingError):
             raise saving.error
         if not isinstance(saving.error, NotSaved):
@@ -95,7 +93,7 @@ class Saver:
             snapshot.arrive()
             write(self.store, self.control, snapshot.pieces, saving.manifest)
         except BaseException as error:
-            saving.error = error
+            saving.error, saving.kept = error, self._kept()
             return
         finally:
             heartbeat.enter("")
@@ -103,52 +101,61 @@ class Saver:
             with suppress(OSError):  # what cannot be deleted now is tried again after the next save
                 self.store.retain(self.config.keep, self.config.keep_every)
 
+    def _kept(self) -> str:
+        try:
+            last = next((one for one in self.store.complete() if not one.misfits()), None)
+        except OSError as error:
+            return f"{self.store.directory} cannot be listed: {error.strerror}"
+        return f"the last good one is {last.path.name}" if last else "there is none before it"
 
-def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Path:
+
+def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Place:
     """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
     needed, first = sum(control.from_all(total(pieces), int)), control.rank == 0
     name = agreed(control, lambda: _room(store, manifest.step, needed).name if first else "")
     path = store.directory / control.from_first(name, str)
-    with _complete_or_gone(path) if first else nullcontext():
+    with _complete_or_gone(store, path) if first else nullcontext():
         mine = agreed(control, lambda: _written(path, control.rank, pieces, manifest.step))
         written = control.to_first(mine, Written)
         agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
 
 
-def _written(path: Path, rank: int, pieces: Pieces, step: int) -> Written:
+def _written(path: Place, rank: int, pieces: Pieces, step: int) -> Written:
     faults.strike("write", step=step)
     return write_pieces(path, rank, pieces, for_files())
 
 
-def _commit(store: Store, path: Path, manifest: Manifest, written: list[Written]) -> None:
+def _commit(store: Store, path: Place, manifest: Manifest, written: list[Written]) -> None:
     tensors = merged([one.tensors for one in written])
     files = [file for one in written for file in one.files]
     check(tensors, {file.name: file.bytes for file in files})  # before it counts: every element once
-    with HashedFile(path / TABLE) as table:
+    with store.storage.create(path / TABLE, heartbeat.beat) as table:
         table.write(msgspec.json.encode(tensors))
         files.append(table.finish())
     store.commit(path, msgspec.structs.replace(manifest, version=VERSION, files=files))
 
 
 @contextmanager
-def _complete_or_gone(path: Path) -> Iterator[None]:
-    """Delete half a save where it fails. What has its manifest is whole, whatever went wrong afterwards."""
+def _complete_or_gone(store: Store, path: Place) -> Iterator[None]:
+    """Delete half a save where it fails; what cannot be deleted now is by the next one."""
     try:
         yield
     except BaseException:
-        if not (path / MANIFEST).exists():
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            store.discard(path)
         raise
 
 
-def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progress: Progress = lambda _: None) -> Path:
+def write_alone(
+    store: Store, parts: Sequence[Pieces], manifest: Manifest, progress: Progress = lambda _: None
+) -> Place:
     """What `parts` ranks would write, by this process alone, one part after the other: only one is in memory at a time.
 
     `progress` is told of the bytes that have been written.
     """
     path = _room(store, manifest.step, sum(map(total, parts)))
-    with _complete_or_gone(path):
+    with _complete_or_gone(store, path):
         written = []
         for rank, part in enumerate(parts):
             written.append(write_pieces(path, rank, part))
@@ -157,11 +164,11 @@ def write_alone(store: Store, parts: Sequence[Pieces], manifest: Manifest, progr
     return path
 
 
-def _room(store: Store, step: int, needed: int) -> Path:
+def _room(store: Store, step: int, needed: int) -> Place:
     path = store.new(step)
-    free = shutil.disk_usage(store.directory).free
-    if free < needed:
-        path.rmdir()
+    free = store.storage.free(store.directory)
+    if free is not None and free < needed:
+        store.discard(path)
         raise OSError(f"it takes {bytes_text(needed)}, and {store.directory} has {bytes_text(free)} left")
     return path
 

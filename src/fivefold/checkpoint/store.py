@@ -1,4 +1,4 @@
-"""A run's checkpoints on disk. No torch: listing and hashing them needs none.
+"""A run's checkpoints, on disk or on object storage (`storage.py`). No torch: listing and hashing them needs none.
 
 checkpoints/step-00000012/       one save, in a directory of its own: two saves never mix
     manifest.json                written last and renamed into place: without it the save is incomplete
@@ -11,16 +11,11 @@ checkpoints/*.incomplete, *.damaged    set aside, never read again: of the incom
 
 import errno
 import hashlib
-import io
 import re
-import shutil
-import stat
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -28,11 +23,13 @@ from msgspec import Meta, field
 
 from fivefold import __version__
 from fivefold.checkpoint import version1
+from fivefold.checkpoint.storage import Reader, Storage, storage_of
 from fivefold.checkpoint.tensors import MOST, TABLE, Chunk, Tensors, check
 from fivefold.launch import faults
 from fivefold.launch.cores import for_files, side_by_side
 from fivefold.support.errors import UserError
-from fivefold.support.files import File, Progress, digest_of, open_regular, plain_name, read_regular, sync
+from fivefold.support.files import File, Progress, digest_of, plain_name
+from fivefold.support.places import Place
 
 MANIFEST = "manifest.json"
 VERSION = 2
@@ -91,7 +88,11 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    path: Path
+    path: Place
+
+    @property
+    def storage(self) -> Storage:
+        return storage_of(self.path)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -132,7 +133,7 @@ class Checkpoint:
 
     def _bytes(self, name: str, most: int) -> bytes:
         try:
-            return read_regular(self.path / name, most)
+            return self.storage.read(self.path / name, most)
         except OSError as error:
             kind = Damaged if error.errno in _NO_FILE else UserError
             raise kind(f"cannot read {self.path / name}: {error.strerror}") from None
@@ -149,36 +150,40 @@ class Checkpoint:
         """Files that are missing or of another size: what a look at the directory shows, without reading them."""
         try:
             files = self.manifest.files
+            sizes = self._sizes(files)
         except UserError as error:
             return error.problems
-        return [problem for file in files if (problem := self._misfit(file))]
+        return [problem for file in files if (problem := self._misfit(file, sizes[file.name]))]
 
-    def _misfit(self, file: File) -> str | None:
-        place = self.path / file.name
+    def _sizes(self, files: list[File]) -> dict[str, int | OSError]:
         try:
-            found = place.lstat()
-        except FileNotFoundError:
-            return f"{place} is missing: the manifest promises {file.bytes} bytes"
+            return self.storage.sizes(self.path, [file.name for file in files])
         except OSError as error:
-            return f"{place} cannot be looked at: {error.strerror}"
-        if not stat.S_ISREG(found.st_mode):
-            return f"{place} is no regular file"
-        word = "short" if found.st_size < file.bytes else "too long"
-        said = f"{place} is {word}: {found.st_size} bytes, and the manifest promises {file.bytes}"
-        return None if found.st_size == file.bytes else said
+            raise UserError(f"{self.path} cannot be looked at: {error.strerror}") from None
+
+    def _misfit(self, file: File, found: int | OSError) -> str | None:
+        place = self.path / file.name
+        if isinstance(found, FileNotFoundError):
+            return f"{place} is missing: the manifest promises {file.bytes} bytes"
+        if isinstance(found, OSError):
+            return f"{place} {'is' if found.errno == errno.EINVAL else 'cannot be looked at:'} {found.strerror}"
+        word = "short" if found < file.bytes else "too long"
+        said = f"{place} is {word}: {found} bytes, and the manifest promises {file.bytes}"
+        return None if found == file.bytes else said
 
     def damage(self, files: Iterable[File] | None = None, progress: Progress | None = None) -> list[str]:
         """What is wrong with some of its files (all), every byte read. UserError where one cannot be opened."""
         chosen = self.manifest.files if files is None else list(files)
-        found = side_by_side(lambda file: self._damage(file, progress), chosen, for_files())
+        sizes = self._sizes(chosen)
+        found = side_by_side(lambda file: self._damage(file, sizes[file.name], progress), chosen, for_files())
         return list(dict.fromkeys(problem for problem in found if problem))  # a bad table is one for all its files
 
-    def _damage(self, file: File, progress: Progress | None) -> str | None:
+    def _damage(self, file: File, size: int | OSError, progress: Progress | None) -> str | None:
         place = self.path / file.name
         try:
-            if misfit := self._misfit(file):
+            if misfit := self._misfit(file, size):
                 return misfit
-            with open_regular(place) as stream:
+            with self.storage.open(place) as stream:
                 found, promised = digest_of(stream, progress), f"the manifest promises {file.sha256[:16]}..."
                 if found != file.sha256:
                     return f"{place} is damaged: its sha256 is {found[:16]}..., and {promised}"
@@ -204,7 +209,7 @@ class Checkpoint:
                 found.setdefault(chunk.file, []).append((name, chunk))
         return found
 
-    def numbers_at(self, stream: io.FileIO, name: str, chunk: Chunk) -> int:
+    def numbers_at(self, stream: Reader, name: str, chunk: Chunk) -> int:
         """The first byte of a chunk's numbers in its file."""
         if self.manifest.version > 1:
             return chunk.start
@@ -215,80 +220,69 @@ class Checkpoint:
 
 
 class Store:
-    """The directory of a run's checkpoints. One process at a time changes it: the run's first rank."""
+    """Where a run's checkpoints lie. One process at a time changes it: the run's first rank."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Place):
         self.directory = directory
+
+    @property
+    def storage(self) -> Storage:
+        return storage_of(self.directory)
 
     def complete(self) -> list[Checkpoint]:
         """Those whose manifest is in place, the newest first; what their files hold is not looked at."""
-        found = [path for path in self._named() if _has_manifest(path)]
+        found = [path for path in self._named() if self._has_manifest(path)]
         return [Checkpoint(path) for path in sorted(found, key=_parts, reverse=True)]
 
-    def incomplete(self) -> list[Path]:
-        return [path for path in self._named() if not _has_manifest(path)]
+    def incomplete(self) -> list[Place]:
+        return [path for path in self._named() if not self._has_manifest(path)]
 
-    def aside(self) -> list[Path]:
+    def aside(self) -> list[Place]:
         """Set aside earlier."""
-        return sorted(path for path in self._inside() if _ASIDE.search(path.name))
+        found = (path for path in self.storage.folders(self.directory) if _ASIDE.search(path.name))
+        return sorted(found, key=lambda path: path.name)
 
-    def _named(self) -> list[Path]:
-        return [path for path in self._inside() if _NAME.fullmatch(path.name)]
+    def _named(self) -> list[Place]:
+        return [path for path in self.storage.folders(self.directory) if _NAME.fullmatch(path.name)]
 
-    def _inside(self) -> Iterable[Path]:
-        return self.directory.iterdir() if self.directory.is_dir() else ()
+    def _has_manifest(self, path: Place) -> bool:
+        return self.storage.exists(path / MANIFEST)
 
-    def new(self, step: int) -> Path:
+    def new(self, step: int) -> Place:
         """An empty directory of its own for a save of this step."""
-        self.directory.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone is not made again
         number = 1
         while True:
             path = self.directory / (f"step-{step:08d}" + (f".{number}" if number > 1 else ""))
             try:
-                path.mkdir()
+                self.storage.make(path)
                 return path
             except FileExistsError:
                 number += 1
 
-    def commit(self, path: Path, manifest: Manifest) -> Checkpoint:
+    def commit(self, path: Place, manifest: Manifest) -> Checkpoint:
         """The moment at which a save becomes a checkpoint."""
-        for file in manifest.files:
-            sync(path / file.name)
-        half = path / f"{MANIFEST}.half"
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(manifest.sealed())) + b"\n")
-        sync(half)
-        faults.strike("commit", step=manifest.step)
-        half.rename(path / MANIFEST)
-        sync(path)
-        sync(self.directory)
-        self._point_at(path)
+        content = msgspec.json.format(msgspec.json.encode(manifest.sealed())) + b"\n"
+        files = [file.name for file in manifest.files]
+        self.storage.commit(path / MANIFEST, content, files, lambda: faults.strike("commit", step=manifest.step))
+        self.storage.point(self.directory, path.name)
         return Checkpoint(path)
 
-    def _point_at(self, path: Path) -> None:
-        """For people: a checkpoint is one without it, where links cannot be made or `latest` is something else."""
-        with suppress(OSError):
-            link = self.directory / "latest.half"
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.rename(self.directory / "latest")
+    def discard(self, path: Place) -> None:
+        """Delete half a save, or what there is of it. What has its manifest is whole, and stays."""
+        if not self._has_manifest(path):
+            self.storage.delete(path)
 
-    def set_aside(self, path: Path, how: str) -> Path:
+    def set_aside(self, path: Place, how: str) -> Place:
         """Out of the way, and not deleted: 'step-00000012.damaged'."""
-        number = 1
-        while (to := path.with_name(f"{path.name}.{how}" + (f"-{number}" if number > 1 else ""))).exists():
+        taken, number = {other.name for other in self.storage.folders(self.directory)}, 1
+        while (name := f"{path.name}.{how}" + (f"-{number}" if number > 1 else "")) in taken:
             number += 1
-        path.rename(to)
-        self._repoint()
+        to = path.with_name(name)
+        self.storage.rename(path, to)
+        self.storage.point(self.directory, next((one.path.name for one in self.complete()), None))
         return to
 
-    def _repoint(self) -> None:
-        link = self.directory / "latest"
-        if link.is_symlink() and not link.exists():
-            link.unlink()
-        if newest := self.complete()[:1]:
-            self._point_at(newest[0].path)
-
-    def retain(self, keep: int, every: int) -> list[Path]:
+    def retain(self, keep: int, every: int) -> list[Place]:
         """Delete complete checkpoints but the newest `keep` good ones and each whose step is a multiple of `every`.
 
         Half saves go too, but for the newest that was set aside. Nothing may be under way.
@@ -298,31 +292,22 @@ class Store:
         old = [one.path for one in good[keep:] if not (every and one.step % every == 0)]
         for path in [*self.incomplete(), *old]:
             hidden = path.with_name(path.name + _DELETING)  # first out of sight, in one piece
-            path.rename(hidden)
+            self.storage.rename(path, hidden)
             faults.strike("retain")
-            shutil.rmtree(hidden, ignore_errors=True)  # what is left of it goes the next time
+            self.storage.delete(hidden)  # what is left of it goes the next time
         return old
 
     def prune(self) -> None:
         """Delete what is half deleted, and what was set aside as incomplete, but for the newest of those."""
-        halves = [(path, match) for path in self._inside() if (match := _HALF.fullmatch(path.name))]
+        inside = self.storage.folders(self.directory)
+        halves = [(path, match) for path in inside if (match := _HALF.fullmatch(path.name))]
         halves.sort(key=lambda half: [int(number or 1) for number in half[1].groups()])
-        for gone in [*self.directory.glob(f"step-*{_DELETING}"), *(path for path, _ in halves[:-1])]:
-            shutil.rmtree(gone, ignore_errors=True)
+        deleting = [path for path in inside if path.name.startswith("step-") and path.name.endswith(_DELETING)]
+        for gone in [*deleting, *(path for path, _ in halves[:-1])]:
+            self.storage.delete(gone)
 
 
-def _has_manifest(path: Path) -> bool:
-    """What cannot be looked at may have one: reading it says why it cannot."""
-    try:
-        (path / MANIFEST).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _parts(path: Path) -> tuple[int, int]:
+def _parts(path: Place) -> tuple[int, int]:
     """Step, and which save of it."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path

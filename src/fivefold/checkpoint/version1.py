@@ -5,12 +5,12 @@ Both kinds of pickle are read as plain data (`pickled.py`), and only in the shap
 
 import io
 import math
-import os
 import struct
 import zipfile
 from typing import Any
 
 from fivefold.checkpoint.pickled import PERSISTENT, Made, Name, plain
+from fivefold.checkpoint.storage import Reader
 from fivefold.checkpoint.tensors import BYTES, DIMENSIONS, Chunk, Stored, Tensors
 
 TABLE = ".metadata"
@@ -94,7 +94,7 @@ def _dtype(value: Any) -> str:
     return _DTYPES[_typed(name, Name).text]
 
 
-def numbers_at(stream: io.FileIO, chunk: Chunk, dtype: str) -> int:
+def numbers_at(stream: Reader, chunk: Chunk, dtype: str) -> int:
     """The first byte, in its file, of the numbers in an archive; ValueError where it is not the chunk's archive."""
     try:
         with zipfile.ZipFile(_Window(stream, chunk.start, chunk.bytes)) as archive:
@@ -108,7 +108,8 @@ def numbers_at(stream: io.FileIO, chunk: Chunk, dtype: str) -> int:
                 raise ValueError("its numbers are not little-endian")
             _check_listing(archive.read(listing), chunk, dtype)
             archive.open(data).close()  # which compares its header with the directory
-            header = os.pread(stream.fileno(), _HEADER, chunk.start + data.header_offset)
+            header = bytearray(_HEADER)
+            stream.fill(memoryview(header), chunk.start + data.header_offset)
     except _NO_ARCHIVE as error:
         raise ValueError(f"it is no archive of a tensor: {error}") from None
     skip = _HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -136,7 +137,7 @@ def _check_listing(data: bytes, chunk: Chunk, dtype: str) -> None:
 class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, stream: io.FileIO, start: int, size: int):
+    def __init__(self, stream: Reader, start: int, size: int):
         self.stream, self.start, self.size, self.at = stream, start, size, 0
 
     def readable(self) -> bool:
@@ -152,7 +153,7 @@ class _Window(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        data = os.pread(self.stream.fileno(), max(0, min(len(buffer), self.size - self.at)), self.start + self.at)
-        buffer[: len(data)] = data
-        self.at += len(data)
-        return len(data)
+        count = max(0, min(len(buffer), self.size - self.at))
+        self.stream.fill(memoryview(buffer)[:count], self.start + self.at)
+        self.at += count
+        return count

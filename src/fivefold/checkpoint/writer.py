@@ -7,17 +7,17 @@ written.tensors                               # what lies where in them
 
 import os
 import resource
-import shutil
-from pathlib import Path
 
 import msgspec
 
 from fivefold.checkpoint.pieces import Piece, Pieces, dtype_name, raw
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.tensors import Chunk, Stored, Tensors, merged
 from fivefold.launch.cores import side_by_side
 from fivefold.launch.heartbeat import beat
-from fivefold.support.files import File, HashedFile
+from fivefold.support.files import File
 from fivefold.support.formatting import bytes_text
+from fivefold.support.places import Place
 
 LEAST = 1 << 28  # bytes: what is smaller than two of these is not worth a second file
 
@@ -29,7 +29,7 @@ class Written(msgspec.Struct, frozen=True):
     tensors: Tensors
 
 
-def write_pieces(directory: Path, rank: int, pieces: Pieces, threads: int = 1) -> Written:
+def write_pieces(directory: Place, rank: int, pieces: Pieces, threads: int = 1) -> Written:
     """One file or more, with names that no other rank has; none where there are no pieces."""
     parts = divide(pieces, threads)
     numbers = [f".{number}" for number in range(len(parts))] if len(parts) > 1 else [""]
@@ -41,9 +41,9 @@ def write_pieces(directory: Path, rank: int, pieces: Pieces, threads: int = 1) -
     return Written([file for file, _ in written], merged([tensors for _, tensors in written]))
 
 
-def _write(path: Path, pieces: Pieces) -> tuple[File, Tensors]:
+def _write(path: Place, pieces: Pieces) -> tuple[File, Tensors]:
     tensors: Tensors = {}
-    with HashedFile(path, beat) as stream:
+    with storage_of(path).create(path, beat) as stream:
         for name, piece in pieces.items():
             tensor = piece.make().detach().cpu().contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), name
@@ -72,12 +72,15 @@ def divide(pieces: Pieces, most: int) -> list[Pieces]:
     return list(parts)
 
 
-def _why(error: OSError, directory: Path, needed: int) -> str:
+def _why(error: OSError, directory: Place, needed: int) -> str:
+    said = os.strerror(error.errno) if error.errno else str(error)
     try:
-        free = f"{bytes_text(shutil.disk_usage(directory).free)} are free there"
+        room = storage_of(directory).free(directory)
+        free = f"{bytes_text(room)} are free there" if room is not None else ""
     except OSError as other:
         free = f"it cannot be looked at: {other.strerror}"
-    said = os.strerror(error.errno) if error.errno else str(error)
+    if not free:  # what a server says is not what this system calls it
+        return f"{error.strerror or error}: {bytes_text(needed)} go into {directory}"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     allowed = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
     return f"{said}: {bytes_text(needed)} go into {directory}, {free}{allowed}"

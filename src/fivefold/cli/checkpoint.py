@@ -10,12 +10,13 @@ from fivefold.cli.progress import bytes_bar
 from fivefold.report import show as show_result
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
+from fivefold.support.places import place_of
 
 SHORT = "List, show, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="A run's checkpoints.")
 
-Run = Annotated[Path, typer.Argument(help="A run's directory, or one of its checkpoints.", show_default=False)]
+Run = Annotated[str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Step = Annotated[int | None, typer.Option(help="Which one; default: the newest complete one.")]
 
@@ -78,7 +79,7 @@ def verify(run: Run, step: Step = None, as_json: Json = False) -> None:
 def reshard(
     run: Run,
     layout: Annotated[str, typer.Option(help="The layout whose ranks are to read it.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="A run directory to make.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="A run directory to make; or its URL.")],
     step: Step = None,
 ) -> None:
     """Write a checkpoint again, in the pieces of another layout.
@@ -92,27 +93,34 @@ def reshard(
       fivefold checkpoint reshard runs/demo --layout tp=2,pp=2 -o runs/demo-4
 
       fivefold checkpoint reshard runs/demo --step 100 --layout dp=8,zero=3 -o runs/eight
+
+      fivefold checkpoint reshard runs/demo --layout dp=8 -o s3://bucket/runs/demo
     """
-    from fivefold.checkpoint.find import find, run_of
+    from fivefold.checkpoint.find import beside, find
     from fivefold.checkpoint.job import job_of
     from fivefold.checkpoint.reshard import reshard as cut
+    from fivefold.checkpoint.storage import making_at
     from fivefold.checkpoint.store import Store
     from fivefold.job.config import to_toml
     from fivefold.layout.layout import Layout
     from fivefold.spec.hf_config import HF_CONFIG
 
-    one = find(run, step)
+    one, to = find(run, step), place_of(output)
     wanted = Layout.parse(layout)
-    job = job_of(one, layout=wanted, run=output)
+    job = job_of(one, layout=wanted, run=to if isinstance(to, Path) else None)
     if problems := job.layout.problems(job.model, seq=job.data.seq, batch=job.train.batch):
         raise UserError(problems)
     if damage := one.damage():
         raise UserError(damage)
-    with whole_or_nothing(output), bytes_bar("writing", one.bytes) as advance:
-        output.mkdir(parents=True, exist_ok=True)
-        path = cut(one, job.model, wanted, job.data.seq, Store(output / "checkpoints"), advance)
-        (output / "job.toml").write_text(to_toml(job))
-        for name in ("tokenizer.json", HF_CONFIG):
-            if (run_of(one) / name).is_file():
-                shutil.copyfile(run_of(one) / name, output / name)
-    typer.echo(f"{path}; resume with: fivefold train {output / 'job.toml'} --nproc {wanted.world}")
+    making = whole_or_nothing(to) if isinstance(to, Path) else making_at(to)
+    with making, bytes_bar("writing", one.bytes) as advance:
+        if isinstance(to, Path):
+            to.mkdir(parents=True, exist_ok=True)
+        path = cut(one, job.model, wanted, job.data.seq, Store(to / "checkpoints"), advance)
+        if isinstance(to, Path):
+            (to / "job.toml").write_text(to_toml(job))
+            for name in ("tokenizer.json", HF_CONFIG):
+                if file := beside(one, name):
+                    shutil.copyfile(file, to / name)
+    how = f"{to / 'job.toml'}" if isinstance(to, Path) else f"JOB checkpoint.url={to.parent} run.name={to.name}"
+    typer.echo(f"{path}; resume with: fivefold train {how} --nproc {wanted.world}")

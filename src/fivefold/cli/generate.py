@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,8 +14,10 @@ SHORT = 'Generate text.  [dim]fivefold generate runs/demo --prompt "def "[/]'
 
 def generate(
     source: Annotated[
-        Path,
-        typer.Argument(metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory.", show_default=False),
+        str,
+        typer.Argument(
+            metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory; a URL.", show_default=False
+        ),
     ],
     prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
@@ -47,11 +48,12 @@ def generate(
     """
     from fivefold.generate.request import Request, Sampling
     from fivefold.generate.request import generate as run
+    from fivefold.support.places import place_of
 
     if bool(prompt) == bool(tokens):
         raise UserError("give either --prompt or --tokens")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    request = Request(source.expanduser(), step, layout, dtype, device, count, sampling, timeout)
+    request = Request(place_of(source), step, layout, dtype, device, count, sampling, timeout)
     console = Console(highlight=False, soft_wrap=True)
 
     def stream(text: str) -> None:

@@ -66,7 +66,9 @@ def import_hf(
 
 @exporting.command("hf", short_help="As a directory that transformers' from_pretrained reads.")
 def export_hf(
-    run: Annotated[Path, typer.Argument(help="A run's directory, or one of its checkpoints.", show_default=False)],
+    run: Annotated[
+        str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",

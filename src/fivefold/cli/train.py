@@ -88,12 +88,13 @@ def train(
 
       fivefold train job.toml --check
     """
+    from fivefold.checkpoint.storage import reach
     from fivefold.data.progress import late_bar, quiet
     from fivefold.job.config import read_job, to_toml
     from fivefold.job.preflight import preflight
     from fivefold.launch.local import launch
     from fivefold.launch.world import current_world
-    from fivefold.train.resuming import Start, run_named, stored_job
+    from fivefold.train.resuming import Start, directory_named, run_named, stored_job
 
     path, changes = split(job)
     world = current_world()
@@ -102,12 +103,14 @@ def train(
     if directory is None and context.info_name == "resume":
         raise UserError("resume takes the directory of a run, for example: fivefold resume runs/run")
     resolved = stored_job(directory, changes) if directory else read_job(path, changes)
-    start = Start(None if fresh else directory, fresh)
+    start = Start(None if fresh else directory_named(directory, resolved), fresh)
     ranks = nproc if nproc > 1 else world.size
     if check and resolved.run.cluster and ranks == 1:  # a job for a cluster is checked on any machine
         ranks = resolved.layout.world
     with late_bar("hashing") as progress:
         sources = preflight(resolved, ranks, quiet if world.rank else progress)
+    if resolved.checkpoint.url and not world.rank:
+        reach(resolved.checkpoint.url)
     if not world.joined:  # else rank 0 does so for all
         start.checked(resolved, sources)
     if check:

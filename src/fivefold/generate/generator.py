@@ -21,6 +21,7 @@ from fivefold.model.positions import TokenPositions
 from fivefold.parallel.collectives import all_gather, wait
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch
+from fivefold.support.places import Place
 from fivefold.train.engine import Network
 
 
@@ -81,14 +82,14 @@ class Chooser:
 
 
 class Generator:
-    def __init__(self, job: Job, mesh: Mesh, weights: Path, length: int):
+    def __init__(self, job: Job, mesh: Mesh, weights: Place, length: int):
         """`weights`: a checkpoint, or a directory of Hugging Face's. `length`: the most tokens, prompt and answer."""
         self.mesh, self.length, self.vocab = mesh, length, job.model.vocab
         self.cache = Cache(length)
         self.network = Network(job, mesh, attention=self.cache)
         shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
         pieces = held(self.network.weights, shapes, None)
-        if (weights / MANIFEST).exists():
+        if not isinstance(weights, Path) or (weights / MANIFEST).exists():
             load(Checkpoint(weights), pieces)
         else:
             HuggingFace(weights).fill(pieces)
@@ -134,7 +135,7 @@ class Generator:
 
 
 def generate_rank(
-    rank: Rank, job: Job, weights: Path, prompts: list[list[int]], count: int, sampling: Sampling, ends: set[int]
+    rank: Rank, job: Job, weights: Place, prompts: list[list[int]], count: int, sampling: Sampling, ends: set[int]
 ) -> list[list[int]]:
     """One of several ranks that generate together."""
     rank.join("gloo")
@@ -143,5 +144,5 @@ def generate_rank(
     return [list(generator.generate(prompt, count, Chooser(sampling), ends)) for prompt in prompts]
 
 
-def alone(job: Job, weights: Path, length: int) -> Generator:
+def alone(job: Job, weights: Place, length: int) -> Generator:
     return Generator(job, Mesh(job.layout, choose_device(job.train.device)), weights, length)

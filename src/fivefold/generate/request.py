@@ -16,6 +16,7 @@ from fivefold.layout.layout import Layout
 from fivefold.spec.hf_config import HF_CONFIG
 from fivefold.support.documents import read_json
 from fivefold.support.errors import UserError
+from fivefold.support.places import Place
 from fivefold.support.ranges import SECONDS, misfit, within
 
 _ALLOWED = {"tp", "pp", "split"}
@@ -45,7 +46,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Request:
-    source: Path
+    source: Place
     step: int | None
     layout: str
     dtype: str
@@ -102,10 +103,10 @@ def generate(
     return answers
 
 
-def _ends(directory: Path) -> set[int]:
+def _ends(directory: Place) -> set[int]:
     """The tokens that end an answer, as a Hugging Face configuration has them."""
     for name in ("generation_config.json", "config.json", HF_CONFIG):
-        if (directory / name).is_file():
+        if isinstance(directory, Path) and (directory / name).is_file():
             table = read_json(directory / name)
             found = table.get("eos_token_id") if isinstance(table, dict) else None
             tokens = found if isinstance(found, list) else [] if found is None else [found]
@@ -116,13 +117,15 @@ def _ends(directory: Path) -> set[int]:
     return set()
 
 
-def _model(request: Request, needs_text: bool) -> tuple[Job, Path, Text | None, Path]:
+def _model(request: Request, needs_text: bool) -> tuple[Job, Place, Text | None, Place]:
     """The job to generate with, its weights, its tokenizer, and the directory of the run or Hugging Face model."""
     layout = Layout.parse(request.layout)
     if strange := sorted(set(layout.given()) - _ALLOWED):
         raise UserError(f"--layout {request.layout}: {', '.join(strange)} does not help to generate; tp and pp do")
     source = request.source
-    if (source / "config.json").is_file():
+    weights: Place
+    directory: Place
+    if isinstance(source, Path) and (source / "config.json").is_file():
         from fivefold.checkpoint.hf import HuggingFace
 
         spec, weights, directory = HuggingFace(source).spec, source, source

@@ -10,6 +10,7 @@ from fivefold.data.index import read_index
 from fivefold.data.writing.tokenizer import ByteTokenizer, load_tokenizer
 from fivefold.job.config import Job
 from fivefold.support.errors import UserError
+from fivefold.support.places import Place
 
 
 class Text:
@@ -44,10 +45,10 @@ def text_of_run(checkpoint: Checkpoint, job: Job) -> Text:
     return text_of(run_of(checkpoint), job.data.path if checkpoint.manifest.data else None, job.model.vocab)
 
 
-def text_of(directory: Path, data: str | None, vocab: int) -> Text:
+def text_of(directory: Place, data: str | None, vocab: int) -> Text:
     """The tokenizer in the directory of a run or of Hugging Face's, or that of the data that it was trained on; `data`
     None: of no data."""
-    if (directory / "tokenizer.json").is_file():
+    if isinstance(directory, Path) and (directory / "tokenizer.json").is_file():
         return Text(directory / "tokenizer.json")
     if data is not None:
         prepared = Path(data).expanduser() if data else stdlib_corpus()

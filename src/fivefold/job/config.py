@@ -23,6 +23,7 @@ from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.documents import Missing, parse_toml, path_of, read_toml
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.places import remote_of
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.reading import read, unknown_key
 
@@ -64,6 +65,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     every: NoneOrMore = 100  # steps between checkpoints; the end of a run, and SIGTERM, always make one
     keep: Annotated[int, within(1, STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
     keep_every: NoneOrMore = 0  # and those of every so many steps; 0: none of them
+    url: str = ""  # object storage that has them, such as s3://bucket/runs; empty: the run's directory
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +96,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         # A layout is held against numbers that make sense, and their absence has been reported already.
         seq, batch = max(1, self.data.seq), max(1, self.train.batch)
         layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch, ranks_by=ranks_by)
-        return [*model, *self._settings(), *layout]
+        return [*model, *self._settings(), *self._storage(), *layout]
+
+    def _storage(self) -> list[str]:
+        """What is wrong with where checkpoints are to lie."""
+        if not self.checkpoint.url:
+            return []
+        try:
+            place = remote_of(self.checkpoint.url)
+        except UserError as error:
+            return [f"checkpoint.url: {problem}" for problem in error.problems]
+        if place.protocol == "memory" and self.layout.world > 1:
+            return [f"checkpoint.url={place} is the memory of one process, and the layout has {self.layout.world}"]
+        return []
 
     def _fp8(self) -> list[tuple[bool, str]]:
         """What 8-bit products ask for, where they are asked for."""

@@ -6,13 +6,13 @@ optimizer.lr=1e-4`), which says that they are meant. The table in docs/jobs.md i
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from fivefold.job.config import Job
 from fivefold.job.learning_rate import learning_rate
+from fivefold.support.places import Place
 
 FREE = "free"  # no number of the curve changes, or only its last bits
 MEANT = "meant"  # other samples, or other updates from here on: refused unless the directory was named
@@ -81,7 +81,7 @@ def rule_of(key: str) -> str:
     return RULES.get(key) or RULES[key.partition(".")[0]]
 
 
-def refusals(before: Job, now: Job, done: int, found: list[Change], directory: Path, named: bool) -> list[str]:
+def refusals(before: Job, now: Job, done: int, found: list[Change], directory: Place, named: bool) -> list[str]:
     """Why a job may not go on with a run that has made `done` steps; `named`: the directory was given by name."""
     own = "--fresh" if named else "run.name=NAME or --fresh"
     never = [one for one in found if one.rule == NEVER]

@@ -19,6 +19,7 @@ from fivefold.schedule.check import prove
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError, absent, needs
 from fivefold.support.formatting import si
+from fivefold.support.places import remote_of
 
 BUILT_IN = 100_000_000  # parameters of the largest model that trains on the standard library's source
 QUICK = 1 << 28  # bytes that are hashed before the start, in a second or two; those of larger sets, beside training
@@ -48,6 +49,8 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
         problems.append(needs("torch"))
     if job.run.tensorboard and absent("tensorboard"):
         problems.append('run.tensorboard needs tensorboard: pip install "fivefold[tensorboard]"')
+    if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing):
+        problems.append(f"checkpoint.url={missing}")
     try:
         problems += run_directory_problems(path_of(job.run.dir))
     except UserError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL, c_int64
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,6 +20,7 @@ from fivefold.support.formatting import bytes_text
 
 Progress = Callable[[int], None]  # told the bytes of every piece
 _CHUNK = 1 << 22  # bytes hashed at a time
+_READ = 1 << 24  # bytes asked of the system at a time
 _RANGE = 1 << 28  # bytes that are brought onto the disk at a time
 _SYNC_RANGE = getattr(CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 _ON_DISK = 1 | 2 | 4  # what was under way is waited for, the rest written, and waited for
@@ -41,11 +42,25 @@ def plain_name(name: str) -> bool:
         return False
 
 
+class Readable(Protocol):
+    def read(self, count: int, /) -> bytes | None: ...
+
+
 class Regular(io.FileIO):
     """An open file. It is closed with its last reader, without a warning."""
 
     def __del__(self) -> None:
         self.close()
+
+    def fill(self, into: memoryview, start: int, progress: Progress = lambda _: None) -> None:
+        """Bytes from `start` on, as many as there is room for."""
+        done = 0
+        while done < len(into):
+            count = os.preadv(self.fileno(), [into[done : done + _READ]], start + done)
+            if not count:
+                raise OSError("a file has become shorter")
+            done += count
+            progress(count)
 
 
 _KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
@@ -82,7 +97,7 @@ def digest(path: Path, progress: Progress | None = None) -> str:
         return digest_of(stream, progress)
 
 
-def digest_of(stream: io.FileIO, progress: Progress | None = None) -> str:
+def digest_of(stream: Readable, progress: Progress | None = None) -> str:
     """sha256 of what is left of an open file."""
     found = hashlib.sha256()
     while piece := stream.read(_CHUNK):
@@ -100,12 +115,15 @@ class HashedFile(io.RawIOBase):
     """A new file that computes its checksum while it is written. It has no buffer, so one fsync covers all of it."""
 
     def __init__(self, path: Path, progress: Progress = lambda _: None):
-        self._path, self._raw, self._progress = path, path.open("wb", buffering=0), progress
+        self._start(path.name, path.open("wb", buffering=0), progress)
+
+    def _start(self, name: str, raw: Any, progress: Progress) -> None:
+        self._name, self._raw, self._progress = name, raw, progress
         self._sum, self._bytes = hashlib.sha256(), 0
 
     @property
     def file(self) -> File:
-        return File(self._path.name, self._bytes, self._sum.hexdigest())
+        return File(self._name, self._bytes, self._sum.hexdigest())
 
     def writable(self) -> bool:
         return True

@@ -3,6 +3,9 @@
 A launcher that starts a run again (our own, torchrun, a requeued Slurm job) does so with the same words. Such a start
 goes on in the directory that knows the run, and in no other, also where --fresh made it and where another run of the
 same name came later. A command by hand takes the newest that has a checkpoint.
+
+With checkpoint.url, what outlives a machine lies there: the checkpoints, and which runs have trained. The directory may
+then be another one on every machine, and new with every start.
 """
 
 import fcntl
@@ -15,13 +18,15 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.store import Store
+from fivefold.checkpoint.storage import storage_of
+from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.job.config import Job
 from fivefold.launch.world import RESTARTS, RUN
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
-from fivefold.support.files import Regular, cannot_write, open_regular, put, read_regular
+from fivefold.support.files import Regular, cannot_write, open_regular
 from fivefold.support.formatting import whole_number
+from fivefold.support.places import Place, Remote, remote_of
 
 OWNERS = "runs.json"
 _MOST = 64  # runs that a directory remembers: the last ones
@@ -69,29 +74,30 @@ def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path |
 
     A run that is started again and that no directory knows has ended before it had one: it takes the newest of the same
     job only, not that of another."""
-    mine, directories = identities(job, env), _existing(path_of(job.run.dir), job.run.name)
+    mine, directories = identities(job, env), _existing(job)
     again = [run for run, before in mine.items() if before]
     if again:
-        known = {directory: owners(directory) for directory in reversed(directories)}
+        known = {directory: owners(home(job, directory)) for directory in reversed(directories)}
         for directory, runs in known.items():
             if runs and set(runs) & set(again):
                 return directory
-        if damaged := [str(directory / OWNERS) for directory, runs in known.items() if runs is None]:
+        if damaged := [str(home(job, directory) / OWNERS) for directory, runs in known.items() if runs is None]:
             raise UserError(
                 f"this run is started again, and which directory is its own cannot be told: {', '.join(damaged)} "
                 "cannot be read; start it by hand, with another run.name or --fresh, or delete that file"
             )
-    candidates = [one for one in directories if _same(job) in (owners(one) or [])] if again else directories
-    return candidates[-1] if candidates and not fresh and Store(candidates[-1] / "checkpoints").complete() else None
+    candidates = [one for one in directories if _same(job) in (owners(home(job, one)) or [])] if again else directories
+    return candidates[-1] if candidates and not fresh and complete(job, candidates[-1]) else None
 
 
 def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
     """The directory, or a new one, with this run among those that have trained in it."""
     names = [*identities(job, env), _same(job)]
     if directory is None:
-        parent = path_of(job.run.dir)
-        return _new(parent, job.run.name, len(_existing(parent, job.run.name)) + 1, names)
-    sign(directory, [*(owners(directory) or []), *names])
+        return _new(job, len(_existing(job)) + 1, names)
+    with suppress(OSError):  # with checkpoint.url, this machine may see it for the first time
+        directory.mkdir(parents=True, exist_ok=True)
+    sign(home(job, directory), [*(owners(home(job, directory)) or []), *names])
     return directory
 
 
@@ -100,10 +106,35 @@ def _same(job: Job) -> str:
     return f"job {_digest(job)}"
 
 
+def home(job: Job, directory: Path) -> Place:
+    """Where what outlives a machine lies: the run's directory, or its namesake below checkpoint.url."""
+    return remote_of(job.checkpoint.url) / directory.name if job.checkpoint.url else directory
+
+
+def store(job: Job, directory: Path) -> Store:
+    """The checkpoints of a run."""
+    return Store(home(job, directory) / "checkpoints")
+
+
+def complete(job: Job, directory: Path) -> list[Checkpoint]:
+    """Checkpoints to resume from. A run does not leave those on its disk for a place without any."""
+    try:
+        found = store(job, directory).complete()
+    except OSError as error:
+        raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}") from None
+    if not found and job.checkpoint.url and (here := Store(directory / "checkpoints")).complete():
+        raise UserError(
+            f"{here.directory} has checkpoints, and {home(job, directory)} has none; 'fivefold checkpoint reshard "
+            f"{directory} --layout {job.layout} -o {home(job, directory)}' brings the newest there, and another "
+            "run.name starts a run of its own"
+        )
+    return found
+
+
 def directory_of(job: Job, env: Mapping[str, str]) -> Path:
     """Where a run with this environment has trained; the newest of its name, if none knows it."""
-    directories, mine = _existing(path_of(job.run.dir), job.run.name), identities(job, env)
-    knowing = [directory for directory in directories if set(owners(directory) or []) & set(mine)]
+    directories, mine = _existing(job), identities(job, env)
+    knowing = [directory for directory in directories if set(owners(home(job, directory)) or []) & set(mine)]
     return (knowing or directories)[-1]
 
 
@@ -123,30 +154,41 @@ def claim(directory: Path) -> None:
         pass
 
 
-def owners(directory: Path) -> list[str] | None:
+def owners(place: Place) -> list[str] | None:
     """The runs that have trained there; none if nobody wrote them down, and None if what was written is damaged."""
     try:
-        found = msgspec.json.decode(read_regular(directory / OWNERS, 1 << 20), type=Owners)
+        found = msgspec.json.decode(storage_of(place).read(place / OWNERS, 1 << 20), type=Owners)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if isinstance(error, OSError) and isinstance(place, Remote):  # a server that does not answer damages nothing
+            raise UserError(f"cannot read {place / OWNERS}: {error.strerror}") from None
         return None
     return found.runs if found == Owners.of(found.runs) else None
 
 
-def sign(directory: Path, runs: list[str]) -> None:
+def sign(place: Place, runs: list[str]) -> None:
     """Write down which runs train there, or say why that cannot be."""
     last = list(dict.fromkeys(reversed(runs)))[:_MOST][::-1]
     try:
-        put(directory / OWNERS, msgspec.json.encode(Owners.of(last)) + b"\n")
+        storage_of(place).put(place / OWNERS, msgspec.json.encode(Owners.of(last)) + b"\n")
     except OSError as error:
-        raise cannot_write(directory / OWNERS, error) from None
+        if isinstance(place, Remote):
+            raise UserError(f"cannot write {place / OWNERS}: {error.strerror}") from None
+        raise cannot_write(place / OWNERS, error) from None
 
 
-def _existing(parent: Path, name: str) -> list[Path]:
+def _existing(job: Job) -> list[Path]:
+    parent, there = path_of(job.run.dir), set[str]()
+    if job.checkpoint.url:
+        url = remote_of(job.checkpoint.url)
+        try:
+            there = {folder.name for folder in storage_of(url).folders(url)}
+        except OSError as error:
+            raise UserError(f"cannot look at checkpoint.url={url}: {error.strerror}") from None
     found: list[Path] = []
-    while (directory := parent / _numbered(name, len(found) + 1)).exists():
-        found.append(directory)
+    while (name := _numbered(job.run.name, len(found) + 1)) in there or (parent / name).exists():
+        found.append(parent / name)
     return found
 
 
@@ -154,9 +196,9 @@ def _numbered(name: str, number: int) -> str:
     return name if number < 2 else f"{name}-{number}"
 
 
-def _new(parent: Path, name: str, number: int, runs: list[str]) -> Path:
+def _new(job: Job, number: int, runs: list[str]) -> Path:
     while True:
-        directory = parent / _numbered(name, number)
+        directory = path_of(job.run.dir) / _numbered(job.run.name, number)
         try:
             directory.mkdir(parents=True)
         except FileExistsError:
@@ -165,7 +207,7 @@ def _new(parent: Path, name: str, number: int, runs: list[str]) -> Path:
         except OSError as error:
             raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
         try:
-            sign(directory, runs)
+            sign(home(job, directory), runs)
         except UserError:
             with suppress(OSError):
                 directory.rmdir()

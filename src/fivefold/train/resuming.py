@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from fivefold.checkpoint.find import store_of
 from fivefold.checkpoint.job import stored
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
 from fivefold.job.config import Job, resolve
@@ -20,7 +21,8 @@ from fivefold.job.preflight import Sources
 from fivefold.support.documents import Missing, path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
-from fivefold.train.directories import chosen
+from fivefold.support.places import Place, Remote, place_of
+from fivefold.train.directories import chosen, complete
 
 JOB = "job.toml"
 SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
@@ -41,9 +43,11 @@ class Start:
         return directory
 
 
-def run_named(word: str | None) -> Path | None:
-    """The run's directory that a word of the command line names; None for a job file."""
-    path = path_of(word) if word else None
+def run_named(word: str | None) -> Place | None:
+    """The run's directory, or its URL, that a word of the command line names; None for a job file."""
+    path = place_of(word) if word else None
+    if isinstance(path, Remote):
+        return path
     if path is None or os.path.isfile(path):
         return None
     if not os.path.isdir(path):
@@ -59,16 +63,28 @@ def run_named(word: str | None) -> Path | None:
             f"{path} {'is a checkpoint' if one else 'has checkpoints'}; 'fivefold train {run}' goes on from the "
             f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one"
         )
-    if not (path / JOB).exists() and not newest_of(path):
+    if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
         others = _runs(path) or _runs(path.parent)
         known = f"; there is: {', '.join(others[:5])}" if others else ""
         raise UserError(f"{path} is not the directory of a run: it has neither {JOB} nor a checkpoint{known}")
     return path
 
 
-def stored_job(directory: Path, words: Sequence[str] = ()) -> Job:
+def directory_named(run: Place | None, job: Job) -> Path | None:
+    """The directory of a run that was named; one that was named by its URL has it where its job says."""
+    return path_of(job.run.dir) / job.run.name if isinstance(run, Remote) else run
+
+
+def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     """The job that a run's directory holds, with KEY=VALUE changes, and as the job of that directory: it may have been
-    moved or renamed since."""
+    moved or renamed since. With a URL, that of its newest checkpoint."""
+    if isinstance(directory, Remote):
+        newest = newest_of(store_of(directory).complete())
+        if newest is None:
+            raise UserError(f"{directory} has no checkpoint to go on from")
+        table = msgspec.to_builtins(stored(newest))
+        table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
+        return resolve(table, words)
     moved = [word for word in words if word.startswith(("run.name=", "run.dir=", "run="))]
     if moved:
         raise UserError(
@@ -91,7 +107,7 @@ def stored_job(directory: Path, words: Sequence[str] = ()) -> Job:
 
 def _table(directory: Path) -> dict[str, Any]:
     """From job.toml; where that was lost, from the newest checkpoint."""
-    newest = newest_of(directory)
+    newest = newest_of(Store(directory / "checkpoints").complete())
     try:
         table = read_toml(directory / JOB)
         if any(not isinstance(table.get(section, {}), dict) for section in ("run", "layout")):
@@ -105,9 +121,9 @@ def _table(directory: Path) -> dict[str, Any]:
         raise UserError(f"{problem}; {way_out}" for problem in error.problems) from None
 
 
-def newest_of(directory: Path) -> Checkpoint | None:
+def newest_of(found: list[Checkpoint]) -> Checkpoint | None:
     """The newest complete checkpoint whose manifest is sound. Its tensors are looked at when it is loaded."""
-    for one in Store(directory / "checkpoints").complete():
+    for one in found:
         try:
             _ = one.manifest
         except Damaged:
@@ -118,15 +134,16 @@ def newest_of(directory: Path) -> Checkpoint | None:
 
 def check(directory: Path, job: Job, sources: Sources, named: bool) -> None:
     """UserError if the run of a directory cannot go on with a job, or was not meant to."""
-    newest = newest_of(directory)
-    if named and not Store(directory / "checkpoints").complete():
+    found = complete(job, directory)
+    newest = newest_of(found)
+    if named and not found:
         raise UserError(
             f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"
         )
     if newest is None:  # the load says which are damaged
         return
-    found, done = differences(newest, job, sources), newest.manifest.step
-    if problems := refusals(stored(newest), job, done, found, directory, named):
+    changed, done = differences(newest, job, sources), newest.manifest.step
+    if problems := refusals(stored(newest), job, done, changed, directory, named):
         raise UserError(problems)
 
 

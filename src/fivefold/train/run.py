@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 import fivefold
-from fivefold.checkpoint.store import Store
 from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
 from fivefold.job.config import Job
@@ -37,7 +36,7 @@ from fivefold.support.files import put
 from fivefold.support.formatting import graphs_text, si
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.directories import claim as claim_directory
-from fivefold.train.directories import entered
+from fivefold.train.directories import entered, store
 from fivefold.train.display import Display
 from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.outputs import Outputs, vanishing
@@ -86,7 +85,7 @@ def _run_job(
         heartbeat.enter("the making of the model", least=heartbeat.LONG)
         trainer = Trainer(job, sources, mesh)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), note)
-        checkpointing = Checkpoints(Store(directory / "checkpoints"), control, trainer, note)
+        checkpointing = Checkpoints(store(job, directory), control, trainer, note)
         if world.rank == 0:
             show_job(console, job, directory)
         begun = checkpointing.restore()

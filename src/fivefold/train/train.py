@@ -14,7 +14,7 @@ from fivefold.launch.world import RUN
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.train.directories import directory_of
 from fivefold.train.result import TrainResult
-from fivefold.train.resuming import run_named, stored_job
+from fivefold.train.resuming import directory_named, run_named, stored_job
 
 
 def train(
@@ -58,7 +58,8 @@ def train(
                     progress(line.rstrip("\n"))
             errors.seek(0)
             _judge(ranked.returncode, errors.read().splitlines())
-    return TrainResult.read(run if run and not fresh else directory_of(resolved, env))
+    named = directory_named(run, resolved)
+    return TrainResult.read(named if named and not fresh else directory_of(resolved, env))
 
 
 def _judge(code: int, errors: list[str]) -> None:

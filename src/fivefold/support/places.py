@@ -1,0 +1,92 @@
+"""Where checkpoints may lie: a directory, or a URL of object storage.
+
+    place_of("runs/demo")              # a Path
+    place_of("s3://bucket/runs/demo")  # a Remote: as much of a path as checkpoints need; nothing is asked of a server
+
+Only the protocols named here are taken. fsspec has more, and its chains (`simplecache::s3://`, `reference::`) read what
+they find as instructions.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.support.documents import path_of
+from fivefold.support.errors import UserError, absent
+
+# By protocol, the package that speaks it and how it is installed; fsspec itself has those without one.
+_S3, _GCS, _AZURE = ("s3fs", '"fivefold[s3]"'), ("gcsfs", "gcsfs"), ("adlfs", "adlfs")
+DRIVERS: dict[str, tuple[str, str] | None] = {
+    "s3": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE, "file": None, "memory": None,
+}  # fmt: skip
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_PLAIN = re.compile(r"[\w.=+,@ -]+")  # of a part of a path: no wildcards, which drivers expand, and no query
+_LONGEST = 900  # bytes of a URL; keys of objects may have 1024
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A place on object storage."""
+
+    protocol: str
+    path: str  # bucket/prefix, as its driver takes it; without a slash at its end
+
+    def __str__(self) -> str:
+        return f"{self.protocol}://{self.path}"
+
+    def __truediv__(self, name: str) -> "Remote":
+        return Remote(self.protocol, f"{self.path}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Remote":
+        return Remote(self.protocol, self.path.rpartition("/")[0])
+
+    def with_name(self, name: str) -> "Remote":
+        return self.parent / name
+
+    @property
+    def missing(self) -> str | None:
+        """What is to be installed before it can be reached, in a sentence."""
+        driver = DRIVERS[self.protocol]
+        for package, how in (("fsspec", '"fivefold[train]"'), *([driver] if driver else [])):
+            if absent(package):
+                return f"{self} needs {package}: pip install {how}"
+        return None
+
+
+Place = Path | Remote
+
+
+def place_of(text: str | Place) -> Place:
+    """The place that a user means by a text; what is no place is refused. (Path has made one slash of two.)"""
+    if isinstance(text, Remote):
+        return text
+    word = re.sub(rf"^({'|'.join(DRIVERS)}):/(?!/)", r"\1://", str(text)) if isinstance(text, Path) else text
+    return remote_of(word) if "://" in word or "::" in word else path_of(text)
+
+
+def remote_of(text: str) -> Remote:
+    found = _URL.fullmatch(text)
+    if found is None or found[1] not in DRIVERS or "::" in text:
+        raise UserError(f"{text!r} is not a place for checkpoints; take one of {', '.join(f'{p}://' for p in DRIVERS)}")
+    protocol, path = found[1], found[2].rstrip("/")
+    parts = path.split("/")
+    if protocol == "file":  # file:///absolute/path
+        if parts[0]:
+            raise UserError(f"{text!r} has no absolute path; write file:///{path}")
+        parts = parts[1:]
+    bucket, user = parts[0], parts[0].rpartition("@")[0]
+    if ":" in user or (user and protocol not in ("az", "abfs")):  # abfs://container@account.dfs.core.windows.net
+        raise UserError(
+            f"a {protocol}:// URL has something before an @, as if it were a password, and would be printed and kept; "
+            "credentials come from the environment or the driver's own files"
+        )
+    odd = [part for part in parts if not _PLAIN.fullmatch(part) or part in (".", "..")]
+    if odd or not bucket or len(text.encode()) > _LONGEST:
+        what = f"{odd[0][:50]!r} in it" if odd else "its length"
+        raise UserError(f"{text[:200]!r} is not a plain URL: {what}; write for example s3://bucket/runs")
+    return Remote(protocol, path)
