@@ -92,7 +92,7 @@ class Files:
                 loads[name].append(timed(loading))
             if self.rank.number == 0:
                 for old in self.store.complete():
-                    shutil.rmtree(old.path)
+                    old.storage.delete(old.path)
             shutil.rmtree(self.dcp)
             os.sync()
             self.control.from_all(None, None)

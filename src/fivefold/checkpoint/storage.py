@@ -17,7 +17,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from fivefold.support.errors import UserError
 from fivefold.support.files import HashedFile, Progress, Regular, open_regular, put, read_regular, sync
@@ -29,8 +30,10 @@ class Reader(Protocol):
 
     def read(self, count: int, /) -> bytes | None: ...
     def fill(self, into: memoryview, start: int, progress: Progress = ..., /) -> None: ...
-    def __enter__(self) -> "Reader": ...
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
 
 class Storage(Protocol):
