@@ -14,6 +14,7 @@ NEEDS = 'pip install "fivefold[train]"'
 
 # What each command is called with. The first table's commands need no torch: they must work.
 WORKS = {
+    "accelerators": "",
     "bench plan": "",
     "bench schedules": "",
     "checkpoint ls": "run",

@@ -13,6 +13,7 @@ from msgspec import structs
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, PRECISIONS, Link, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.hardware.efficiency import achieved
+from fivefold.hardware.listing import accelerators
 from fivefold.support.errors import UserError
 
 groups = st.builds(Group, st.integers(1, 4096), st.integers(1, 72), st.sampled_from(list(ACCELERATORS.values())))
@@ -363,3 +364,63 @@ def test_more_gpus_than_anybody_has_are_refused(text: str) -> None:
 
 def test_a_million_gpus_are_not() -> None:
     assert Cluster.parse("125000x8xH100").world == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("h100x8", "8xH100"),
+        ("8xh100", "8xH100"),
+        ("8 x H100", "8xH100"),
+        ("2x8xh100", "2x8xH100"),
+        ("H100:8", "8xH100"),
+        ("h100-80gb", "H100"),
+        ("8xH100-80GB", "8xH100"),
+        ("rtx4090x4", "4xRTX4090"),
+        ("RTX 5090", "RTX5090"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+        ("mi300x:8", "8xMI300X"),
+        ("8xmi355x", "8xMI355X"),
+    ],
+)
+def test_clusters_are_read_as_other_tools_write_them(text, same):
+    assert str(Cluster.parse(text)) == same
+
+
+def test_counts_on_both_sides_of_a_name_are_refused():
+    with pytest.raises(UserError, match="2 before and 8 behind the name may be read in two ways"):
+        Cluster.parse("2xH100x8")
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8", "gigabytes", "bandwidth"),
+    [  # dense, from the makers' data sheets
+        ("MI300X", 1307.4, 2614.9, 192, 5.3),
+        ("MI325X", 1307.4, 2614.9, 256, 6.0),
+        ("MI355X", 2516.6, 5033.2, 288, 8.0),
+        ("B300", 2250, 4500, 268, 8.0),
+        ("L40S", 362.05, 733, 45, 0.864),
+        ("A10G", 70, None, 22.5, 0.6),
+        ("RTX4090", 165.2, 330.3, 24, 1.008),
+        ("RTX5090", 209.5, 419, 32, 1.792),
+    ],
+)
+def test_rates_are_dense_and_memory_is_what_the_driver_leaves(name, bf16, fp8, gigabytes, bandwidth):
+    device = ACCELERATORS[name]
+    assert (device.rate("bf16") / 1e12, device.peak.fp8 and device.peak.fp8 / 1e12) == (bf16, fp8)
+    assert device.memory_bandwidth == bandwidth * 1e12
+    assert 0.97 * gigabytes < device.memory / 2**30 <= gigabytes + 1
+
+
+def test_every_accelerator_says_where_its_figures_come_from():
+    found = {row["name"]: row for row in accelerators().to_dict()}
+    assert found.keys() == ACCELERATORS.keys()
+    assert all(len(source) > 10 for row in found.values() for source in row["sources"].values())
+    assert found["MI300X"]["achieved"]["source"] == "a guess, as H100's"
+    assert "measured by fivefold calibrate" in found["H200"]["achieved"]["source"]
+    [one] = accelerators("h100-80gb").to_dict()
+    assert one == found["H100"]
+    assert "RTX5090" in str(accelerators())
+    with pytest.raises(UserError, match="unknown accelerator 'H1000'; did you mean 'H100'"):
+        accelerators("H1000")

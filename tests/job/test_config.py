@@ -68,9 +68,8 @@ def test_the_resolved_job_is_a_job_file(tmp_path, model: str) -> None:
 def test_misspelled_keys_get_the_nearest_right_one(tmp_path) -> None:
     path = job_file(tmp_path, "[optimizer]\nlearning_rate = 1\nwarm_up = 3\n[trian]\nsteps = 2\n")
     assert problems_of(path=path) == [
-        "trian is not a setting; did you mean 'train'?",
-        "optimizer.learning_rate is not a setting; "
-        "known: lr, weight_decay, clip, schedule, warmup, decay, final, schedule_steps, betas, eps",
+        "optimizer.learning_rate is not a setting; write optimizer.lr=1",
+        "trian.steps is not a setting; write train.steps=2",
         "optimizer.warm_up is not a setting; did you mean 'warmup'?",
     ]
 

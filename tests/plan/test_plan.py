@@ -107,3 +107,22 @@ def test_the_choice_is_marked_with_its_whole_layout(small: PlanResult) -> None:
 def test_every_result_is_json(results: dict[str, Result]) -> None:
     for result in results.values():
         assert json.loads(json.dumps(result.to_dict()))
+
+
+def test_a_simulated_layout_that_does_not_fit_says_so_first_and_is_not_ok() -> None:
+    found = simulate("llama3-8b", "dp=8,zero=3,microbatches=4", batch=128)
+    assert not found.ok
+    first = str(found).splitlines()[0]
+    assert first.startswith("it does not fit: needs ")
+    assert "on pipeline rank 0" in first
+    assert "nearest: --layout dp=8,zero=3,microbatches=4,recompute=full (+" in first
+    shown = found.to_dict()
+    assert (shown["fits"], shown["advice"] in first, shown["memory_limit_bytes"]) == (False, True, found.option.limit)
+    nearest = simulate("llama3-8b", found.nearest.layout, batch=128)
+    assert nearest.ok
+    assert nearest.to_dict()["advice"] is None
+    hopeless = simulate("llama3-70b", "dp=8")
+    assert not hopeless.ok
+    assert "nor does any other layout" in hopeless.advice
+    far = simulate("llama3-8b", "dp=8,microbatches=4", batch=128)  # no single change is enough: the planner's choice
+    assert simulate("llama3-8b", far.nearest.layout, batch=128).ok

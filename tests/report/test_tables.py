@@ -17,7 +17,9 @@ import fivefold as ff
 from fivefold.bench import attention, checkpoint, comparison, pipeline, plan, scaling, schedules, steps, train
 from fivefold.bench.harness import Machine, RowsResult, Times
 from fivefold.hardware.accelerators import ACCELERATORS
+from fivefold.hardware.listing import accelerators
 from fivefold.plan.context.compare import context
+from fivefold.plan.model import model
 from fivefold.plan.zero import zero
 from fivefold.report import Result, Table
 from fivefold.report.terminal import to_text
@@ -76,6 +78,9 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ServePlan": lambda: ff.serve("llama3-70b", "8xH100"),
     "ContextResult": lambda: context(131_072, 8),
     "ModelList": lambda: models(seq=8192),
+    "ModelResult": lambda: model("llama3-405b"),
+    "AcceleratorList": accelerators,
+    "AcceleratorList of one": lambda: accelerators("MI300X"),
     "TruthResult": judged,
     "TruthResult with sweeps": lambda: truth(rows="korthikanti_2022"),
     "SourceList": SourceList,

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fivefold import __version__
 from fivefold.cli import (
+    accelerators,
     bench,
     calibrate,
     checkpoint,
@@ -63,6 +64,7 @@ app.command("curve", short_help=curve.SHORT)(curve.curve)
 app.command("trace", short_help=trace.SHORT)(trace.trace)
 app.command("calibrate", short_help=calibrate.SHORT)(calibrate.calibrate)
 app.command("models", short_help=models.SHORT)(models.models)
+app.command("accelerators", short_help=accelerators.SHORT)(accelerators.accelerators)
 app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)
 app.command("zero", short_help=zero.SHORT)(zero.zero)

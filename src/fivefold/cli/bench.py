@@ -14,6 +14,7 @@ from fivefold.cli.job_args import JobWords, split
 from fivefold.report import Result, show
 from fivefold.report.show import check_writable
 from fivefold.report.terminal import console_of
+from fivefold.support.precision import dtype_of
 
 if TYPE_CHECKING:
     from fivefold.bench.harness import Told
@@ -91,7 +92,7 @@ def attention(
     """
     from fivefold.bench.attention import Shape, measure
 
-    show(measure(Shape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype, rounds)), as_json)
+    show(measure(Shape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype_of(dtype), rounds)), as_json)
 
 
 @app.command(short_help="Pipeline schedules against their ideal and torch's.  [dim]fivefold bench pipeline[/]")
@@ -184,7 +185,7 @@ def steps(
     """
     from fivefold.bench.steps import measure
 
-    _show(lambda told: [measure(words, count, warm, csv, accelerator, device, dtype, told)], as_json)
+    _show(lambda told: [measure(words, count, warm, csv, accelerator, device, dtype_of(dtype), told)], as_json)
 
 
 @app.command(short_help="What Fivefold adds to a bare loop.  [dim]fivefold bench overhead[/]")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fivefold.cli.job_args import whole_layout
 from fivefold.cli.progress import counting_bar
 from fivefold.report import show
 from fivefold.report.show import check_writable
@@ -57,6 +58,7 @@ def dryrun(
     """
     from fivefold.dryrun.dryrun import dryrun as run
 
+    whole_layout(layout, words)
     check_writable(output, ".svg")
     given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
     if len(asked := [option for option, there in given.items() if there]) > 1:

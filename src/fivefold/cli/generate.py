@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from fivefold.support.errors import UserError
+from fivefold.support.precision import dtype_of
 
 SHORT = 'Generate text.  [dim]fivefold generate runs/demo --prompt "def "[/]'
 
@@ -53,7 +54,7 @@ def generate(
     if bool(prompt) == bool(tokens):
         raise UserError("give either --prompt or --tokens")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    request = Request(place_of(source), step, layout, dtype, device, count, sampling, timeout)
+    request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout)
     console = Console(highlight=False, soft_wrap=True)
 
     def stream(text: str) -> None:

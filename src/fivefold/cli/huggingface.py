@@ -7,6 +7,7 @@ import typer
 
 from fivefold.cli.progress import bytes_bar
 from fivefold.support.errors import UserError
+from fivefold.support.precision import dtype_of
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.store import Checkpoint
@@ -90,7 +91,7 @@ def export_hf(
     from fivefold.checkpoint.job import job_of
 
     widths = {"float32": 4, "bfloat16": 2, "float16": 2}
-    if dtype not in widths:
+    if (dtype := dtype_of(dtype)) not in widths:
         raise UserError(f"--dtype {dtype} is not one of {', '.join(widths)}")
     checkpoint = find(run, step)
     if damage := checkpoint.damage():

@@ -14,6 +14,15 @@ JobWords = Annotated[
 ]
 
 
+def whole_layout(layout: str | None, words: list[str]) -> None:
+    """Refuse a layout that was cut by a space: `--layout dp=8 zero=3` gives the layout dp=8 and the word zero=3."""
+    from fivefold.job.words import apart
+    from fivefold.layout.layout import Layout
+
+    if problems := apart(words, layout or "", Layout.__struct_fields__):
+        raise UserError(problems)
+
+
 def split(words: list[str] | None) -> tuple[str | None, list[str]]:
     """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
     files = [word for word in words or [] if "=" not in word]

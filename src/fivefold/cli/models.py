@@ -4,17 +4,19 @@ from typing import Annotated
 
 import typer
 
-SHORT = "List the presets: parameters and FLOPs per token.  [dim]fivefold models --seq 8192[/]"
+SHORT = "List the presets, or show a model.  [dim]fivefold models llama3-8b[/]"
 
 
 def models(
-    config: Annotated[str | None, typer.Argument(help="A Hugging Face config.json, or its directory, to add.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show this one: a preset, a Hugging Face config.json or its directory.")
+    ] = None,
     seq: Annotated[
         int | None, typer.Option(min=1, help="Sequence length for the FLOPs; default: each model's context.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the models that Fivefold knows by name.
+    """List the models that Fivefold knows by name, or show all that follows from the numbers of one.
 
     FLOPs are those of one training token, forward and backward, without
     recomputation. Attention is counted in full (as PaLM does) and as the causal
@@ -26,9 +28,16 @@ def models(
 
       fivefold models --seq 8192 --json
 
+      fivefold models llama3-8b
+
       fivefold models path/to/config.json
     """
     from fivefold.report import show
     from fivefold.spec import listing
 
-    show(listing.models(config, seq=seq), as_json)
+    if name is None:
+        show(listing.models(seq=seq), as_json)
+        return
+    from fivefold.plan.model import model
+
+    show(model(name, seq=seq), as_json)

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fivefold.cli.job_args import whole_layout
 from fivefold.support.errors import UserError
+from fivefold.support.precision import precision_of
 
 PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
 SIMULATE = "Time a layout's step.  [dim]fivefold simulate llama3-8b --layout dp=8,zero=1 --cluster 8xH100[/]"
@@ -83,6 +85,7 @@ def plan(
     from fivefold.report.show import check_writable, show
     from fivefold.support.files import write
 
+    whole_layout(layout or fix, words)
     if inference:
         from fivefold.plan.serving.serve import serve
 
@@ -91,7 +94,7 @@ def plan(
         _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
         served = serve(
             words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
-            precision=precision or "bf16", ttft=ttft, tpot=tpot,
+            precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot,
         )  # fmt: skip
         show(served, as_json)
         return
@@ -129,6 +132,8 @@ def simulate(
 ) -> None:
     """Time one step of a layout on a cluster: its schedule runs on a clock, and no GPU is needed.
 
+    Exit code 1 if the layout does not fit into the devices' memory.
+
     [dim]Examples:[/]
 
       fivefold simulate llama3-70b --layout dp=2,tp=8,pp=4,zero=1,sp,microbatches=32 --cluster 8x8xH100 --batch 64
@@ -139,6 +144,7 @@ def simulate(
     from fivefold.report.show import check_writable, show
     from fivefold.schedule.draw.paint import PICTURES, save_picture
 
+    whole_layout(layout, words)
     check_writable(output, *PICTURES)
     found = planning.simulate(
         words[0], layout, cluster, changes=words[1:], batch=batch, seq=seq, precision=precision, software=software

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from fivefold.cli.job_args import whole_layout
 from fivefold.cli.progress import counting_bar
 from fivefold.report import show
 
@@ -18,7 +19,7 @@ def verify(
     ] = None,
     layout: Annotated[str | None, typer.Option(help="The layout to prove.", show_default="dp=2")] = None,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
-    dtype: Annotated[Literal["float64", "float32", "bfloat16"], typer.Option(help="Dtype of compute.")] = "float64",
+    dtype: Annotated[str, typer.Option(help="Of compute: float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
     batch: Annotated[
@@ -56,6 +57,8 @@ def verify(
       fivefold verify --all --world 8 --sample 30 --json
     """
     from fivefold.verify.verify import verify as prove
+
+    whole_layout(layout, changes or [])
 
     try:
         with counting_bar() as progress:

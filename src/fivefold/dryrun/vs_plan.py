@@ -13,6 +13,7 @@ from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.time import Case
 from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.plan.cost.work import rank_flops
+from fivefold.support.precision import precision_of
 
 if TYPE_CHECKING:
     from fivefold.dryrun.run import RankRun
@@ -73,12 +74,9 @@ class RankVsPlan:
         }
 
 
-PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-
-
 def case_of(job: Job, cluster: Cluster) -> Case:
     """The job, as the planner asks."""
-    precision = PRECISION[job.train.dtype]
+    precision = precision_of(job.train.dtype)
     stack = FIVEFOLD.optimizing_with(job.optimizer).computing_in(precision)
     return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
 

@@ -1,7 +1,8 @@
 """The catalogue: what each accelerator can do at best, and the links of the node it usually sits in.
 
 Every number is a ceiling taken from the maker's papers; how much of it a kernel or a collective reaches is the
-planner's business. Each line says where its figure comes from. Assumptions are called assumptions.
+planner's business. Every entry says where its figures come from (`fivefold accelerators` prints it), and an assumption
+is called one.
 """
 
 import re
@@ -78,6 +79,9 @@ LINKS = {
         Link(300 * GB, _NVLINK, "NVLink3"),  # A100 datasheet: 600 GB/s both ways
         Link(450 * GB, _NVLINK, "NVLink4"),  # H100 and H200 datasheets: 900 GB/s both ways
         Link(900 * GB, _NVLINK, "NVLink5"),  # Blackwell datasheet: 1.8 TB/s both ways
+        # MI300X and MI355X datasheets: to each of seven others 128 and 153.6 GB/s both ways. Latency: assumed NVLink's.
+        Link(448 * GB, _NVLINK, "InfinityFabric3"),
+        Link(537.6 * GB, _NVLINK, "InfinityFabric4"),
         Link(31.5 * GB, _PCIE, "PCIe4"),  # 16 lanes x 16 GT/s x 128/130 coding; datasheets round to 64 GB/s both ways
         Link(63.0 * GB, _PCIE, "PCIe5"),  # 16 lanes x 32 GT/s x 128/130
         Link(200 * Gb, _RDMA, "InfiniBand-HDR"),  # ConnectX-6: 200 Gb/s a port
@@ -95,78 +99,130 @@ LINKS = {
     )
 }
 
-# A100 datasheet (SXM): printed dense beside sparse; fp64 is the tensor-core line. The two sizes differ in memory only.
-_A100 = Rates(fp64=19.5 * T, fp32=19.5 * T, tf32=156 * T, bf16=312 * T, fp16=312 * T)
-# H100 whitepaper, SXM5 column, "without sparsity" (the datasheet prints the sparse 989, 1979 and 3958); fp64 is the
-# tensor-core line. The H200 datasheet prints the same compute. The PCIe and NVL boards are slower: not these entries.
-_HOPPER = Rates(fp64=66.9 * T, fp32=66.9 * T, tf32=494.7 * T, bf16=989.4 * T, fp16=989.4 * T, fp8=1978.9 * T)
-# Blackwell datasheet, HGX B200 column, per GPU: sparse 2.2, 4.5 and 9 PFLOPS halved; the rest as printed.
-_B200 = Rates(fp64=37 * T, fp32=75 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T)
-# Blackwell datasheet, GB200 NVL72 column, per GPU: sparse 2.5, 5 and 10 PFLOPS halved; the rest as printed.
-_GB200 = Rates(fp64=40 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T)
-# Blackwell Ultra datasheet, HGX B300 column, per GPU: dense bf16 and fp8 as the B200's, more memory.
-_B300 = Rates(fp64=1.3 * T, fp32=77 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T)
-# GB300 NVL72 datasheet, per GPU: 360 PFLOPS sparse bf16 and 720 fp8 in a rack of 72, halved.
-_GB300 = Rates(fp64=1.4 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T)
-# L40S datasheet: tf32 183, bf16 and fp16 362.05, fp8 733 dense; fp64 is 1/64 of fp32 as in all of Ada.
-_L40S = Rates(fp64=1.43 * T, fp32=91.6 * T, tf32=183 * T, bf16=362.05 * T, fp16=362.05 * T, fp8=733 * T)
-# Ada whitepaper: fp16 with fp32 accumulation, half of the 330 that fp16 accumulation would give; fp64 1/64.
-_RTX4090 = Rates(fp64=1.29 * T, fp32=82.6 * T, tf32=82.6 * T, bf16=165.2 * T, fp16=165.2 * T, fp8=330.3 * T)
-# V100 datasheet, SXM2: 125 tensor TFLOPS in fp16 (bf16 came with the A100), 32 GB at 900 GB/s, 300 GB/s both ways.
-_V100, _NVLINK2 = Rates(fp64=7.8 * T, fp32=15.7 * T, fp16=125 * T), Link(150 * GB, _NVLINK, "NVLink2")
-# arXiv 2304.01433, table 4: 275 TFLOP/s bf16, 32 GiB at 1.2 TB/s, six links of 50 GB/s in a 3D torus. Racks are joined
-# optically at the same rate: both links are the torus.
-_TPU_V4, _TORUS = Rates(bf16=275 * T, fp16=275 * T, fp32=69 * T), Link(150 * GB, 2 * us, "ICI")
-# One rank of gloo on a laptop, taken as 4 cores, 16 GiB and two channels of DDR4-3200 (25.6 GB/s each) shared by 4
-# ranks. One core x 3 GHz x 2 AVX2 FMA units x 8 lanes x 2 FLOP; fp64 has 4 lanes, bf16 and fp16 compute as fp32.
-# Nominal, so that planning works anywhere; measure and override before believing a time.
-_CPU = Rates(fp64=0.048 * T, fp32=0.096 * T, bf16=0.096 * T, fp16=0.096 * T)
+# What a Hopper, or another chip, computes at best, and the paper that says so.
+Rated = tuple[Rates, str]
+_A100: Rated = (
+    Rates(fp64=19.5 * T, fp32=19.5 * T, tf32=156 * T, bf16=312 * T, fp16=312 * T),
+    "A100 datasheet (SXM): dense, beside sparse; fp64 is the tensor-core line",
+)
+_HOPPER: Rated = (  # the PCIe and NVL boards are slower: not these entries
+    Rates(fp64=66.9 * T, fp32=66.9 * T, tf32=494.7 * T, bf16=989.4 * T, fp16=989.4 * T, fp8=1978.9 * T),
+    "H100 whitepaper, SXM5 column, without sparsity (datasheets print it with); fp64 is the tensor-core line",
+)
+_B200: Rated = (
+    Rates(fp64=37 * T, fp32=75 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T),
+    "Blackwell datasheet, HGX B200 column, per GPU: sparse 2.2, 4.5 and 9 PFLOPS halved",
+)
+_GB200: Rated = (
+    Rates(fp64=40 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T),
+    "Blackwell datasheet, GB200 NVL72 column, per GPU: sparse 2.5, 5 and 10 PFLOPS halved",
+)
+_B300: Rated = (
+    Rates(fp64=1.3 * T, fp32=77 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T),
+    "Blackwell Ultra datasheet, HGX B300 column, per GPU: dense bf16 and fp8 as the B200's",
+)
+_GB300: Rated = (
+    Rates(fp64=1.4 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T),
+    "GB300 NVL72 datasheet, per GPU: 360 PFLOPS sparse bf16 and 720 fp8 in a rack of 72, halved",
+)
+_L40S: Rated = (
+    Rates(fp64=1.43 * T, fp32=91.6 * T, tf32=183 * T, bf16=362.05 * T, fp16=362.05 * T, fp8=733 * T),
+    "L40S datasheet: dense, beside sparse; fp64 is 1/64 of fp32 as in all of Ada",
+)
+_A10G: Rated = (
+    Rates(fp64=0.55 * T, fp32=35 * T, tf32=35 * T, bf16=70 * T, fp16=70 * T),
+    "A10G datasheet (AWS, G5 instances): dense, beside sparse; fp64 is 1/64 of fp32",
+)
+_RTX4090: Rated = (
+    Rates(fp64=1.29 * T, fp32=82.6 * T, tf32=82.6 * T, bf16=165.2 * T, fp16=165.2 * T, fp8=330.3 * T),
+    "Ada whitepaper, appendix A: fp32 accumulation, half of what fp16 accumulation gives; fp64 is 1/64 of fp32",
+)
+_RTX5090: Rated = (
+    Rates(fp64=1.64 * T, fp32=104.8 * T, tf32=104.8 * T, bf16=209.5 * T, fp16=209.5 * T, fp8=419 * T),
+    "RTX Blackwell whitepaper, appendix A: fp32 accumulation, dense; fp64 is 1/64 of fp32",
+)
+_CDNA3: Rated = (
+    Rates(fp64=163.4 * T, fp32=163.4 * T, tf32=653.7 * T, bf16=1307.4 * T, fp16=1307.4 * T, fp8=2614.9 * T),
+    "Instinct MI300X and MI325X datasheets: matrix cores, without sparsity",
+)
+_CDNA4: Rated = (
+    Rates(fp64=78.6 * T, fp32=157.3 * T, bf16=2516.6 * T, fp16=2516.6 * T, fp8=5033.2 * T),
+    "Instinct MI355X datasheet: matrix cores, without sparsity, 2.5 and 5 PFLOPS; no tf32",
+)
+_V100: Rated = (
+    Rates(fp64=7.8 * T, fp32=15.7 * T, fp16=125 * T),
+    "V100 datasheet, SXM2: 125 tensor TFLOPS in fp16; bf16 came with the A100",
+)
+_TPU_V4: Rated = (Rates(bf16=275 * T, fp16=275 * T, fp32=69 * T), "arXiv 2304.01433, table 4")
+_CPU: Rated = (
+    Rates(fp64=0.048 * T, fp32=0.096 * T, bf16=0.096 * T, fp16=0.096 * T),
+    "nominal: one core x 3 GHz x 2 AVX2 FMA units x 8 lanes x 2 FLOP, bf16 and fp16 as fp32; measure before "
+    "believing a time",
+)
+_NVLINK2 = Link(150 * GB, _NVLINK, "NVLink2")
+_TORUS = Link(150 * GB, 2 * us, "ICI")
+
+SOURCES: dict[str, tuple[str, str]] = {}  # by accelerator: of its rates; of its memory and links
 
 
-def _device(name: str, peak: Rates, memory: int, bandwidth: float, *links: Link | str) -> Accelerator:
+def _device(name: str, rated: Rated, memory: int, bandwidth: float, *links: Link | str, source: str) -> Accelerator:
     """Memory in MiB, its bandwidth in GB/s, the links inside and across nodes.
 
-    Memory is what the driver reports as total (nvidia-smi), because that is what a plan must fit into: the box says
-    "80 GB" where the driver says 81559 MiB. The context and NCCL take their part of it later.
+    Memory is what the driver reports as total (nvidia-smi, rocm-smi), because that is what a plan must fit into: the
+    box says "80 GB" where the driver says 81559 MiB. The context and NCCL take their part of it later.
     """
     inside, across = (LINKS[link] if isinstance(link, str) else link for link in links)
     size, rate = memory * MiB, bandwidth * GB
-    return Accelerator(name=name, peak=peak, memory=size, memory_bandwidth=rate, inside=inside, across=across)
+    SOURCES[name] = rated[1], source
+    return Accelerator(name=name, peak=rated[0], memory=size, memory_bandwidth=rate, inside=inside, across=across)
 
 
+_A100_NODE = "A100 datasheet (SXM): bandwidth. DGX A100 datasheet: 8 compute ports for 8 GPUs"
+# A node of a cluster here is an NVLink domain, not a motherboard: a GB200 NVL72 rack is one node of 72 GPUs, and two
+# racks are written "2x72xGB200" although the operating system counts 36 trays of 4 GPUs.
+_SEVEN = "seven links to the other seven GPUs; 16 MiB of the memory are the driver's. Assumption: a 400 Gb/s port each"
 ACCELERATORS = {
     device.name: device
     for device in (
-        # A100 datasheet, 40GB and 80GB SXM: bandwidth. DGX A100 datasheet: 8 compute ports for 8 GPUs.
-        _device("A100-40", _A100, 40960, 1555, "NVLink3", "InfiniBand-HDR"),
-        _device("A100-80", _A100, 81920, 2039, "NVLink3", "InfiniBand-HDR"),
-        # H100 datasheet: 3.35 TB/s. DGX H100 user guide: one ConnectX-7 port beside each GPU.
-        _device("H100", _HOPPER, 81559, 3350, "NVLink4", "InfiniBand-NDR"),
-        # The board of torchtitan's benchmarks (its README): 96 GB of HBM2e at 2.4 TB/s, limited to 500 W of 700.
-        _device("H100-96", _HOPPER, 97871, 2400, "NVLink4", "InfiniBand-NDR"),
-        # H200 datasheet: 4.8 TB/s. DGX H200 is DGX H100 with other GPUs.
-        _device("H200", _HOPPER, 143771, 4800, "NVLink4", "InfiniBand-NDR"),
-        # Blackwell datasheet: 7.7 TB/s (first papers said 8). DGX B200 user guide: 8 single-port ConnectX-7.
-        _device("B200", _B200, 183359, 7700, "NVLink5", "InfiniBand-NDR"),
-        # A node of a cluster here is an NVLink domain, not a motherboard: a GB200 NVL72 rack is one node of 72 GPUs,
-        # and two racks are written "2x72xGB200" although the operating system counts 36 trays of 4 GPUs.
-        # Blackwell datasheet: 8 TB/s. DGX GB200 datasheet: 72 ConnectX-7 ports of 400 Gb/s.
-        _device("GB200", _GB200, 189471, 8000, "NVLink5", "InfiniBand-NDR"),
-        _device("TPU-v4", _TPU_V4, 32768, 1200, _TORUS, _TORUS),
-        # HGX B300: 8 ConnectX-8 of 800 Gb/s. GB300 NVL72: 72 of them.
-        _device("B300", _B300, 275040, 8000, "NVLink5", "InfiniBand-XDR"),
-        _device("GB300", _GB300, 284208, 8000, "NVLink5", "InfiniBand-XDR"),
-        # DGX-1: 4 adapters of 100 Gb/s for 8 GPUs, each pair's own.
-        _device("V100", _V100, 32768, 900, _NVLINK2, "RoCE-100G"),
-        # L40S datasheet: 864 GB/s; memory with ECC on, as it comes; no NVLink. Assumption: a 400 Gb/s adapter for four.
-        _device("L40S", _L40S, 46068, 864, "PCIe4", "RoCE-100G"),
-        # Ada whitepaper: 384 bits x 21 Gb/s. The driver offers no peer access: traffic goes through host memory, so
-        # PCIe is a ceiling. Assumption: a server of eight cards behind one 100 Gb/s port.
-        _device("RTX4090", _RTX4090, 24564, 1008, "PCIe4", "Ethernet-10G"),
-        # Assumption: the port that a laptop has.
-        _device("CPU", _CPU, 4096, 12.8, "Gloo-local", "Ethernet-1G"),
+        _device("A100-40", _A100, 40960, 1555, "NVLink3", "InfiniBand-HDR", source=_A100_NODE),
+        _device("A100-80", _A100, 81920, 2039, "NVLink3", "InfiniBand-HDR", source=_A100_NODE),
+        _device("H100", _HOPPER, 81559, 3350, "NVLink4", "InfiniBand-NDR",
+                source="H100 datasheet: 3.35 TB/s. DGX H100 user guide: one ConnectX-7 port beside each GPU"),
+        _device("H100-96", _HOPPER, 97871, 2400, "NVLink4", "InfiniBand-NDR",
+                source="README of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W of 700"),
+        _device("H200", _HOPPER, 143771, 4800, "NVLink4", "InfiniBand-NDR",
+                source="H200 datasheet: 4.8 TB/s. DGX H200 is DGX H100 with other GPUs"),
+        _device("B200", _B200, 183359, 7700, "NVLink5", "InfiniBand-NDR",
+                source="Blackwell datasheet: 7.7 TB/s (first papers said 8). DGX B200 user guide: 8 ConnectX-7"),
+        _device("GB200", _GB200, 189471, 8000, "NVLink5", "InfiniBand-NDR",
+                source="Blackwell datasheet: 8 TB/s. DGX GB200 datasheet: 72 ConnectX-7 ports of 400 Gb/s"),
+        _device("B300", _B300, 275040, 8000, "NVLink5", "InfiniBand-XDR",
+                source="Blackwell Ultra datasheet: 8 TB/s. HGX B300: 8 ConnectX-8 of 800 Gb/s"),
+        _device("GB300", _GB300, 284208, 8000, "NVLink5", "InfiniBand-XDR",
+                source="GB300 NVL72 datasheet: 8 TB/s, 72 ConnectX-8 of 800 Gb/s"),
+        _device("MI300X", _CDNA3, 196592, 5300, "InfinityFabric3", "RoCE-400G",
+                source=f"Instinct MI300X datasheet: 192 GB, 5.3 TB/s, {_SEVEN}"),
+        _device("MI325X", _CDNA3, 262128, 6000, "InfinityFabric3", "RoCE-400G",
+                source=f"Instinct MI325X datasheet: 256 GB, 6 TB/s, {_SEVEN}"),
+        _device("MI355X", _CDNA4, 294896, 8000, "InfinityFabric4", "RoCE-400G",
+                source=f"Instinct MI355X datasheet: 288 GB, 8 TB/s, {_SEVEN}"),
+        _device("V100", _V100, 32768, 900, _NVLINK2, "RoCE-100G",
+                source="V100 datasheet: 900 GB/s, NVLink 300 GB/s both ways. DGX-1: 4 adapters of 100 Gb/s for 8 GPUs"),
+        _device("L40S", _L40S, 46068, 864, "PCIe4", "RoCE-100G",
+                source="L40S datasheet: 864 GB/s; memory with ECC on; no NVLink. Assumption: 400 Gb/s for four"),
+        _device("A10G", _A10G, 23028, 600, "PCIe4", "Ethernet-10G",
+                source="A10G datasheet: 600 GB/s; memory with ECC on. AWS: 100 Gb/s for the eight of a g5.48xlarge"),
+        # No peer access between GeForces: traffic goes through host memory, so PCIe is a ceiling.
+        _device("RTX4090", _RTX4090, 24564, 1008, "PCIe4", "Ethernet-10G",
+                source="Ada whitepaper: 384 bits x 21 Gb/s. Assumption: a server of eight behind one 100 Gb/s port"),
+        _device("RTX5090", _RTX5090, 32607, 1792, "PCIe5", "Ethernet-10G",
+                source="RTX Blackwell whitepaper: 512 bits x 28 Gb/s. Assumption: as the RTX4090's server"),
+        _device("TPU-v4", _TPU_V4, 32768, 1200, _TORUS, _TORUS,
+                source="arXiv 2304.01433, table 4: six links of 50 GB/s in a 3D torus, which also joins the racks"),
+        _device("CPU", _CPU, 4096, 12.8, "Gloo-local", "Ethernet-1G",
+                source="assumption: a laptop of 4 cores, 16 GiB and two channels of DDR4-3200, shared by 4 ranks"),
     )
-}
+}  # fmt: skip
 
 # Other spellings, without case, spaces, dashes and makers; among them what torch.cuda.get_device_name() says.
 _SPELLINGS = {
@@ -175,13 +231,24 @@ _SPELLINGS = {
     "H100": "h10080 h10080gb h10080gbsxm h10080gbsxm700w h10080gbhbm3 h100sxm h100sxm5",
     "H100-96": "h10096gbhbm2e500w",
     "H200": "h200sxm h200141gb h200141gbsxm",
-    "B200": "b200sxm",
+    "B200": "b200sxm b200192gb b200180gb",
     "GB200": "gb200nvl72",
+    "B300": "b300sxm b300288gb",
+    "GB300": "gb300nvl72",
+    "MI300X": "mi300x192gb mi300xoam",
+    "MI325X": "mi325x256gb mi325xoam",
+    "MI355X": "mi355x288gb mi355xoam",
+    "L40S": "l40s48gb",
+    "A10G": "a10g24gb",
+    "RTX4090": "4090 rtx409024gb",
+    "RTX5090": "5090 rtx509032gb",
+    "V100": "v100sxm v100sxm2 v100sxm232gb v10032gb",
+    "TPU-v4": "tpuv4",
 }
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|[\s_-]", "", name.lower())
+    return re.sub(r"nvidia|geforce|amd|instinct|[\s_-]", "", name.lower())
 
 
 def find_accelerator(name: str) -> Accelerator:

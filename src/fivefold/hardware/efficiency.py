@@ -53,8 +53,8 @@ class Software(Struct, frozen=True, kw_only=True):
 
 
 # A device that nobody has measured reaches what the nearest of its kind does.
-LIKE = dict.fromkeys(("A100-40", "V100", "TPU-v4", "L40S", "RTX4090"), "A100-80")
-LIKE |= dict.fromkeys(("H100-96", "H200", "B200", "GB200", "B300", "GB300"), "H100")
+LIKE = dict.fromkeys(("A100-40", "V100", "TPU-v4", "L40S", "A10G", "RTX4090", "RTX5090"), "A100-80")
+LIKE |= dict.fromkeys(("H100-96", "H200", "B200", "GB200", "B300", "GB300", "MI300X", "MI325X", "MI355X"), "H100")
 
 
 @cache
@@ -83,6 +83,12 @@ def achieved(accelerator: str) -> Achieved:
     tables = known()
     name = accelerator if accelerator in tables else LIKE.get(accelerator, "")
     return convert(tables.get(name, {}), Achieved)
+
+
+def source_of(accelerator: str) -> str:
+    """Where what an accelerator reaches is known from; a device that nobody has measured says as whose."""
+    guessed = accelerator not in known() and accelerator in LIKE
+    return f"a guess, as {LIKE[accelerator]}'s" if guessed else achieved(accelerator).source
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from fivefold.job.words import apart, dtype_problem, meant
 from fivefold.layout.layout import Layout
 from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
 from fivefold.spec.hf_config import read_hf_config
@@ -24,6 +25,7 @@ from fivefold.support.documents import Missing, parse_toml, path_of, read_toml
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.places import remote_of
+from fivefold.support.precision import dtype_of
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.reading import read, unknown_key
 
@@ -46,7 +48,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: Steps = 300
     batch: Annotated[int, within(1, SEQUENCES)] = 16  # sequences per step, over all ranks and microbatches
     seed: int = 0  # of weights and dropout
-    dtype: Dtype = "float32"  # of compute; bfloat16 keeps float32 master weights
+    dtype: Dtype = "float32"  # of compute, also as fp32, bf16, fp64; bfloat16 keeps float32 master weights
     label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
     z_loss: float = 0.0  # times the squared log-partition, added to the loss
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -173,6 +175,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 
 
+_KEYS: dict[str, list[str]] = {  # of every section
+    "model": ["preset", "config", *ModelSpec.__struct_fields__],
+    **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items() if name != "optimizer"},
+    "optimizer": ["name", *chain(*(kind.__struct_fields__ for kind in OPTIMIZERS.values()))],
+}
+
+
 def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job:
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
     file = path_of(path) if path is not None else None
@@ -188,8 +197,11 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
     """The job of a table with changes, which are laid over the table itself; a run without a name gets `name`."""
     of_its_own = "model" in table
     problems: list[str] = []
-    for change in changes:
+    layouts = [change.removeprefix("layout=") for change in changes if change.startswith("layout=")]
+    problems += apart(changes, "".join(layouts[-1:]), Layout.__struct_fields__, "layout=")
+    for change in [] if problems else changes:
         _apply(table, change, problems)
+    _explain(table, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     model = _model(table.get("model", {}), of_its_own, problems)
     sections = {name: _section(name, table.get(name, {}), problems) for name in SECTIONS}
@@ -237,6 +249,18 @@ def _apply(table: Table, change: str, problems: list[str]) -> None:
     table[last] = _value(text)
 
 
+def _explain(table: Table, problems: list[str]) -> None:
+    """Take out the settings that are known by another name, or elsewhere, and say what to write."""
+    places = {"": table, **{key: value for key, value in table.items() if isinstance(value, dict)}}
+    for section, values in places.items():
+        for key in [one for one in values if one not in ((*_KEYS,) if not section else _KEYS.get(section, ()))]:
+            if sentence := meant(section, key, values[key], _KEYS):
+                problems.append(sentence)
+                del values[key]
+    for section in [key for key, value in table.items() if key not in _KEYS and value == {}]:
+        del table[section]  # all of it was explained
+
+
 def _value(text: str) -> Any:
     """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
     try:
@@ -264,6 +288,10 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
             return Layout.parse(value) if isinstance(value, str) else Layout.from_dict(value)
         if not isinstance(value, dict):
             raise UserError(f"{section}={value!r} is not a table of settings")
+        if isinstance(word := value.get("dtype") if section == "train" else None, str):
+            sentence = dtype_problem(word)
+            problems += [sentence] if sentence else []
+            value = value | {"dtype": "bfloat16" if sentence else dtype_of(word)}
         if section == "optimizer":  # its name decides which settings there are
             name = value.get("name", AdamW().name)
             if not isinstance(name, str) or name not in OPTIMIZERS:

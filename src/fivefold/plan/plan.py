@@ -18,13 +18,14 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.systems import software_of
 from fivefold.plan.cost.time import Case
 from fivefold.plan.result import PlanResult, SimulateResult
-from fivefold.plan.search.explain import RANKS_BY, better_batch, neighbours, simplest
+from fivefold.plan.search.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
 from fivefold.plan.search.search import SURVIVORS, By, Option, evaluate, search
 from fivefold.plan.search.space import groups_of
 from fivefold.plan.training import batch_of, budget_of, training_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.precision import precision_of
 from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
 
 USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
@@ -95,9 +96,13 @@ def simulate(
     precision: str = "",
     software: str = "fivefold",
 ) -> SimulateResult:
-    """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed."""
+    """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed.
+
+    Where it does not fit into the devices, the result says so and is not `ok`.
+    """
     *_, case = _question(model, cluster, changes, batch, seq, precision, software)
-    return SimulateResult(_given(case, layout))
+    option = _given(case, layout)
+    return SimulateResult(option, None if option.fits else nearest_fit(option))
 
 
 def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def _question(
             batch = max(1, round(USUAL / seq / world)) * world
     checked("batch", batch, within(1, SEQUENCES))
     device = machines.groups[0].accelerator
-    precision = precision or ("fp32" if device.is_cpu else "bf16")
+    precision = precision_of(precision) or ("fp32" if device.is_cpu else "bf16")
     for group in machines.groups:
         group.accelerator.rate(precision)  # raises with the rates that there are
     stack = software_of(software, device).computing_in(precision)

@@ -99,7 +99,7 @@ class PlanResult(Result):
         yield from (_times(option), _memory(option), _traffic(option))
         if self.given:
             if not self.given.fits:
-                yield _too_large(self.given)
+                yield Text(too_large(self.given), "bad")
             yield Text(f"\nthe planner's choice, {self.chosen.layout}, {difference(self.given, self.chosen)}")
         if self.hint:
             yield Text(self.hint)
@@ -116,18 +116,34 @@ class SimulateResult(Result):
     """One step of a layout, with its timeline where there are several pipeline stages."""
 
     option: Option
+    nearest: Neighbour | None = None  # where it does not fit: what does, if anything
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return self.option.fits
+
+    @property
+    def advice(self) -> str:
+        """Where it does not fit: by how much, and what would; else empty."""
+        if self.option.fits:
+            return ""
+        near = self.nearest
+        way_out = f"nearest: --layout {near.layout} ({near.slower:+.1%} time)" if near else "nor does any other layout"
+        return f"{too_large(self.option)}; {way_out}"
 
     @property
     def simulation(self) -> Simulation | None:
         return self.option.estimate.simulation
 
     def to_dict(self) -> dict[str, Any]:
-        return figures(self.option)
+        return figures(self.option) | {"memory_limit_bytes": self.option.limit, "advice": self.advice or None}
 
     def svg(self) -> str | None:
         return to_svg(picture([self.simulation])) if self.simulation else None
 
     def blocks(self) -> Iterator[Block]:
+        if advice := self.advice:
+            yield Text(f"{advice}; what follows is the step of a device with more memory\n", "bad")
         yield Text(_summary(self.option), "bold")
         yield from (_times(self.option), _memory(self.option))
         if simulation := self.simulation:
@@ -135,8 +151,6 @@ class SimulateResult(Result):
                 yield Drawing(partial(timeline, simulation))
                 yield Drawing(lambda _, colour: legend([simulation], colour))
             yield Text(f"bubble {simulation.bubble_makespan:.1%} of the pipeline's {simulation.makespan:.3g} s")
-        if not self.option.fits:
-            yield _too_large(self.option)
 
 
 def figures(option: Option, price: float | None = None) -> dict[str, Any]:
@@ -244,13 +258,12 @@ def _summary(option: Option, price: float | None = None) -> str:
     return f"{text}; ${cost['cost_per_day']:,.0f} per day, ${cost['cost_per_trillion_tokens']:,.0f} per 1T tokens"
 
 
-def _too_large(option: Option) -> Text:
+def too_large(option: Option) -> str:
     needs = option.footprint
     name, size = max(needs.parts.items(), key=lambda part: part[1])
-    return Text(
+    return (
         f"it does not fit: needs {needs.total / GB:.1f} GB on pipeline rank {needs.rank} (largest part: {name}, "
-        f"{size / GB:.1f} GB), limit {option.limit / GB:.1f} of {option.device_memory / GB:.1f} GB",
-        "bad",
+        f"{size / GB:.1f} GB), limit {option.limit / GB:.1f} of {option.device_memory / GB:.1f} GB"
     )
 
 

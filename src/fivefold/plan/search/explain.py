@@ -17,6 +17,7 @@ from fivefold.plan.cost.time import estimate
 from fivefold.plan.cost.traffic import expected
 from fivefold.plan.search.search import Option, search
 from fivefold.schedule.catalogue import CATALOGUE
+from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
 
 RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
@@ -53,6 +54,18 @@ class Neighbour(NamedTuple):
 def neighbours(option: Option) -> list[Neighbour]:
     """What each single change would do."""
     return [_judge(option, change, layout) for change, layout in _changes(option.layout, option.case.cluster.world)]
+
+
+def nearest_fit(option: Option) -> Neighbour | None:
+    """Of the layouts one change away that fit, the quickest; where none does, the planner's choice, if there is one."""
+    if fitting := [one for one in neighbours(option) if one.slower is not None]:
+        return min(fitting, key=lambda one: one.slower or 0.0)
+    try:
+        best = simplest(search(option.case).options)
+    except UserError:
+        return None
+    change = str(best.layout)
+    return Neighbour(change, best.layout, best.seconds / option.seconds - 1, f"{change} {difference(option, best)}")
 
 
 def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:

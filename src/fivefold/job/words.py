@@ -1,0 +1,112 @@
+"""Settings by the names that others give them: what is not a setting of ours is answered with what to write instead.
+
+meant("", "learning_rate", 3e-4, KEYS) == "learning_rate is not a setting; write optimizer.lr=0.0003"
+
+One name for each setting, so that a job reads the same to everybody: these names are explained, and not accepted.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from fivefold.support.formatting import either, nearest
+from fivefold.support.precision import precision_of
+from fivefold.support.reading import join
+
+# The words of Megatron-LM, Hugging Face's Trainer and configs, torchtitan, DeepSpeed and nanoGPT.
+_SETTINGS = {
+    "optimizer.lr": "learning_rate max_lr peak_lr",
+    "optimizer.warmup": "warmup_steps lr_warmup_iters lr_warmup_steps warmup_iters num_warmup_steps",
+    "optimizer.clip": "grad_clip max_grad_norm clip_grad max_norm gradient_clip_val gradient_clipping",
+    "optimizer.weight_decay": "wd",
+    "optimizer.betas": "adam_betas",
+    "optimizer.eps": "adam_eps adam_epsilon",
+    "optimizer.schedule": "lr_schedule lr_scheduler lr_scheduler_type lr_decay_style",
+    "train.steps": "steps max_steps train_iters max_iters iters num_steps total_steps training_steps",
+    "train.batch": "batch_size global_batch_size train_batch_size",
+    "train.dtype": "precision mixed_precision mixed_precision_param torch_dtype",
+    "train.eval_every": "eval_interval eval_steps",
+    "train.log_every": "log_interval logging_steps log_freq",
+    "train.compile": "torch_compile",
+    "data.seq": "seq_len seq_length sequence_length max_seq_len max_seq_length block_size context_length",
+    "data.path": "data_path dataset dataset_path train_data data_dir",
+    "layout.dp": "data_parallel data_parallel_size dp_size data_parallel_replicate_degree",
+    "layout.tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree tp_size",
+    "layout.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree "
+    "pp_size",
+    "layout.cp": "context_parallel context_parallel_size context_parallel_degree cp_size",
+    "layout.sp": "sequence_parallel",
+    "layout.zero": "zero_stage",
+    "layout.microbatches": "gradient_accumulation_steps grad_accum grad_accum_steps gradient_accumulation",
+    "layout.schedule": "pipeline_schedule pipeline_parallel_schedule",
+    "checkpoint.every": "save_interval save_steps checkpoint_interval",
+    "checkpoint.keep": "save_total_limit keep_latest_k",
+    "run.dir": "output_dir save_dir dump_folder out_dir",
+    "run.name": "run_name experiment_name",
+    "model.layers": "num_layers num_hidden_layers n_layer n_layers",
+    "model.hidden": "hidden_size n_embd dim d_model",
+    "model.heads": "num_attention_heads n_head n_heads num_heads",
+    "model.kv_heads": "num_key_value_heads num_query_groups n_kv_heads",
+    "model.ffn": "intermediate_size ffn_hidden_size ffn_dim",
+    "model.vocab": "vocab_size padded_vocab_size",
+    "model.context": "max_position_embeddings n_positions",
+    "model.tied": "tie_word_embeddings tie_embeddings",
+}
+ALIASES = {word: setting for setting, words in _SETTINGS.items() for word in words.split()}
+NO_FP16 = "float16 would need a loss scale, which Fivefold does not have"
+_BATCH = "a microbatch has train.batch / (layout.dp x layout.microbatches) sequences; write these three"
+_EPOCHS = "a run is as long as its steps; write train.steps = epochs x tokens of the data / (train.batch x data.seq)"
+_RANKS = "ranks are started by --nproc, torchrun or srun; write --nproc {}"
+_RECOMPUTE = "write layout.recompute=selective or layout.recompute=full"
+SAID: dict[str, str] = {  # what is no setting under another name
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "local_batch_size", "micro_batch"), _BATCH),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), _EPOCHS),
+    **dict.fromkeys(("nproc", "nproc_per_node", "world_size", "num_gpus", "gpus"), _RANKS),
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "write both, as optimizer.betas=[0.9, 0.95]"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity"), _RECOMPUTE),
+    "min_lr": "the last rate is a share of the peak; write optimizer.final=0.1",
+    "fsdp": "sharded parameters are ZeRO 3; write layout.zero=3",
+    "bf16": "write train.dtype=bfloat16",
+    "fp16": f"{NO_FP16}; write train.dtype=bfloat16",
+    "fp32": "write train.dtype=float32",
+}
+
+
+def meant(section: str, key: str, value: Any, sections: Mapping[str, Sequence[str]]) -> str | None:
+    """What to write instead of a setting that is none; None if nobody calls anything so."""
+    wrong, plain = f"{join(section, key)} is not a setting", key.lower().replace("-", "_")
+    if plain in SAID:
+        return f"{wrong}: {SAID[plain].format(value)}"
+    homes = _homes(plain, sections)
+    if not homes and not section:  # a name that is misspelt, and has no section
+        known = dict.fromkeys((*sections, *ALIASES, *chain(*sections.values())))
+        homes = [home for near in nearest(plain, known) if near not in sections for home in _homes(near, sections)]
+    if not homes or isinstance(value, dict):
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return f"{wrong}; write {either([f'{home}={text}' for home in homes])}"
+
+
+def _homes(key: str, sections: Mapping[str, Sequence[str]]) -> list[str]:
+    """Where a setting stands that was written without its section, or under another name."""
+    return [ALIASES[key]] if key in ALIASES else [f"{home}.{key}" for home, keys in sections.items() if key in keys]
+
+
+def dtype_problem(word: str) -> str | None:
+    """Of a precision that there is, and in which no run computes."""
+    match precision_of(word):
+        case "fp16":
+            return f"train.dtype={word} cannot be trained in: {NO_FP16}; nearest: train.dtype=bfloat16"
+        case "fp8":
+            return "train.dtype=fp8 is a switch beside bfloat16; write train.dtype=bfloat16 train.fp8=true"
+    return None
+
+
+def apart(words: Sequence[str], layout: str, keys: Sequence[str], how: str = "--layout ") -> list[str]:
+    """Of a layout with spaces for commas, `--layout dp=8 zero=3`: how it is written in one piece."""
+    parts = [word for word in words if word.partition("=")[0] in keys and (word == "sp" or "=" in word)]
+    if not layout or not parts:
+        return []
+    joined = ",".join([layout, *parts])
+    return [f"{' '.join(parts)} stands apart from its layout, which has commas and no spaces; write {how}{joined}"]
