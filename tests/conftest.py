@@ -4,7 +4,9 @@ import ast
 import json
 import os
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,7 +28,8 @@ _SOURCE = Path(fivefold.__file__).parent
 _OURS = [".".join(file.relative_to(_SOURCE.parent).with_suffix("").parts) for file in sorted(_SOURCE.rglob("*.py"))]
 PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.utils.tensorboard", "hypothesis"]
 _GPU = "fused_adamw"  # needs triton, which CPU builds of torch come without
-PRELOAD += ["pytest", *(name for name in _OURS if not name.endswith(("__", _GPU)))]
+PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
+PRELOAD += [*(name for name in _OURS if not name.endswith(("__", _GPU))), "tests.ranks", "tests.warm"]
 
 # Modules that take longest come first: the last one to start decides when all is done.
 _FIRST = (
@@ -34,6 +37,21 @@ _FIRST = (
     *("test_tensor.py", "test_pipelines.py", "test_faults.py", "test_checkpoint.py", "test_readme.py", "test_guide.py"),
     *("test_dryrun.py", "test_examples.py", "test_cli.py", "test_parts.py", "test_ranks.py", "test_trace.py"),
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers of pytest-xdist share one server: to import torch takes it seconds."""
+    forkserver.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    node.workerinput["server"] = vars(forkserver._forkserver)["_forkserver_address"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if address := getattr(config, "workerinput", {}).get("server"):
+        server = vars(forkserver._forkserver)
+        server["_forkserver_address"], server["_forkserver_alive_fd"] = address, os.pipe()[1]
+        server["ensure_running"] = lambda: None  # it runs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -91,8 +91,15 @@ def hold(case: Job, ranks: list[Held], tied: bool = False) -> None:
         assert one.in_flight[0] <= one.in_flight[1], (text, one.in_flight)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize(
+    ("p", "dtype"),
+    [
+        (2, "float32"),
+        (4, "float64"),
+        pytest.param(2, "float64", marks=pytest.mark.slow),
+        pytest.param(4, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_every_schedule_is_executed_as_it_is_written_and_equals_one_process_to_the_bit(p: int, dtype: str) -> None:
     """Gradients, losses on every rank, evaluation; the order of actions, live activations, receives in flight."""
     layouts = all_schedules(p, (2, 3, 8))
