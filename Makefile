@@ -1,15 +1,15 @@
 # make demo    sets up .venv, then trains a small Llama in 3D.
 # make check   lint, types, pure tests and two ranks: what to run while working, in about a minute.
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
-# make prove   the long proofs; make wheel-test: the package in a clean environment; make recipes: CONTRIBUTING's.
-#              Their last transcripts are kept in proofs/.
+# make prove   the long proofs; make wheel-test: the package in a clean environment; make recipes: CONTRIBUTING's;
+#              make cluster-test: runs on two hosts and on Slurm. Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
 KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared alone prove wheel-test recipes clean
+.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test wheel-test recipes clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -31,7 +31,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared alone prove: export OMP_NUM_THREADS = 1
+pure smoke shared alone prove cluster-test: export OMP_NUM_THREADS = 1
 
 # The tests of rooms that need no torch; tests/conftest.py says which.
 pure: install
@@ -46,15 +46,19 @@ pytest:
 	@$(MAKE) --no-print-directory shared
 	@$(MAKE) --no-print-directory alone
 shared: install
-	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow"
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster"
 alone: install
-	$(BIN)/python -m pytest -m "alone and not slow"
+	$(BIN)/python -m pytest -m "alone and not slow and not cluster"
 
 # Run these before a change of what they prove lands, and commit the transcripts.
 prove: install
 	$(KEEP) layouts $(BIN)/fivefold verify --all --world 4 --sample 60
 	$(KEEP) truth $(BIN)/fivefold truth --leave-out
 	$(KEEP) slow-tests $(BIN)/python -m pytest -m slow
+
+# On hosts made of namespaces and a Slurm of their own: needs root, iproute2, slurm-wlm and munge.
+cluster-test: install
+	$(KEEP) cluster $(BIN)/python -m pytest -v --durations=0 tests/cluster
 
 wheel-test: install
 	$(KEEP) wheel $(PYTHON) tools/wheel_test.py

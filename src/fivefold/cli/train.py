@@ -2,11 +2,13 @@
 
 import faulthandler
 import os
+import platform
 import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
@@ -99,18 +101,21 @@ def train(
     path, changes = split(job)
     world = current_world()
     _check(nproc, restarts, world)
-    directory = run_named(path)
-    if directory is None and context.info_name == "resume":
-        raise UserError("resume takes the directory of a run, for example: fivefold resume runs/run")
-    resolved = stored_job(directory, changes) if directory else read_job(path, changes)
-    start = Start(None if fresh else directory_named(directory, resolved), fresh)
-    ranks = nproc if nproc > 1 else world.size
-    if check and resolved.run.cluster and ranks == 1:  # a job for a cluster is checked on any machine
-        ranks = resolved.layout.world
-    with late_bar("hashing") as progress:
-        sources = preflight(resolved, ranks, quiet if world.rank else progress)
-    if resolved.checkpoint.url and not world.rank:
-        reach(resolved.checkpoint.url)
+    with _node_named(world):
+        if world.meeting.address:
+            world.meeting.resolved()  # before torch is imported, and data hashed
+        directory = run_named(path)
+        if directory is None and context.info_name == "resume":
+            raise UserError("resume takes the directory of a run, for example: fivefold resume runs/run")
+        resolved = stored_job(directory, changes) if directory else read_job(path, changes)
+        start = Start(None if fresh else directory_named(directory, resolved), fresh)
+        ranks = nproc if nproc > 1 else world.size
+        if check and resolved.run.cluster and ranks == 1:  # a job for a cluster is checked on any machine
+            ranks = resolved.layout.world
+        with late_bar("hashing") as progress:
+            sources = preflight(resolved, ranks, quiet if world.rank else progress)
+        if resolved.checkpoint.url and not world.rank:
+            reach(resolved.checkpoint.url)
     if not world.joined:  # else rank 0 does so for all
         start.checked(resolved, sources)
     if check:
@@ -120,6 +125,16 @@ def train(
         raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts, _interrupted(resolved)))
     else:
         raise typer.Exit(_run(resolved, sources, world, start))
+
+
+@contextmanager
+def _node_named(world: "World") -> Iterator[None]:
+    """What is wrong may be so on this node alone: a file that it does not see, a name that it does not know."""
+    try:
+        yield
+    except UserError as error:
+        here = f"rank {world.rank} on {platform.node()}: " if world.apart else ""
+        raise UserError([f"{here}{problem}" for problem in error.problems]) from None
 
 
 def _check(nproc: int, restarts: int, world: "World") -> None:

@@ -49,10 +49,10 @@ class Meeting:
         return self._connected(deadline) if rank or self.agent else self._served()
 
     def _served(self) -> "Store":
-        for family, address in self._resolved():
+        for family, address in self.resolved():
             # A machine may know its own name as loopback (Debian's 127.0.1.1), or be told "localhost" (Kubernetes)
             # while the others are told a name: then no address is known to be the one that they use.
-            everywhere = not self.alone and not self._literal and ipaddress.ip_address(address).is_loopback
+            everywhere = not self.alone and not self.literal and ipaddress.ip_address(address).is_loopback
             try:
                 if everywhere and socket.has_dualstack_ipv6():
                     listener = socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -74,7 +74,7 @@ class Meeting:
         )
 
     def _connected(self, deadline: float) -> "Store":
-        self._resolved()
+        self.resolved()
         start, pause = time.monotonic(), 0.01
         while True:
             if self._listens(deadline):
@@ -101,14 +101,14 @@ class Meeting:
         return True
 
     @property
-    def _literal(self) -> bool:
+    def literal(self) -> bool:
         try:
             ipaddress.ip_address(self.address)
         except ValueError:
             return False
         return True
 
-    def _resolved(self) -> list[tuple[socket.AddressFamily, str]]:
+    def resolved(self) -> list[tuple[socket.AddressFamily, str]]:
         try:
             found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -161,13 +161,13 @@ def within(seconds: float, act: Callable[[Callable[[], None]], T]) -> T:
 def stay_on_this_machine() -> None:
     """gloo and NCCL listen on the loopback interface alone, for ranks that are all here."""
     names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in names if _is_loopback(name)), None)
+    loopback = next((name for name in names if is_loopback(name)), None)
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
         os.environ["NCCL_SOCKET_IFNAME"] = f"={loopback}"
 
 
-def _is_loopback(interface: str) -> bool:
+def is_loopback(interface: str) -> bool:
     flags = Path("/sys/class/net", interface, "flags")
     if not flags.exists():  # not Linux
         return interface.startswith("lo")

@@ -2,16 +2,20 @@
 
 import os
 import re
+import socket
 import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fivefold.launch.meeting import Meeting, stay_on_this_machine
-from fivefold.support.errors import UserError
+from fivefold.support.errors import PeerLost, UserError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from fivefold.launch.statement import Claim
 
 # torchrun's words, and our launcher's.
@@ -20,6 +24,7 @@ RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
 HERE = "LOCAL_WORLD_SIZE"  # ranks of this node
 STORE = "FIVEFOLD_STORE"  # the file at which the ranks of our launcher meet
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun alone; "True": its own store is at MASTER_ADDR
+_CONNECTING = timedelta(seconds=30)  # for gloo's ranks, which have just met; it tries five times
 _PORTS = range(20_000, 32_000)  # below those that Linux gives to whoever connects
 
 
@@ -33,6 +38,11 @@ class World:
     meeting: Meeting = field(default_factory=Meeting)
     run: str = ""  # the launcher's name for it
     start: int | None = 0  # which start of the run this is; None where ranks may count differently: torchrun's do
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks may be on several machines."""
+        return self.joined and not self.meeting.file and not self.meeting.alone
 
 
 def current_world(env: Mapping[str, str] = os.environ) -> World:
@@ -115,27 +125,46 @@ def join(world: World, backend: str, timeout: float = 600.0, claim: "Claim | Non
 
     With a claim, what each rank claims is compared first; ranks that one process has started need none.
     """
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
     from fivefold.launch.handshake import meet
+    from fivefold.launch.interfaces import check_given
 
     if not world.joined:
         return
     if world.meeting.alone:
         stay_on_this_machine()
+    if world.apart and backend == "gloo":
+        check_given(world.meeting)
     patience = timedelta(seconds=timeout)
     if claim:
         store = meet(world.meeting, world.rank, claim, timeout)
     else:
         store = world.meeting.store(world.rank, world.size, time.monotonic() + timeout)
     store.set_timeout(patience)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
+    _connect(world, backend, store, patience)
     if world.meeting.file:
         if store.add("connected", 1) == world.size:
             store.set("all connected", "")
         store.wait(["all connected"], patience)  # else a rank that fails at once fails peers that still connect
+
+
+def _connect(world: World, backend: str, store: "Store", patience: timedelta) -> None:
+    """Make the process group; where it cannot be, say over which interface."""
+    import torch.distributed as dist
+
+    from fivefold.launch.ends import lost_peer
+    from fivefold.launch.interfaces import choose
+
+    way = ""
+    if backend == "gloo" and world.apart:
+        way = choose(world.meeting, store, world.size, patience.total_seconds())
+        patience = min(patience, _CONNECTING)
+    try:
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
+    except RuntimeError as error:
+        if not way or lost_peer(error) is None:
+            raise
+        here = f"rank {world.rank} on {socket.gethostname()} has met the others at {world.meeting}"
+        raise PeerLost(f"{here}, and then could not connect to all of them: {way}") from error
 
 
 def leave(world: World) -> None:

@@ -42,6 +42,7 @@ from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.outputs import Outputs, vanishing
 from fivefold.train.records import Evaluation, Listener
 from fivefold.train.resuming import SCHEDULE, Start, differences
+from fivefold.train.sharing import check_shared, mark
 
 T = TypeVar("T")
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
@@ -80,6 +81,9 @@ def _run_job(
         mesh = Mesh.of(job.layout, device, job.train.timeout)
         control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
         directory = control.from_first(_agreed(control, lambda: _begun(job, sources, start)) or Path(), Path)
+        if world.apart and job.checkpoint.save and not job.checkpoint.url:
+            marked = control.from_first(_agreed(control, lambda: mark(directory)) or Path(), Path)
+            check_shared(marked, control)
         if world.rank == 0:  # whose job is the one that is written
             job = _with_its_schedule(job, directory)
         heartbeat.enter("the making of the model", least=heartbeat.LONG)
