@@ -80,7 +80,7 @@ def train(
 
       fivefold train model=tiny-gpt layout.recompute=full layout.microbatches=4
 
-      fivefold train data.path=tokens/ model=small model.vocab=50257
+      fivefold train data.path=tokens/ model=small
 
       fivefold train job.toml --nproc 4 layout=tp=2,pp=2 --restarts 3
 

@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fivefold.job.words import apart, dtype_problem, meant
+from fivefold.data.index import read_index
+from fivefold.job.words import apart, dtype_problem, explain
 from fivefold.layout.layout import Layout
 from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.presets import PRESETS, preset
+from fivefold.spec.presets import PRESETS, TOYS, preset
 from fivefold.support.documents import Missing, parse_toml, path_of, read_toml
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
@@ -201,9 +202,9 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
     problems += apart(changes, "".join(layouts[-1:]), Layout.__struct_fields__, "layout=")
     for change in [] if problems else changes:
         _apply(table, change, problems)
-    _explain(table, problems)
+    explain(table, _KEYS, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
-    model = _model(table.get("model", {}), of_its_own, problems)
+    model = _model(table.get("model", {}), of_its_own, table.get("data"), problems)
     sections = {name: _section(name, table.get(name, {}), problems) for name in SECTIONS}
     if problems or model is None:
         raise UserError(problems)
@@ -247,18 +248,6 @@ def _apply(table: Table, change: str, problems: list[str]) -> None:
             problems.append(f"{key}: {section} is a value, not a table")
             return
     table[last] = _value(text)
-
-
-def _explain(table: Table, problems: list[str]) -> None:
-    """Take out the settings that are known by another name, or elsewhere, and say what to write."""
-    places = {"": table, **{key: value for key, value in table.items() if isinstance(value, dict)}}
-    for section, values in places.items():
-        for key in [one for one in values if one not in ((*_KEYS,) if not section else _KEYS.get(section, ()))]:
-            if sentence := meant(section, key, values[key], _KEYS):
-                problems.append(sentence)
-                del values[key]
-    for section in [key for key, value in table.items() if key not in _KEYS and value == {}]:
-        del table[section]  # all of it was explained
 
 
 def _value(text: str) -> Any:
@@ -309,10 +298,11 @@ def job_from(table: Table) -> Job:
     return msgspec.convert(table | {"optimizer": {"name": AdamW().name} | table.get("optimizer", {})}, Job)
 
 
-def _model(value: Any, of_its_own: bool, problems: list[str]) -> ModelSpec | None:
+def _model(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
     """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
 
-    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny.
+    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the
+    vocabulary of the job's data, unless it is given.
     """
     table = {"preset": value} if isinstance(value, str) else value
     if not isinstance(table, dict):
@@ -334,11 +324,20 @@ def _model(value: Any, of_its_own: bool, problems: list[str]) -> ModelSpec | Non
         elif bases:  # a preset leaves out what is derived from others, so that it follows them
             name = str(table["preset"])
             preset(name)  # names the nearest where there is none
-            base = {"name": name} | PRESETS[name]
+            base = {"name": name} | PRESETS[name] | (_vocabulary(data) if name in TOYS else {})
     except UserError as error:
         problems += error.problems
         return None
     return read(ModelSpec, base | fields, "model", problems)
+
+
+def _vocabulary(data: Any) -> Table:
+    """Of prepared data, if it can be read; what is wrong with it is told where the data is opened."""
+    path = data.get("path") if isinstance(data, dict) else None
+    try:
+        return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}
+    except UserError:
+        return {}
 
 
 def to_toml(job: Job) -> str:

@@ -73,6 +73,18 @@ SAID: dict[str, str] = {  # what is no setting under another name
 }
 
 
+def explain(table: dict[str, Any], sections: Mapping[str, Sequence[str]], problems: list[str]) -> None:
+    """Take settings out of a job's table that go by another name, or stand elsewhere, and say what to write."""
+    places = {"": table, **{key: value for key, value in table.items() if isinstance(value, dict)}}
+    for section, values in places.items():
+        for key in [one for one in values if one not in (sections.get(section, ()) if section else sections)]:
+            if sentence := meant(section, key, values[key], sections):
+                problems.append(sentence)
+                del values[key]
+    for section in [key for key, value in table.items() if key not in sections and value == {}]:
+        del table[section]  # all of it was explained
+
+
 def meant(section: str, key: str, value: Any, sections: Mapping[str, Sequence[str]]) -> str | None:
     """What to write instead of a setting that is none; None if nobody calls anything so."""
     wrong, plain = f"{join(section, key)} is not a setting", key.lower().replace("-", "_")
