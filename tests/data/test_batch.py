@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.data.batch import read_batch
+from fivefold.data.batch import read_batch, read_share
 from fivefold.data.order import window_of, windows
 from fivefold.data.prefetch import prefetch
 from fivefold.data.prepare import prepare
@@ -49,6 +49,28 @@ def test_the_first_token_of_a_document_keeps_its_loss(tmp_path: Path, jsonl: Cal
     assert batch.targets.tolist() == [[98, 256, 99, 100, 256]]
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1]]
     assert batch.loss_mask.all()
+
+
+def test_a_share_is_that_of_the_whole_batch_and_other_tokens_are_not_read(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, read, files = read_batch(split, 8, 1, range(12)), list[str](), split.store.files
+    touched = {name: bytes(chunks) for name, chunks in files.touched.items()}
+    plain = files.read
+    monkeypatch.setattr(files, "read", lambda file, *more: (read.append(file.name), plain(file, *more)))
+    files.touched.clear()
+    tokens = 0
+    for number in range(4):
+        share, expected = read_share(split, 8, 1, range(12), 257, 4, number), whole.share(4, number)
+        assert share.loss_tokens == whole.loss_tokens == expected.loss_tokens
+        assert share.samples.tolist() == list(range(12))
+        for name in ("samples", "tokens", "targets", "loss_mask", "documents"):
+            assert np.array_equal(getattr(share.mine, name), getattr(expected.mine, name))
+        assert files.touched == touched  # what any rank has read, all see to be checked
+        tokens += len([name for name in read if name.endswith("tokens")])
+        read.clear()
+    read_batch(split, 8, 1, range(12))
+    assert tokens == len([name for name in read if name.endswith("tokens")])
 
 
 def test_samples_are_the_same_in_any_batch(split: Split) -> None:

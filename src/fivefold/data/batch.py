@@ -39,6 +39,9 @@ class Batch:
         arrays = (self.samples, self.tokens, self.targets, self.loss_mask, self.documents)
         return [Batch(*share) for share in zip(*(np.split(array, parts) for array in arrays), strict=True)]
 
+    def share(self, parts: int, number: int) -> "Share":
+        return Share(self.split(parts)[number], self.samples, self.loss_tokens)
+
     def padded(self, parts: int) -> "Batch":
         """As many samples as divide into `parts` equal shares: the first sample again, without loss."""
         missing = -len(self.samples) % parts
@@ -50,6 +53,15 @@ class Batch:
         )
         silent = np.zeros((missing, self.loss_mask.shape[1]), bool)
         return Batch(samples, tokens, targets, np.concatenate([self.loss_mask, silent]), documents)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One data-parallel rank's samples of a global batch, and what it must know of the others'."""
+
+    mine: Batch
+    samples: NDArray[np.int64]  # of the global batch
+    loss_tokens: int  # of the global batch
 
 
 def read_batch(
@@ -70,3 +82,18 @@ def read_batch(
         loss_mask=loss[:, 1:],
         documents=documents.astype(np.int32),
     )
+
+
+def read_share(split: Split, seq: int, seed: int, samples: Sequence[int], vocab: int, parts: int, number: int) -> Share:
+    """Share `number` of `parts` of a global batch. Of the others' samples only masks are read, and only to count.
+
+    The others' tokens count as read, too: the ranks of a node check each other's files (`data.checking`).
+    """
+    wanted = np.asarray(samples, np.int64)
+    shares = np.split(wanted, parts)
+    mine = read_batch(split, seq, seed, shares.pop(number), vocab)
+    count = mine.loss_tokens
+    for start in (window_of(np.concatenate([wanted[:0], *shares]), windows(split.tokens, seq), seed) * seq).tolist():
+        split.touch(start, start + seq + 1)
+        count += split.loss_tokens(start + 1, start + seq + 1)
+    return Share(mine, wanted, count)

@@ -120,6 +120,11 @@ class Split:
             for begin in range(0, shard.tokens, _SCAN):
                 yield shard.ids(begin, min(begin + _SCAN, shard.tokens), vocab)
 
+    def loss_tokens(self, start: int, stop: int) -> int:
+        """How many of the tokens [start, stop) carry loss, as targets. Only masks are read."""
+        masks = ((self._shards[p].loss(b, e), e - b) for p, b, e, _ in self._parts(start, stop))
+        return sum(size if mask is None else int(np.count_nonzero(mask)) for mask, size in masks)
+
     def touch(self, start: int, stop: int) -> None:
         """Count the tokens [start, stop) as read."""
         for place, begin, end, _ in self._parts(start, stop):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fivefold.data.batch import Batch, read_batch
+from fivefold.data.batch import Batch, Share, read_share
 from fivefold.data.checked import Checked
 from fivefold.data.checking import Checker, Finding
 from fivefold.data.index import CHUNK, MEND
@@ -67,15 +67,17 @@ class DataGuard:
         if self.checker:
             self.checker.close()
 
-    def read(self, split: Split, samples: Sequence[int]) -> Batch:
-        """A batch; one without loss in place of what cannot be read, for the ranks to meet in all collectives."""
+    def read(self, split: Split, samples: Sequence[int], parts: int = 1, number: int = 0) -> Share:
+        """Share `number` of a global batch; one without loss in place of what cannot be read, for the ranks to meet in
+        all collectives."""
         data = self.job.data
         try:
-            return read_batch(split, data.seq, data.seed, samples, self.job.model.vocab)
+            return read_share(split, data.seq, data.seed, samples, self.job.model.vocab, parts, number)
         except UserError as error:
             self.unread.append(Finding("", str(error)))
             empty = np.zeros((len(samples), data.seq), np.int64)
-            return Batch(np.asarray(samples), empty, empty, empty.astype(bool), empty.astype(np.int32))
+            none = Batch(np.asarray(samples), empty, empty, empty.astype(bool), empty.astype(np.int32))
+            return none.share(parts, number)
 
     @property
     def findings(self) -> list[Finding]:

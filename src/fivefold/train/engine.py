@@ -8,7 +8,7 @@ global batch -> this dp rank's samples -> microbatches -> this cp rank's tokens 
 import torch
 from torch import Tensor
 
-from fivefold.data.batch import Batch
+from fivefold.data.batch import Batch, Share
 from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, compiles
 from fivefold.layout.stages import schedule_of, stages_of
@@ -81,10 +81,13 @@ class Engine(Network):
         # model's weights, gathering those writes the same bits over them.)
         self.copied: torch.cuda.Event | None = None
 
-    def accumulate(self, batch: Batch) -> Tensor:
-        """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it."""
-        count = max(1, batch.loss_tokens)
-        mine = batch.split(self.mesh.batch.size)[self.mesh.batch.rank].split(self.job.layout.microbatches)
+    def accumulate(self, batch: Batch | Share) -> Tensor:
+        """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it.
+
+        The batch is given whole, or as this rank's share of it."""
+        dp, count = self.mesh.batch, max(1, batch.loss_tokens)
+        share = batch if isinstance(batch, Share) else batch.share(dp.size, dp.rank)
+        mine = share.mine.split(self.job.layout.microbatches)
         extras = {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
 
         def loss_of(total: Tensor) -> Tensor:

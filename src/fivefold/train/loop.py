@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fivefold.data.batch import Batch
+from fivefold.data.batch import Batch, Share
 from fivefold.data.order import windows
 from fivefold.data.prefetch import prefetch
 from fivefold.job.config import Job
@@ -118,24 +118,26 @@ class Trainer:
             )
         return evaluation
 
-    def reads(self) -> Iterator[partial[Batch]]:
-        """One call per step that reads its global batch: the samples after those before, whatever the layout."""
-        size, left = self.job.train.batch, self.job.train.steps - self.done
+    def reads(self, whole: bool = False) -> Iterator[partial[Share]]:
+        """One call per step that reads this rank's share of its global batch, or all of it: the samples after those
+        before, whatever the layout."""
+        size, left, dp = self.job.train.batch, self.job.train.steps - self.done, self.mesh.batch
+        share = (1, 0) if whole else (dp.size, dp.rank)
         for first in range(self.samples, self.samples + left * size, size):
-            yield partial(self.guard.read, self.sources.train, range(first, first + size))
+            yield partial(self.guard.read, self.sources.train, range(first, first + size), *share)
 
     def agree(self, sure: bool = False) -> None:
         """Collective: if a rank has found the data damaged, all end. The weights are those after `done` steps."""
         self.guard.agree(self.done, self.samples, self.checkpointing, sure)
 
-    def step(self, step: int, batch: Batch) -> Step:
+    def step(self, step: int, batch: Batch | Share) -> Step:
         """Step number `step`, counted from 1. A batch in which no target carries loss changes nothing."""
         try:
             return self._step(step, batch)
         except PeerLost as error:
             raise PeerLost(f"step {step}: {error}") from error.__cause__
 
-    def _step(self, step: int, batch: Batch) -> Step:
+    def _step(self, step: int, batch: Batch | Share) -> Step:
         start = time.perf_counter()
         loss = self.engine.accumulate(batch)
         if faults.strike("step", step=step):
@@ -156,7 +158,7 @@ class Trainer:
         with self.tracer.update("STEP"):
             self.engine.step(rate if batch.loss_tokens else None, norm)
         seconds = time.perf_counter() - start
-        tokens = batch.tokens.size
+        tokens = len(batch.samples) * self.job.data.seq
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
         self.stopped = wishes > 0
         return Step(
@@ -183,7 +185,7 @@ class Trainer:
         total, count = 0.0, 0
         for first in range(0, samples, size):
             wanted = range(first, min(samples, first + size))
-            batch = self.guard.read(valid, wanted)
+            batch = self.guard.read(valid, wanted).mine
             total += self.engine.evaluate(batch)
             count += batch.loss_tokens
         self.agree()

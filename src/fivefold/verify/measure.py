@@ -94,9 +94,9 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], dict[str, 
     trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device))
     start = {name: digest(weight) for name, weight in _whole(trainer.engine.parameters()).items()}
     losses = []
-    for step, read in enumerate(trainer.reads(), start=1):
+    for step, read in enumerate(trainer.reads(whole=shuffled), start=1):
         batch = read()
-        losses.append(trainer.step(step, _shuffle(batch, step) if shuffled else batch).loss)
+        losses.append(trainer.step(step, _shuffle(batch.mine, step) if shuffled else batch).loss)
     return losses, start
 
 
