@@ -47,7 +47,7 @@ def test_the_file_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
     assert {"requeue", "exclusive"} <= asked.keys()
     # sbatch reads options up to the first command only
     assert text.rindex("#SBATCH") < text.index("set -u")
-    assert "--gpu-bind=none" in text
+    assert "--gpus-per-task" not in text
     assert "export NCCL_DEBUG" in text
 
 
@@ -55,7 +55,6 @@ def test_a_cpu_cluster_has_no_gpus(tmp_path: Path) -> None:
     text = launched(tmp_path, "--partition", "")
     assert asked_for(text).keys().isdisjoint({"gpus-per-node", "partition"})
     assert "NCCL" not in text
-    assert "--gpu-bind" not in text
 
 
 def test_a_container_sees_the_directories(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fivefold.deploy.machines import Machines
 from fivefold.job.config import Job
-from fivefold.plan.cost.memory import wide_bytes
+from fivefold.plan.cost.memory import checkpoint_bytes
 from fivefold.support.formatting import si
 
 _PER_NODE = 1e9  # bytes per second that a node writes to a shared file system: an assumption, on the low side
@@ -22,10 +22,9 @@ class Deployment:
     file: str = ""  # the job file, as the nodes read it
     changes: tuple[str, ...] = ()  # KEY=VALUE
 
-    @property
-    def command(self) -> str:
+    def words(self, command: str = "train") -> str:
         """What each rank runs."""
-        return shlex.join(["fivefold", "train", *([self.file] if self.file else []), *self.changes])
+        return shlex.join(["fivefold", command, *([self.file] if self.file else []), *self.changes])
 
     @property
     def title(self) -> str:
@@ -38,21 +37,21 @@ class Deployment:
         return re.sub(r"[^\w.-]+", "-", self.job.run.name)
 
     @cached_property
-    def checkpoint_bytes(self) -> int:
-        """Masters and the optimizer's states."""
-        kept = 1 + len(self.job.optimizer.states)
-        return self.job.model.parameter_count * wide_bytes(self.job.train.dtype) * kept
+    def seconds_to_save(self) -> float:
+        return self._checkpoint / (_PER_NODE * self.machines.nodes)
+
+    @property
+    def _checkpoint(self) -> int:
+        return checkpoint_bytes(self.job.model, self.job.train.dtype, self.job.optimizer)
 
     @property
     def notice(self) -> int:
         """Seconds before a time limit at which ranks are told to save: whole minutes."""
-        saving = self.checkpoint_bytes / (_PER_NODE * self.machines.nodes)
-        return -(-int(_LEAST + 2 * saving) // 60) * 60
+        return -(-int(_LEAST + 2 * self.seconds_to_save) // 60) * 60
 
     @property
     def saving(self) -> str:
-        seconds = self.checkpoint_bytes / (_PER_NODE * self.machines.nodes)
-        return f"{self.checkpoint_bytes / 1e9:.1f} GB, {seconds:.0f} s at 1 GB/s a node"
+        return f"{self._checkpoint / 1e9:.1f} GB, {self.seconds_to_save:.0f} s at 1 GB/s a node"
 
     @property
     def log_directory(self) -> str:

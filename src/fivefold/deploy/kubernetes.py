@@ -168,7 +168,7 @@ def _volumes(name: str, claim: str) -> list[Table]:
 def train_job(it: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
     """The job file, and a TrainJob on Kubeflow's torch-distributed runtime, which tells torchrun where it is."""
     name = name_of(it)
-    command = f"exec torchrun --max-restarts={restarts} -m {Deployment(it.job, it.machines, _JOB).command}"
+    command = f"exec torchrun --max-restarts={restarts} -m {Deployment(it.job, it.machines, _JOB).words()}"
     script = f"cd {_HOME} && fivefold train {_JOB} --check --nproc {it.machines.world} > /dev/null && {command}\n"
     job = {
         "#": f"{it.title}.",

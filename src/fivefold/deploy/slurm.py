@@ -54,8 +54,9 @@ refuse() { echo "error: $*" >&2; exit 2; }
 logs=@LOGS@/slurm-$SLURM_JOB_ID
 mkdir -p "$logs" || refuse "cannot make $logs in $PWD"
 
-# Variables of another launcher, left in the shell that submits, would make ranks believe that they are that one's.
+# Left in the shell that submits by another launcher, or by salloc, they would be taken for this job's.
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ${!TORCHELASTIC_@}
+unset SLURM_GPUS_PER_TASK SLURM_GPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 # Slurm hands on that shell's limits, too. InfiniBand locks memory, ranks open many sockets, and nobody reads a
 # core file of each rank: they print the stack of a crash.
 @LOCKED@
@@ -171,22 +172,25 @@ def _prepare(it: Deployment, container: str) -> list[str]:
 
 def _ranks(it: Deployment, container: str) -> list[str]:
     machines = it.machines
-    # A task that sees one GPU would not find those of its node, and NCCL would be given up for gloo.
-    gpus = " --gpu-bind=none" if machines.gpus else ""
     flags = [
         f"--nodes={machines.nodes} --ntasks={machines.world} --ntasks-per-node={machines.per_node}",
-        f'--distribution=block --cpus-per-task="$cpus" --cpu-bind=none{gpus} --mpi=none',
+        '--distribution=block --cpus-per-task="$cpus" --cpu-bind=none --mpi=none',
         "--kill-on-bad-exit=0 --wait=120",
         '--open-mode=append --output="$logs/rank-%t.log"',
     ]
     if container:
         mounts = ",".join(["$PWD:$PWD", *(f"{path}:{path}" for path in it.mounts)])
-        flags += [
-            f"--container-image={shlex.quote(container)}",
-            f'--container-mounts="{mounts}" --container-workdir="$PWD"',
-        ]
-    seen = " Every rank sees all GPUs of its node, and takes the one of its number." if gpus else ""
-    why = comment(
-        f"Ranks count node by node.{seen} When one ends the others have 120 s to say what they know and end, too."
-    )
-    return [*why, "srun " + " \\\n  ".join([*flags, f"{it.command} &"])]
+        flags.append(f'--container-image={shlex.quote(container)} --container-workdir="$PWD"')
+        flags.append(f'--container-mounts="{mounts}"')
+    # One that sees a single GPU cannot know that its neighbours have their own, and takes gloo instead of NCCL.
+    seen = " Every rank sees all GPUs of its node, takes the one of its number, and binds itself to cores near it."
+    end = "When one ends the others have 120 s to say what they know and end, too."
+    return [
+        *comment(f"Ranks count node by node.{seen if machines.gpus else ''} {end}"),
+        "flags=(",
+        *(f"  {line}" for line in flags),
+        ")",
+        "# Half a minute that names a slow or odd node before the first step:",
+        f'# srun "${{flags[@]}}" {it.words("doctor")} || exit 1',
+        f'srun "${{flags[@]}}" {it.words("train")} &',
+    ]

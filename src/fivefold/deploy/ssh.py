@@ -70,11 +70,14 @@ trap 'stop "interrupted"' INT TERM HUP
 exec 9> "$hold/open"
 echo "run $run on ${#hosts[@]} hosts; each writes to $logs/HOST.log"
 
-# By looking once a second: bash may lose the code of a process that ends while a signal interrupts `wait`.
+# By looking once a second: bash may lose the code of a process that ends while a signal interrupts `wait`. 143 is that
+# of hosts that were told to stop, and explains nothing.
 failed=0
 for pid in "${pids[@]}"; do
   while kill -0 "$pid" 2> /dev/null; do sleep 1; done
-  wait "$pid" || failed=$?
+  wait "$pid"
+  code=$?
+  case $failed in 0 | 143) [ "$code" -eq 0 ] || failed=$code ;; esac
 done
 [ -z "${timer:-}" ] || pkill --parent "$timer"
 exit "$failed"

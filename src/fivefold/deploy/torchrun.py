@@ -30,7 +30,7 @@ def words(it: Deployment, endpoint: str, run: str, restarts: int, conf: str = ""
         f"--rdzv-id={run}",
         f"--rdzv-conf=join_timeout={_JOIN}{conf}",
         f"--max-restarts={restarts}",
-        f"-m {it.command}",
+        f"-m {it.words()}",
     ]
 
 

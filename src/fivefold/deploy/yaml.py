@@ -12,6 +12,7 @@ from typing import Any
 from fivefold.deploy.environment import comment
 
 _BARE = re.compile(r"[A-Za-z/][\w./-]*")
+_BLOCK = re.compile(r"\S[ -~]*\n(?:[ -~]+\n|\n(?=[ -~]))*")  # whole lines of plain characters, none empty at the end
 _WORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}  # which some readers take for values
 
 
@@ -35,16 +36,18 @@ def _lines(value: dict[str, Any]) -> list[str]:
             lines += [f"{key}:", *_indented(_lines(one))]
         elif isinstance(one, list) and one:
             lines += [f"{key}:", *(line for item in one for line in _item(item))]
-        elif isinstance(one, str) and "\n" in one:
-            lines += [f"{key}: |", *_indented(one.rstrip("\n").split("\n"))]
+        elif isinstance(one, str) and _BLOCK.fullmatch(one):
+            lines += [f"{key}: |", *_indented(one.splitlines())]
         else:
             lines.append(f"{key}: {_scalar(one)}")
     return lines
 
 
 def _item(item: Any) -> list[str]:
-    if not isinstance(item, dict):
-        return [f"- {_scalar(item)}"] if "\n" not in str(item) else ["- |", *_indented(item.rstrip("\n").split("\n"))]
+    if isinstance(item, str) and _BLOCK.fullmatch(item):
+        return ["- |", *_indented(item.splitlines())]
+    if not isinstance(item, dict) or not item:
+        return [f"- {_scalar(item)}"]
     lines = _lines(item)
     first = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return [*lines[:first], f"- {lines[first]}", *_indented(lines[first + 1 :])]

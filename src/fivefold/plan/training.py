@@ -17,6 +17,7 @@ from fivefold.job.preflight import needs_data
 from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch
 from fivefold.job.written import written
 from fivefold.optimizers import AdamW
+from fivefold.plan.cost.memory import checkpoint_bytes
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.search import Option
 from fivefold.report import Table
@@ -26,7 +27,6 @@ from fivefold.support.formatting import bytes_text, si
 HOUR, DAY = 3600, 86_400
 GB = 1e9
 BETWEEN = HOUR / 2  # checkpoints
-STATE = 12  # bytes of a parameter in a checkpoint: the master weight and AdamW's two moments, in float32
 DTYPES = {"fp32": "float32", "fp64": "float64"}  # of compute; the others are bfloat16's
 TWENTY = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
 
@@ -69,7 +69,7 @@ class Training:
         if case.on.accelerator.is_cpu:
             found["train.device"] = Choice("cpu", "as planned")
         every = int(float(f"{max(1, BETWEEN / option.seconds):.0e}"))
-        size = f"{bytes_text(STATE * case.spec.parameter_count)} each"
+        size = f"{bytes_text(checkpoint_bytes(case.spec, DTYPES.get(case.precision, 'bfloat16')))} each"
         often = max(1, self.steps // 10)
         span = "half an hour" if every <= often else "a tenth of the run"
         why = f"steps: about {span}, what a failure may cost; {size}, and the newest two are kept"

@@ -119,6 +119,11 @@ def state_of(
     return State(compute * whole, full * gradients, (states * full + master) * masters)
 
 
+def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
+    """Of all ranks together: masters and the optimizer's states."""
+    return spec.parameter_count * wide_bytes(dtype) * (1 + len(optimizer.states))
+
+
 def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

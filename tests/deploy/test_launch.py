@@ -1,0 +1,106 @@
+"""`fivefold launch`: what it says, refuses, and leaves to be filled in."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli import app
+from fivefold.deploy.options import KINDS
+from fivefold.support.errors import UserError
+
+JOB = '[model]\npreset = "tiny"\n[layout]\ndp = 4\n[run]\ncluster = "2x2xH100"\n'
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    Path("hosts").write_text("# two of them\nnode1\nme@node2  # the second\n")
+    return tmp_path
+
+
+def said(line: str) -> str:
+    result = CliRunner().invoke(app, ["launch", *shlex.split(line)])
+    assert result.exit_code == 0, result.exception
+    return result.output
+
+
+def refused(line: str) -> str:
+    result = CliRunner().invoke(app, ["launch", *shlex.split(line)])
+    assert isinstance(result.exception, UserError), result.output
+    return str(result.exception)
+
+
+def test_one_kind_has_to_be_chosen(job: Path) -> None:
+    sentence = refused("job.toml")
+    assert all(f"--{kind} ({what})" in sentence for kind, what in KINDS.items())
+    assert "and --slurm --torchrun are 2" in refused("job.toml --slurm --torchrun")
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "start"),
+    [
+        ("--slurm", "job.sbatch", "sbatch job.sbatch"),
+        ("--kubernetes", "job.yaml", "kubectl apply --filename job.yaml"),
+        ("--trainjob -o 't j.yaml'", "t j.yaml", "kubectl apply --filename 't j.yaml'"),
+        ("--ssh hosts", "job.sh", "bash job.sh"),
+        ("--torchrun -o line.sh", "line.sh", "on each of the 2 nodes: bash line.sh"),
+    ],
+)
+def test_each_kind_writes_its_file_and_says_how_to_start_it(job: Path, words: str, file: str, start: str) -> None:
+    told = json.loads(said(f"job.toml train.steps=7 {words} --json"))
+    assert (told["output"], told["start"], told["nodes"], told["ranks_per_node"]) == (file, [start], 2, 2)
+    assert Path(file).read_text() == told["text"]
+    assert "train.steps=7" in told["text"] or "steps = 7" in told["text"]
+    assert [place for place in told["fill_in"] if place.split(" ")[0] not in told["text"]] == []
+
+
+def test_what_is_left_to_fill_in(job: Path) -> None:
+    both = said("job.toml --slurm")
+    assert "fill in: FILL_IN_ACCOUNT in job.sbatch, or give --account" in both
+    assert "fill in" not in said("job.toml --slurm --account lab --partition gpu")
+    assert "fill in" not in said("job.toml --kubernetes --container lab/image:1 --claim shared")
+    large = said("model=llama3-8b layout=dp=4 data.seq=512 --nodes 1 --torchrun --host node1")
+    assert "fill in: data.path=DIRECTORY: a directory that `fivefold data prepare` has made" in large
+
+
+def test_data_that_is_elsewhere_is_not_checked_and_data_that_is_here_is(job: Path) -> None:
+    assert "is not on this machine and was not checked" in said("job.toml data.path=/cluster/tokens --slurm")
+    (job / "empty").mkdir()
+    assert "index.json" in refused("job.toml data.path=empty --slurm")
+    assert not Path("job.sbatch").exists() or Path("job.sbatch").read_text().count("empty") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--torchrun --account lab", "--account belongs to --slurm, not to --torchrun"),
+        ("--ssh hosts --submit", "--submit belongs to --slurm, not to --ssh"),
+        ("--slurm --claim x", "--claim belongs to --kubernetes and --trainjob, not to --slurm"),
+        ("--slurm --time soon", "--time 'soon' is no time limit of Slurm; write for example 24:00:00 or 7-00"),
+        ("--slurm --restarts -1", "--restarts -1 must be between 0 and 1000"),
+        ("--slurm --account 'a b'", "--account 'a b' is no name"),
+        ("--torchrun --host=-oProxyCommand=x", "--host '-oProxyCommand=x' is no name"),
+        ("--slurm -o job.toml", "-o job.toml is the job file itself; give another name"),
+        ("--slurm -o no/where.sbatch", "no/where.sbatch cannot be written: there is no directory no"),
+        ("--slurm layout.tp=3 --nodes 12", "layout.tp=3 does not divide the 4 attention heads of tiny; nearest: "),
+        ("--slurm layout.dp=8", "the layout dp=8 has 8 ranks, and 2 nodes x 2 GPUs are 4; nearest: --nodes 4 or"),
+    ],
+)  # fmt: skip
+def test_refusals(job: Path, words: str, sentence: str) -> None:
+    assert refused(f"job.toml {words}").startswith(sentence)
+
+
+def test_a_large_model_without_data_is_not_submitted(job: Path) -> None:
+    words = "model=llama3-8b layout=dp=4 data.seq=512 --nodes 2 --slurm --account a --partition b --submit"
+    assert "--submit: data.path is not filled in" in refused(words)
+
+
+def test_names_and_words_are_quoted(job: Path) -> None:
+    Path("a $(touch x).toml").write_text(JOB.replace("[run]", '[run]\nname = "x; touch y"'))
+    text = json.loads(said("'a $(touch x).toml' --slurm -o out --json"))["text"]
+    assert "--job-name=x-touch-y\n" in text
+    assert "fivefold train 'a $(touch x).toml' &" in text

@@ -1,0 +1,41 @@
+"""The line that is typed on each node, as bash and torchrun read it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
+
+from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.machines import Machines
+from fivefold.deploy.torchrun import lines
+from fivefold.job.config import read_job
+
+SHOW = f"#!{sys.executable}\nimport json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+
+
+def typed(text: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """What torchrun gets: its words and its environment."""
+    import json
+
+    (folder / "torchrun").write_text(SHOW)
+    (folder / "torchrun").chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-eu", "-c", text], env=env, capture_output=True, text=True, check=True)
+    words, found = json.loads(done.stdout)
+    return words, found
+
+
+def test_torchrun_understands_the_line(tmp_path: Path) -> None:
+    job = read_job(None, ["layout=dp=8", "train.batch=16"])
+    it = Deployment(job, Machines(2, 4), "my job.toml", ("layout=dp=8", "data.path=it's here"))
+    words, env = typed(lines(it, "node1", "run-1", 5), tmp_path)
+    read = get_args_parser().parse_args(words)
+    assert (read.nnodes, read.nproc_per_node, read.max_restarts) == ("2", "4", 5)
+    assert (read.rdzv_backend, read.rdzv_endpoint, read.rdzv_id) == ("c10d", "node1:29400", "run-1")
+    assert (read.module, read.training_script) == (True, "fivefold")
+    assert read.training_script_args == ["train", "my job.toml", "layout=dp=8", "data.path=it's here"]
+    assert env["NCCL_DEBUG"] == "WARN"
+    assert "NCCL_SOCKET_IFNAME" not in env or env["NCCL_SOCKET_IFNAME"] == os.environ.get("NCCL_SOCKET_IFNAME")
+    assert int(env["OMP_NUM_THREADS"]) >= 1
