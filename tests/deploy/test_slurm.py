@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
+from fivefold.deploy.options import Options
 from fivefold.support.errors import UserError
 
 JOB = '[model]\npreset = "tiny"\n[layout]\ndp = 4\n[run]\ncluster = "2x2x{}"\nname = "try out"\n'
@@ -134,6 +135,27 @@ def test_a_checkpoint_at_the_limit_forgives_failures(node: Path) -> None:
 
 def test_a_cancelled_job_stays_cancelled(node: Path) -> None:
     assert ran(node, CODE="143", STATE="COMPLETING")[2] == ["srun"]
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(node: Path) -> None:
+    (node / "bin/squeue").write_text("#!/bin/sh\nexit 1\n")
+    (node / "bin/scontrol").write_text('#!/bin/sh\necho "scontrol $*" >> calls\n[ $(wc -l < calls) -gt 2 ]\n')
+    (node / "bin/sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.02\n")
+    assert ran(node, CODE="143")[2] == ["srun", "scontrol requeue 7", "scontrol requeue 7"]
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("2:30", 150), ("24:00:00", 86400), ("7-00", 604800), ("1-12:30", 131400), ("0-0:05:30", 330)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> None:
+    assert Options(time=time).limit == seconds
+
+
+def test_a_short_limit_leaves_half_of_it_to_train(tmp_path: Path) -> None:
+    text = launched(tmp_path, "--time", "2")
+    assert asked_for(text)["signal"] == "B:USR1@60"
+    assert "sleep 30 &&" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

@@ -55,7 +55,8 @@ def launch(
 
       fivefold launch job.toml --ssh hosts.txt -o start.sh
     """
-    from fivefold.deploy.launch import Options, launch
+    from fivefold.deploy.launch import launch
+    from fivefold.deploy.options import Options
     from fivefold.report.show import show
 
     kinds = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}

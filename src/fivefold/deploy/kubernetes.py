@@ -3,6 +3,7 @@
 In both, each pod runs torchrun. The job is a ConfigMap, and data and runs are on a volume that all pods share.
 """
 
+import os
 import re
 from typing import Any
 
@@ -63,6 +64,18 @@ def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[T
         },
     }
     return [service, _config_map(it, name), job]
+
+
+def notes(it: Deployment) -> list[str]:
+    """Paths that a container may not have."""
+    job = it.job
+    paths = {"data.path": job.data.path, "run.dir": job.run.dir, "layout.schedule": job.layout.schedule}
+    outside = [
+        f"{key}={path}" for key, path in paths.items() if os.path.isabs(path) and not path.startswith(f"{_HOME}/")
+    ]
+    file = [f"layout.schedule={job.layout.schedule}"] if os.path.isfile(job.layout.schedule) else []
+    found = list(dict.fromkeys(outside + file))
+    return [f"in the pods, {', '.join(found)} must be on the volume, which is at {_HOME}"] if found else []
 
 
 def _rule(action: str, key: str, value: Any) -> Table:

@@ -112,9 +112,10 @@ def written(kind: str, checked: Checked, output: Path | None, options: Options, 
     if needs_data(it.job):
         where = f" in {it.file if kind not in ('kubernetes', 'trainjob') else name}" if it.file else "=DIRECTORY"
         blanks.append(f"data.path{where}: a directory that `fivefold data prepare` has made")
-    result = LaunchResult(
-        kind, it.title, it.machines.nodes, it.machines.per_node, name, text, start, blanks, checked.notes
-    )
+    notes = checked.notes + (kubernetes.notes(it) if kind in ("kubernetes", "trainjob") else [])
+    if kind == "slurm" and options.limit < 2 * it.notice:
+        notes.append(f"--time {options.time} is short: saving is begun {options.limit // 2} s before its end")
+    result = LaunchResult(kind, it.title, it.machines.nodes, it.machines.per_node, name, text, start, blanks, notes)
     if not options.submit or output is None:
         return result
     number = _submitted(output)

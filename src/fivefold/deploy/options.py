@@ -18,7 +18,9 @@ _BELONG = {
     "claim": ("kubernetes", "trainjob"),
 }
 _NAME = re.compile(r"[\w.,@+-]+")
-_TIME = re.compile(r"(\d+-)?\d{1,5}(:\d{2}){0,2}")  # of Slurm: minutes, hours:minutes:seconds, days-hours ...
+# Of Slurm: minutes, minutes:seconds, hours:minutes:seconds; and behind days, hours, hours:minutes ...
+_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?")
+USUAL_TIME = "24:00:00"
 _WORD = re.compile(r"[\w./:@+-]+")
 
 
@@ -36,6 +38,16 @@ class Options:
     hosts: Path | None = None  # a file
     restarts: int = 3
 
+    @property
+    def limit(self) -> int:
+        """Seconds of one start."""
+        found = _TIME.fullmatch(self.time or USUAL_TIME)
+        assert found, "checked by `problems`"
+        days, *rest = found.groups()
+        numbers = [int(number) for number in rest if number is not None]
+        units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
+        return 86400 * int(days or 0) + sum(map(int.__mul__, numbers, units))
+
     def problems(self, kind: str) -> list[str]:
         foreign = [name for name, kinds in _BELONG.items() if getattr(self, name) and kind not in kinds]
         where = {name: " and ".join(f"--{one}" for one in _BELONG[name]) for name in foreign}
@@ -52,6 +64,10 @@ class Options:
                 problems.append(f"--{name} {value!r} is no name")
         if self.time and not _TIME.fullmatch(self.time):
             problems.append(f"--time {self.time!r} is no time limit of Slurm; write for example 24:00:00 or 7-00")
+        elif self.limit < 60:
+            problems.append(
+                f"--time {self.time!r} is less than a minute, which Slurm does not count; nearest: --time 1"
+            )
         if not 0 <= self.restarts <= 1000:
             problems.append(f"--restarts {self.restarts} must be between 0 and 1000")
         open_names = [f"--{name}" for name in ("account", "partition") if getattr(self, name) is None]

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 
 from fivefold.deploy.deployment import Deployment
 from fivefold.deploy.environment import comment, exports, variables
-from fivefold.deploy.options import Options
+from fivefold.deploy.options import USUAL_TIME, Options
 
 ACCOUNT, PARTITION = "FILL_IN_ACCOUNT", "FILL_IN_PARTITION"
-_LEFT = 60  # seconds before the limit at which a job whose ranks have not saved is queued again as it is
+_LEFT = 60  # seconds before the limit, or less, at which a job whose ranks have not saved is queued again as it is
 
 _HEAD = r"""
 #!/bin/bash
@@ -71,7 +71,10 @@ cpus=$((SLURM_CPUS_ON_NODE / @PER_NODE@))
 _TAIL = r"""
 # Queue this job again, unless Slurm is ending it already: after scancel it stays cancelled.
 again() {
-  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ] || return
+  case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
+    RUNNING | "") ;;  # nothing: slurmctld does not answer now
+    *) return ;;
+  esac
   for pause in 10 30 60; do
     scontrol requeue "$SLURM_JOB_ID" && return
     sleep "$pause"
@@ -122,6 +125,7 @@ ulimit -l unlimited 2> /dev/null || echo "note: locked memory is limited to $(ul
 def sbatch(it: Deployment, file: str, options: Options) -> str:
     """The text of `file`."""
     names = {"account": (options.account, ACCOUNT), "partition": (options.partition, PARTITION)}
+    notice = min(it.notice, options.limit // 2)  # a short limit leaves half of it to train
     where = f", in the directory that has {it.file}" if it.file else ""
     parts = {
         "TITLE": comment(f"{it.title}.")
@@ -132,18 +136,18 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
         "PER_NODE": it.machines.per_node,
         "GPUS": [f"#SBATCH --gpus-per-node={it.machines.per_node}"] if it.machines.gpus else [],
         "LIMIT": comment(
-            f"The ranks are told {it.notice} s before the time limit, and save a checkpoint ({it.saving}). Then, and "
+            f"The ranks are told {notice} s before the time limit, and save a checkpoint ({it.saving}). Then, and "
             "when a node is lost or the job is preempted, it is queued again and goes on from its last checkpoint."
         ),
-        "TIME": options.time or "24:00:00",
-        "NOTICE": it.notice,
+        "TIME": options.time or USUAL_TIME,
+        "NOTICE": notice,
         "RESTARTS": options.restarts,
         "PREPARE": _prepare(it, options.container or ""),
         "LOGS": shlex.quote(it.log_directory),
         "LOCKED": [_LOCKED] if it.machines.gpus else [],
         "EXPORTS": exports(variables(it.machines, "$cpus", "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD/$logs")),
         "RANKS": _ranks(it, options.container or ""),
-        "LAST": it.notice - _LEFT,
+        "LAST": notice - min(_LEFT, notice // 2),
     }
     return filled((_HEAD + _TAIL).lstrip(), parts)
 
