@@ -25,7 +25,7 @@ def reports(nodes: int = 3, slow: int | None = None) -> list[RankReport]:
         gpu = Gpu(1755, 1980, 61, 690.0, 700.0, ["the power limit"], 0)
         held = Gpu(900, 1980, 92, 400.0, 700.0, ["heat"], 1)
         made.append(RankReport(
-            rank=rank, node=f"gpu-{rank // 2:03}.cluster", device="NVIDIA H100 80GB HBM3", precision="bf16",
+            rank=rank, node=f"gpu-{rank // 2:03}.cluster", cpu=False, device="NVIDIA H100 80GB HBM3", precision="bf16",
             rate=WELL * (0.3 if rank == slow else 1.0),
             versions={"fivefold": "0.1.0 (0123abcd)", "python": "3.12.3", "torch": "2.13.0", "NCCL": "2.27.3"},
             amounts={"memory": 2.0**40, "cores": 104, "open files": 1 << 20, "locked memory": float("inf"),

@@ -36,6 +36,13 @@ def test_a_slow_rank_is_named_with_its_node() -> None:
     assert "the planner expects" in said[1]
 
 
+def test_cores_may_differ_more_than_gpus() -> None:
+    cores = [msgspec.structs.replace(one, cpu=True, device="a CPU", gpu=None) for one in reports()]
+    assert found(but(cores, 3, rate=0.6 * WELL)) == []
+    (said,) = found(but(cores, 3, rate=0.4 * WELL))
+    assert said.endswith("(odd below 50%)")
+
+
 def test_a_node_whose_ranks_are_all_slow_is_named() -> None:
     slow = but(but(reports(4), 2, rate=0.5 * WELL), 3, rate=0.6 * WELL)
     assert "node gpu-001.cluster (ranks 2, 3) reach as little as" in found(slow)[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fivefold.launch import faults
 from fivefold.launch.device import choose_device
 from fivefold.launch.ranks import Rank
+from fivefold.parallel.host_staging import all_gather
 from fivefold.parallel.mesh import backend
 
 # A GPU's second-level cache: operands that are used again within so many bytes are not read from memory, and in
@@ -100,7 +101,7 @@ def timed_collectives(
                 if kind == "all-reduce":
                     dist.all_reduce(whole, group=group)
                 else:
-                    dist.all_gather_into_tensor(whole, mine, group=group)
+                    all_gather(whole, mine, group=group)
                 clock.synchronize()
                 if number > 1:  # the first ones connect and allocate
                     times[kind].append(time.perf_counter() - start)

@@ -77,6 +77,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
     report = RankReport(
         rank=world.rank,
         node=node,
+        cpu=device.type == "cpu",
         device=device_name(device),
         precision=precision_of(job.train.dtype, device),
         rate=rate,

@@ -17,6 +17,7 @@ from fivefold.support.formatting import bytes_text
 
 K = TypeVar("K", bound=Hashable)
 RATE = 0.7  # of matmuls: the least share of the median of the peers, and of what the planner expects
+CORE = 0.5  # the same of CPUs: a core may share its units with another, which is busy or not
 LINK = 0.5  # of bandwidths
 DISK = 0.5
 LATE = 3.0  # times the median of the peers: the longest latency
@@ -33,7 +34,7 @@ def findings(all_: Examination) -> list[str]:
         *slow_ranks(all_),
         *_slow_for_the_planner(all_),
         *_gpus(all_),
-        *_clocks(all_),
+        *clocks(all_),
         *_disks(all_),
         *_links(all_),
         *_limits(all_),
@@ -52,7 +53,8 @@ def odd(values: Mapping[K, float], share: float) -> dict[K, float]:
 
 
 def slow_ranks(all_: Examination) -> Iterator[str]:
-    yield from _slow(all_, "matmuls", {one.rank: one.rate for one in all_.reports}, RATE, flops_text)
+    share = CORE if all_.reports[0].cpu else RATE
+    yield from _slow(all_, "matmuls", {one.rank: one.rate for one in all_.reports}, share, flops_text)
 
 
 def _slow(
@@ -89,7 +91,7 @@ def _versions(all_: Examination) -> Iterator[str]:
             yield f"versions: {name} is {short(value)} on {all_.who(ranks)}, and {short(usual)} on most"
 
 
-def _clocks(all_: Examination) -> Iterator[str]:
+def clocks(all_: Examination) -> Iterator[str]:
     for node, (first, *_) in all_.nodes.items():
         if abs(first.ahead) - first.unsure > SKEW:
             way = "ahead of" if first.ahead > 0 else "behind"
@@ -177,13 +179,13 @@ def _slow_for_the_planner(all_: Examination) -> Iterator[str]:
     slow: dict[float, list[int]] = defaultdict(list)
     for one in all_.reports:
         expected = all_.expected_rate(one)
-        if expected and one.rate < RATE * expected:
+        if expected and one.rate < (CORE if one.cpu else RATE) * expected:
             slow[expected].append(one.rank)
     for expected, ranks in slow.items():
         worst = min(all_.reports[rank].rate for rank in ranks)
         yield (
             f"matmuls: {all_.who(ranks)}: {flops_text(worst)} in {all_.reports[ranks[0]].precision}, and the planner "
-            f"expects {flops_text(expected)} (odd below {RATE:.0%})"
+            f"expects {flops_text(expected)} (odd below {CORE if all_.reports[0].cpu else RATE:.0%})"
         )
 
 

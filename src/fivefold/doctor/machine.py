@@ -67,7 +67,6 @@ def _available(told: Path) -> float:
 
 def try_disk(folder: Path) -> Disk:
     """Write, sync and read a file there, and remove it."""
-    new = not folder.exists()
     file = folder / f".doctor-{node_name()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,8 +76,6 @@ def try_disk(folder: Path) -> Disk:
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)
-            if new:
-                folder.rmdir()
 
 
 def _try_disk(file: Path) -> Disk:
@@ -86,7 +83,7 @@ def _try_disk(file: Path) -> Disk:
     with file.open("wb", buffering=0) as stream:
         start = time.perf_counter()
         faults.strike("disk")
-        while written < _PIECES * _PIECE and time.perf_counter() - start < _LONGEST:
+        while written < _PIECES * _PIECE and (not written or time.perf_counter() - start < _LONGEST):
             written += stream.write(piece)
         os.fsync(stream.fileno())
         write = written / (time.perf_counter() - start)

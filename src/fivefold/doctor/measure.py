@@ -13,8 +13,9 @@ from fivefold.launch import faults
 from fivefold.layout.collective_cost import Kind, wire
 from fivefold.parallel.mesh import Axis
 
-_WIDTH = {"cuda": 8192, "cpu": 384}  # of square matmuls: about 2 ms of a datacenter GPU, and of a core
-_LEAST = 5  # rounds
+_WIDTH = {"cuda": 4096, "cpu": 384}  # of square matrices
+_AT_ONCE = {"cuda": 8, "cpu": 1}  # matmuls that are timed together: about 2 ms of a datacenter GPU, and of a core
+_LEAST = 10  # rounds
 _ROUNDS = 5  # of messages
 _SIZES = {"cuda": (1 << 10, 1 << 20, 1 << 27), "cpu": (1 << 10, 1 << 20, 1 << 23)}  # bytes
 
@@ -27,7 +28,7 @@ def usual(device: torch.device) -> Callable[[list[float]], float]:
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """FLOP/s of matmuls that go on for so long."""
-    width, clock, times = _WIDTH[device.type], Clock(device, 0.0), list[float]()
+    width, count, clock, times = _WIDTH[device.type], _AT_ONCE[device.type], Clock(device, 0.0), list[float]()
     generator = torch.Generator(device).manual_seed(0)  # not zeros, which draw less power; not the run's own numbers
     a, b = (torch.randn(width, width, device=device, generator=generator).to(dtype) for _ in range(2))
     out = a @ b
@@ -36,10 +37,11 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> flo
     while len(times) < _LEAST or time.perf_counter() < end:
         start = time.perf_counter()
         faults.strike("matmul")
-        torch.mm(a, b, out=out)
+        for _ in range(count):
+            torch.mm(a, b, out=out)
         clock.synchronize()
         times.append(time.perf_counter() - start)
-    return 2.0 * width**3 / usual(device)(times[len(times) // 2 :] if device.type == "cuda" else times)
+    return 2.0 * width**3 * count / usual(device)(times[len(times) // 2 :] if device.type == "cuda" else times)
 
 
 def ring(axis: Axis, device: torch.device) -> Ring:

@@ -47,6 +47,7 @@ class Send(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True):
     rank: int
     node: str
+    cpu: bool  # the device is one
     device: str
     precision: str  # of the matmuls, in the planner's words
     rate: float  # FLOP/s

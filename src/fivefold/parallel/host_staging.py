@@ -16,7 +16,7 @@ from fivefold.parallel.mesh import Axis
 
 # torch 2.13 has new names for them and warns of the old ones.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Work(Protocol):
@@ -41,7 +41,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Work:
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Work:
     """Start gathering x of all ranks; x may be this rank's part of `out` itself."""
-    return _started(_all_gather, out, x, axis)
+    return _started(all_gather, out, x, axis)
 
 
 def _started(collective: Any, out: Tensor, x: Tensor, axis: Axis) -> Work:
@@ -70,7 +70,7 @@ class _Temporary:
 
 class _HostGather(_Temporary, AllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        _by_host(_all_gather, output_tensor, input_tensor, group=group)
+        _by_host(all_gather, output_tensor, input_tensor, group=group)
 
 
 class _HostScatter(_Temporary, ReduceScatter):

@@ -17,6 +17,7 @@ from rich.text import Text
 import fivefold
 from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
+from fivefold.doctor.before import before_step_1
 from fivefold.job.config import Job
 from fivefold.job.continuing import Change
 from fivefold.job.preflight import Sources
@@ -92,6 +93,8 @@ def _run_job(
         checkpointing = Checkpoints(store(job, directory), control, trainer, note)
         if world.rank == 0:
             show_job(console, job, directory)
+        for sentence in before_step_1(job, mesh, control):
+            note(sentence)
         begun = checkpointing.restore()
         if begun is not None:
             console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
