@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from fivefold.launch import logs
 from fivefold.launch.cores import cores
 from fivefold.launch.ends import INTERRUPTED, STOPPING, TERMINATED, End, say, say_ended, signal_name
 from fivefold.launch.processes import Processes
@@ -97,6 +98,7 @@ class _Starts:
         """The exit code of one start, and what failed, if another start may help."""
         with tempfile.TemporaryDirectory(prefix="fivefold-") as home:  # private to this user: no port is opened
             added = {RUN: self.run, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}
+            added[logs.LIVES] = f"{home}/logging"
             env = {"OMP_NUM_THREADS": str(self.threads), **os.environ, **added}
             ranks = self.ranks = Processes(self.nproc, Path(home), attached=True)
             try:
@@ -110,6 +112,7 @@ class _Starts:
             finally:
                 self.ranks = None
                 ranks.kill()
+                logs.wait_for(Path(added[logs.LIVES]))  # the ranks' last words come before what is said of them
         return self._judged(ends)
 
     def _grace(self, end: End) -> float:
@@ -150,4 +153,6 @@ def run_module(rank: int, world: int, arguments: list[str]) -> NoReturn:
     except Exception:
         traceback.print_exc()  # multiprocessing would put a line of its own before it
         sys.exit(1)
+    finally:
+        logs.end()  # while its peers do not know yet: what it says explains what they will say
     sys.exit(0)

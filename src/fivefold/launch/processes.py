@@ -28,6 +28,7 @@ from typing import Any
 
 from fivefold.launch.ends import STOPPING, End, signal_name
 from fivefold.launch.heartbeat import BEATS, Board
+from fivefold.launch.logs import STACK
 from fivefold.launch.world import HERE
 from fivefold.support.errors import UserError
 
@@ -203,6 +204,7 @@ def _live(
             os.dup2(out, stream)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr,unused-ignore]
     stacks = open(home / f"{rank}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
+    os.environ[STACK] = stacks.name
     faulthandler.enable(stacks)
     if hasattr(faulthandler, "register"):
         faulthandler.register(_STACK_SIGNAL, stacks)

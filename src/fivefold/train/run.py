@@ -21,7 +21,7 @@ from fivefold.doctor.before import before_step_1
 from fivefold.job.config import Job
 from fivefold.job.continuing import Change
 from fivefold.job.preflight import Sources
-from fivefold.launch import heartbeat
+from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
 from fivefold.launch.device import check_bfloat16, check_memory, choose_device, make_repeatable
 from fivefold.launch.ends import lost_peer
@@ -85,6 +85,8 @@ def _run_job(
         if world.apart and job.checkpoint.save and not job.checkpoint.url:
             marked = control.from_first(_agreed(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
+        if world.joined:
+            logs.keep(directory / "logs", world)
         if world.rank == 0:  # whose job is the one that is written
             job = _with_its_schedule(job, directory)
         heartbeat.enter("the making of the model", least=heartbeat.LONG)
