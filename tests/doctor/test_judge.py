@@ -79,10 +79,17 @@ def test_a_clock_is_judged_beyond_its_error() -> None:
 
 
 def test_a_slow_disk_and_one_that_cannot_be_written() -> None:
-    (said,) = found(but(reports(), 2, disk=Disk(5e8, 3e9, 0.002, 1)))
+    (said,) = found(but(reports(), 2, disk=Disk(5e8, 3e9, 0.002, 10**13)))
     assert said.startswith("disk: writes to run.dir: rank 2 on gpu-001.cluster reaches 500 MB/s, 25% of")
     (said,) = found(but(reports(), 2, disk=Disk(error="Read-only file system")))
     assert said == "disk: run.dir=runs cannot be written on rank 2 on gpu-001.cluster: Read-only file system"
+
+
+def test_a_disk_without_room_for_checkpoints() -> None:
+    full = but(reports(), 2, disk=Disk(2e9, 3e9, 0.002, 1 << 30))
+    (said,) = found(full, "model=llama3.2-1b", "model.vocab=128256", "checkpoint.keep=3")
+    assert said.startswith("disk: 1.00 GiB are free under run.dir=runs, and checkpoint.keep=3 with the one being")
+    assert found(full, "model=llama3.2-1b", "checkpoint.save=false") == []
 
 
 def test_a_slow_group_and_a_late_one() -> None:
@@ -118,6 +125,10 @@ def test_a_gpu_that_is_hot_or_has_errors_and_limits() -> None:
     assert said[1].endswith("3 memory errors that ECC could not correct")
     assert "allows 16 open files, and 6 ranks may want 48" in said[2]
     assert "/dev/shm of node gpu-000.cluster has 64.00 MiB" in said[3]
+    rdma = [msgspec.structs.replace(one, versions=one.versions | {"RDMA adapters": "8"}) for one in reports()]
+    assert found(rdma) == []
+    (said_of_pins,) = found(but(rdma, 2, amounts=rdma[2].amounts | {"locked memory": 65536}))
+    assert said_of_pins.startswith("limits: node gpu-001.cluster allows 64.00 KiB of locked memory")
 
 
 @pytest.mark.parametrize(

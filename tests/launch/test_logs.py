@@ -64,5 +64,6 @@ def test_a_rank_of_another_launcher_keeps_its_log(tokens: Path, tmp_path: Path) 
 
 
 def test_a_log_that_cannot_be_written_costs_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.keep(tmp_path / "absent" / "logs", World())
+    (tmp_path / "logs").touch()
+    logs.keep(tmp_path / "logs", World())
     assert "no log is kept in" in capsys.readouterr().err

@@ -12,7 +12,9 @@ from statistics import median
 from typing import TypeVar
 
 from fivefold.doctor.examination import Examination, flops_text, known, rate_text, some
+from fivefold.job.config import Job
 from fivefold.launch.statement import short
+from fivefold.plan.cost.memory import wide_bytes
 from fivefold.support.formatting import bytes_text
 
 K = TypeVar("K", bound=Hashable)
@@ -25,6 +27,7 @@ _LATER = 200e-6  # seconds that it must be longer, too
 SKEW = 1.0  # seconds between clocks
 _FILES = 8  # open files for each rank of the world: gloo keeps connections to all, in several groups
 _SHARED = 1 << 30  # bytes of /dev/shm, through which GPUs of a node may exchange
+_LOCKED = 1 << 30  # bytes of memory that RDMA may pin
 _NEITHER = "of two, neither can be called the odd one"
 
 
@@ -107,10 +110,22 @@ def _disks(all_: Examination) -> Iterator[str]:
         if disk.error:
             yield f"disk: run.dir={all_.job.run.dir} cannot be written on {all_.who([rank])}: {disk.error}"
     well = {rank: disk for rank, disk in found.items() if not disk.error}
+    job, each = all_.job, checkpoint_bytes(all_.job)
+    needed = (job.checkpoint.keep + 1) * each if job.checkpoint.save and not job.checkpoint.url else 0
+    if well and (free := min(disk.free for disk in well.values())) < needed:
+        yield (
+            f"disk: {bytes_text(free)} are free under run.dir={job.run.dir}, and checkpoint.keep={job.checkpoint.keep} "
+            f"with the one being written take {bytes_text(needed)}"
+        )
     for what, way in (("writes to run.dir", "write"), ("reads from run.dir", "read")):
         yield from _slow(
             all_, f"disk: {what}", {rank: getattr(one, way) for rank, one in well.items()}, DISK, rate_text
         )
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """Of one checkpoint: masters and the optimizer's states."""
+    return job.model.parameter_count * wide_bytes(job.train.dtype) * (1 + len(job.optimizer.states))
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -205,6 +220,11 @@ def _limits(all_: Examination) -> Iterator[str]:
             yield (
                 f"limits: node {short(node)} allows {files:.0f} open files, and {world} ranks may want "
                 f"{_FILES * world}: raise it with ulimit -n"
+            )
+        if "RDMA adapters" in first.versions and first.amounts["locked memory"] < _LOCKED:
+            yield (
+                f"limits: node {short(node)} allows {bytes_text(first.amounts['locked memory'])} of locked memory, and "
+                "RDMA pins what it sends: ulimit -l unlimited, or docker run --ulimit memlock=-1"
             )
         if first.gpu and shared < _SHARED:
             yield (

@@ -38,6 +38,8 @@ def versions(cuda: bool) -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "kernel": platform.release(),
     }
+    if adapters := rdma_adapters():
+        found["RDMA adapters"] = str(adapters)
     if cuda:
         # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ..."
         told = Path("/proc/driver/nvidia/version")
@@ -46,6 +48,11 @@ def versions(cuda: bool) -> dict[str, str]:
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def rdma_adapters(told: Path = Path("/sys/class/infiniband")) -> int:
+    """InfiniBand's and RoCE's."""
+    return len(list(told.iterdir())) if told.exists() else 0
 
 
 def amounts() -> dict[str, float]:

@@ -34,7 +34,7 @@ def keep(folder: Path, world: World) -> None:
     """Copy what this process prints from now on. A log that cannot be written costs a note, not the run."""
     path = folder / f"rank-{world.rank}.log"
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # on a node that has its own
         with open_regular(path, append=True) as log:
             log.write(f"{'=' * 20} {_header(world)}\n".encode())
         _start(path)
