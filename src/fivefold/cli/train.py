@@ -6,7 +6,6 @@ import platform
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
@@ -158,7 +157,8 @@ def check_ranks(nproc: int | None, world: "World") -> None:
 
 def _run(job: "Job", sources: "Sources", world: "World", start: "Start") -> int:
     """As the one rank that this process is; the exit code."""
-    stop = _Stop(_interrupted(job), world)  # before torch is imported, which takes seconds
+    again = not world.joined or bool(world.meeting.file)  # other launchers decide about it
+    stop = _Stop(_interrupted(job, again), world)  # before torch is imported, which takes seconds
     from fivefold.train.loop import Stopped
     from fivefold.train.run import run_job
 
@@ -170,8 +170,8 @@ def _run(job: "Job", sources: "Sources", world: "World", start: "Start") -> int:
         run_job(job, sources, world, console, start, lambda: bool(stop.signal))
     except Stopped as stopped:
         by = signal_name(stop.signal) if stop.signal else "a signal to another rank"
-        again = f"'fivefold train {stopped.directory}'" if start.fresh else "the same command"
-        saved = f"its checkpoint is saved, and {again} resumes from it"
+        command = f"'fivefold train {stopped.directory}'" if start.fresh else "the same command"
+        saved = f"its checkpoint is saved, and {command} resumes from it"
         how = saved if job.checkpoint.save else "nothing is saved: checkpoint.save=false"
         console.print(f"stopped by {by} after step {stopped.step}; {how}", soft_wrap=True)
         return INTERRUPTED if stop.signal == signal.SIGINT else TERMINATED if job.checkpoint.save else 1
@@ -208,10 +208,10 @@ class _Lasting:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
-def _interrupted(job: "Job") -> str:
-    """What a first Ctrl-C is answered with."""
+def _interrupted(job: "Job", again: bool = True) -> str:
+    """What a first Ctrl-C is answered with, where it may be pressed `again`."""
     saving = " and its checkpoint" if job.checkpoint.save else ""
-    return f"stopping after this step{saving}; Ctrl-C again ends at once"
+    return f"stopping after this step{saving}" + ("; Ctrl-C again ends at once" if again else "")
 
 
 class _Stop:
@@ -225,7 +225,7 @@ class _Stop:
         for number in STOPPING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT is in the background, and SIGHUP under nohup
                 signal.signal(number, self._end)
-        if self.alone:
+        if world.rank == 0:
             # Handlers wait until the main thread is out of a kernel, a compiler or a read; this thread does not.
             reading, writing = os.pipe()
             os.set_blocking(writing, False)
@@ -239,9 +239,12 @@ class _Stop:
 
     def _listen(self, pipe: int) -> None:
         pressed = 0
-        while pressed < 2:
-            if os.read(pipe, 1)[0] == signal.SIGINT:
-                pressed += 1
-                say(self.sentence) if pressed == 1 else say_ended()
-        time.sleep(_PATIENCE)
-        os._exit(INTERRUPTED)
+        while True:
+            pressed += os.read(pipe, 1) == bytes([signal.SIGINT])
+            if pressed == 1 and self.sentence:
+                say(self.sentence)
+                self.sentence = ""
+            if pressed == 2 and self.alone:
+                threading.Timer(_PATIENCE, os._exit, [INTERRUPTED]).start()
+                say_ended()
+                return

@@ -48,8 +48,8 @@ def say(line: str) -> None:
 
 
 def say_ended() -> None:
-    """After a second Ctrl-C. The cursor comes back, which a live display hides."""
-    say(("\033[?25h" if sys.stderr.isatty() else "") + "ended at once; metrics and checkpoints up to here are kept")
+    """After a second Ctrl-C. A terminal's cursor comes back, which a live display hides."""
+    say(("\033[?25h\n" if sys.stderr.isatty() else "") + "ended at once; metrics and checkpoints up to here are kept")
 
 
 @dataclass(frozen=True)

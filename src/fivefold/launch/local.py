@@ -81,8 +81,8 @@ class _Starts:
             if number == self.told == signal.SIGINT:
                 raise KeyboardInterrupt
             self.told = number
-            if number == signal.SIGINT:
-                say(self.interrupted)
+            if number == signal.SIGINT and not (self.ranks and self.ranks.board.place(0)):
+                say(self.interrupted)  # else rank 0 does, which may be drawing on the terminal
             if self.ranks:
                 self.ranks.tell(number)
 
