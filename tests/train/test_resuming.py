@@ -129,7 +129,7 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
         assert said in problem
     assert run_named("runs/run/") == run
     assert run_named("job.toml") is run_named(None) is run_named("runs/run/job.toml") is None
-    with pytest.raises(UserError, match=r"run.name=x is another directory than runs/run.*train runs/run/job.toml"):
+    with pytest.raises(UserError, match=r"run.name=x is another place than runs/run.*train runs/run/job.toml"):
         stored_job(run, ["run.name=x"])
     for text, said in {
         "[train\n": "cannot be read as TOML",

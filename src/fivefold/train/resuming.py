@@ -78,6 +78,13 @@ def directory_named(run: Place | None, job: Job) -> Path | None:
 def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     """The job that a run's directory holds, with KEY=VALUE changes, and as the job of that directory: it may have been
     moved or renamed since. With a URL, that of its newest checkpoint."""
+    places = ("run=", "run.name=", "checkpoint.url=" if isinstance(directory, Remote) else "run.dir=")
+    if moved := [word for word in words if word.startswith(places)]:
+        way_out = "--fresh" if isinstance(directory, Remote) else f"'fivefold train {directory / JOB} run.name=NAME'"
+        raise UserError(
+            f"{moved[0]} is another place than {directory}, in which the run goes on; a run of its own with the same "
+            f"job is {way_out}"
+        )
     if isinstance(directory, Remote):
         newest = newest_of(store_of(directory).complete())
         if newest is None:
@@ -85,12 +92,6 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
         table = msgspec.to_builtins(stored(newest))
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
         return resolve(table, words)
-    moved = [word for word in words if word.startswith(("run.name=", "run.dir=", "run="))]
-    if moved:
-        raise UserError(
-            f"{moved[0]} is another directory than {directory}, which goes on in its place; a run of its own with the "
-            f"same job is 'fivefold train {directory / JOB} run.name=NAME'"
-        )
     table = _table(directory)
     whole = Path(os.path.abspath(directory))
     near = str(directory.parent) if directory.name not in ("", "..") else str(whole.parent)
