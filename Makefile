@@ -2,14 +2,15 @@
 # make check   lint, types, pure tests and two ranks: what to run while working, in about a minute.
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make recipes: CONTRIBUTING's;
-#              make cluster-test: runs on two hosts and on Slurm. Their last transcripts are kept in proofs/.
+#              make cluster-test: runs on two hosts and on Slurm; make extras-test: a server of object storage.
+#              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
 KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test wheel-test recipes clean
+.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test wheel-test recipes clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -31,7 +32,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared alone prove cluster-test: export OMP_NUM_THREADS = 1
+pure smoke shared alone prove cluster-test extras-test: export OMP_NUM_THREADS = 1
 
 # The tests of rooms that need no torch; tests/conftest.py says which.
 pure: install
@@ -46,9 +47,9 @@ pytest:
 	@$(MAKE) --no-print-directory shared
 	@$(MAKE) --no-print-directory alone
 shared: install
-	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster"
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster and not extras"
 alone: install
-	$(BIN)/python -m pytest -m "alone and not slow and not cluster"
+	$(BIN)/python -m pytest -m "alone and not slow and not cluster and not extras"
 
 # Run these before a change of what they prove lands, and commit the transcripts.
 prove: install
@@ -62,6 +63,11 @@ cluster-test: install
 
 wheel-test: install
 	$(KEEP) wheel $(PYTHON) tools/wheel_test.py
+
+# A server that speaks S3 and its friends; 130 MB that nobody else needs.
+extras-test: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
+	$(KEEP) extras $(BIN)/python -m pytest -v -m extras
 
 recipes: install
 	$(KEEP) recipes $(BIN)/python tools/recipes.py

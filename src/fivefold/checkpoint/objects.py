@@ -39,6 +39,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
 
+_NO_BUCKET = re.compile("(bucket|container) does not exist|NoSuchBucket", re.IGNORECASE)
+
 
 def objects(place: Remote) -> "Objects":
     return _objects(f"{place.protocol}://{place.path.partition('/')[0]}", os.getpid())  # a fork has no threads
@@ -55,7 +57,7 @@ class Objects:
     def __init__(self, root: str):
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-        options = {"use_listings_cache": False} | _OPTIONS.get(root.partition(":")[0], {})
+        options = {"use_listings_cache": False, "skip_instance_cache": True} | _OPTIONS.get(root.partition(":")[0], {})
         self.driver: Any = asked(lambda: url_to_fs(root, **options)[0])
 
     def read(self, place: Remote, most: int) -> bytes:
@@ -248,7 +250,7 @@ def sentence(error: BaseException) -> OSError:
         if _SECRET.search(name) and len(value) >= 8:
             said = said.replace(value, "***")
     said = re.sub(r"//[^/@\s]*@", "//", said)[:500]
-    if isinstance(error, FileNotFoundError) and "bucket" not in said.lower():
+    if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(said):
         return FileNotFoundError(errno.ENOENT, "there is no such object")
     if isinstance(error, PermissionError) or "redentials" in said:
         return PermissionError(errno.EACCES, f"access is denied ({said}); credentials come from the environment")
