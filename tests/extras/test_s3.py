@@ -85,6 +85,13 @@ def losses(directory: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def ranks(*words: object, cwd: Path, **env: str) -> Any:
+    """A command with ranks. A launcher that has asked a server has threads, and forks from a server of its own: not
+    from that of tests/commands.py, which prints elsewhere."""
+    command = [sys.executable, "-m", "fivefold", *map(str, words), "--nproc", "2"]
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **env, "COLUMNS": "200"}, capture_output=True, text=True)
+
+
 WORDS = [*(word for word in SMALL if not word.startswith("train.timeout")), "train.dtype=float64", "train.steps=8",
          "checkpoint.every=2", "train.timeout=120"]  # fmt: skip
 
@@ -97,13 +104,12 @@ def test_a_run_that_was_killed_goes_on_in_another_layout_on_another_machine(
     whole = fivefold(*words, "run.name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     url = f"checkpoint.url=s3://{BUCKET}/runs"
-    first = fivefold(*words, url, "layout=dp=2,zero=3", "--nproc", "2", cwd=tmp_path,
-                     env=server.env | {"FIVEFOLD_FAULT": "kill@rank=1,step=6"})  # fmt: skip
+    first = ranks(*words, url, "layout=dp=2,zero=3", cwd=tmp_path, FIVEFOLD_FAULT="kill@rank=1,step=6")
     assert first.returncode == 1, first.stderr
     saved = names(Store(place("runs/run/checkpoints")).complete())
     assert saved[0] in ("step-00000004", "step-00000002")  # rank 1 may be gone before the save of step 4 is over
     (tmp_path / "elsewhere").mkdir()
-    second = fivefold(*words, url, "layout=tp=2", "--nproc", "2", cwd=tmp_path / "elsewhere", env=server.env)
+    second = ranks(*words, url, "layout=tp=2", cwd=tmp_path / "elsewhere")
     assert second.returncode == 0, second.stderr
     assert f"resumes from s3://{BUCKET}/runs/run/checkpoints/{saved[0]}" in second.stdout
     want, early = losses(tmp_path / "runs/whole"), losses(tmp_path / "runs/run")

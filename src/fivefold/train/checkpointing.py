@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -82,8 +83,9 @@ class Checkpoints:
             return
         self.told = True
         steps, every = start - last.begun, self.trainer.job.checkpoint.every
+        where = "the disk" if isinstance(self.store.directory, Path) else self.store.directory
         self.say(
-            f"step {step} waited {waited:.1f} s for the disk: the checkpoint before took {steps + waited:.1f} s to "
+            f"step {step} waited {waited:.1f} s for {where}: the checkpoint before took {steps + waited:.1f} s to "
             f"write; with checkpoint.every={math.ceil(every * (steps + waited) / steps)} steps would not wait"
         )
 
