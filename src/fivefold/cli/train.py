@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 from rich.console import Console
 
-from fivefold.cli.job_args import JobWords, split
+from fivefold.cli.job_args import split
 from fivefold.launch import faults
 from fivefold.launch.ends import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
 from fivefold.support.errors import UserError
@@ -36,7 +36,7 @@ The model cannot change.
 
   fivefold resume runs/demo --nproc 8
 
-  fivefold resume runs/demo train.steps=600 optimizer.schedule_steps=600 --nproc 8
+  fivefold resume runs/demo train.steps=400 optimizer.schedule_steps=400
 
   fivefold resume runs/demo layout=tp=2 --nproc 2 --restarts 3
 """
@@ -44,7 +44,14 @@ The model cannot change.
 
 def train(
     context: typer.Context,
-    job: JobWords = None,
+    job: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB.toml | RUN] [KEY=VALUE]...",
+            help="A job file or a run's directory, and settings that change its job.",
+            show_default=False,
+        ),
+    ] = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
     restarts: Annotated[
         int,
