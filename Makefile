@@ -1,8 +1,9 @@
 # make demo    sets up .venv, then trains a small Llama in 3D.
 # make check   lint, types, pure tests and two ranks: what to run while working, in about a minute.
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
-# make prove   the long proofs; make wheel-test: the package in a clean environment; make recipes: CONTRIBUTING's;
-#              make cluster-test: runs on two hosts and on Slurm; make extras-test: a server of object storage.
+# make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
+#              and on Slurm; make extras-test: a server of object storage; make recipes: the jobs of recipes/, dry-run;
+#              make contributing: CONTRIBUTING's recipes, followed.
 #              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +11,8 @@ KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test wheel-test recipes clean
+.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test wheel-test \
+	recipes contributing clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -71,6 +73,9 @@ extras-test: install
 
 recipes: install
 	$(KEEP) recipes $(BIN)/python tools/recipes.py
+
+contributing: install
+	$(KEEP) contributing $(BIN)/python tools/contributing.py
 
 # The stamp makes this a no-op until pyproject.toml changes.
 install: .venv/installed

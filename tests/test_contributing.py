@@ -1,8 +1,8 @@
-"""CONTRIBUTING.md's recipes have the form that `make recipes` follows, and stay within their promises."""
+"""CONTRIBUTING.md's recipes have the form that `make contributing` follows, and stay within their promises."""
 
 from pathlib import Path
 
-from tools.recipes import GUIDE, listed, sections
+from tools.contributing import GUIDE, listed, sections
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sections(GUIDE.read_text())

@@ -1,68 +1,66 @@
-"""make recipes: follows every recipe of CONTRIBUTING.md on a scratch copy of the last commit.
+"""make recipes: dry-runs every job of recipes/, and holds it against its first comment.
 
-A recipe is a section `### Add ...`. Its diff blocks are applied, its sh blocks are run, and the files that it changes
-must be those that it lists under "Files:". So a recipe that has become wrong is found, and one that takes more files.
+    python tools/recipes.py              the first and the last pipeline rank of each, as the trainer would run them
+    python tools/recipes.py --write      writes what the planner says now into the first comments
+
+A recipe's first comment has what the planner expects of it: tokens/s, MFU, seconds of a step, memory of the fullest
+rank. tests/test_recipes.py compares it with the planner in every `make test`.
 """
 
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-GUIDE = ROOT / "CONTRIBUTING.md"
+from fivefold.dryrun.dryrun import dryrun
+from fivefold.job.config import Job, read_job
+from fivefold.job.written import comment
+from fivefold.plan.plan import simulate
+from fivefold.plan.search.search import Option
+from fivefold.plan.training import expected
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+FIRST = re.compile(r"\A(?:#[^\n]*\n)*?#[^\n]*planned\.\n")  # the first comment, which may be several lines
 
 
-def sections(text: str) -> dict[str, str]:
-    """Title -> body of every recipe."""
-    found = re.split(r"^### (Add .*)\n", text, flags=re.M)[1:]
-    return {title: re.split(r"^##? ", body, flags=re.M)[0] for title, body in zip(found[::2], found[1::2], strict=True)}
+def planned(job: Job) -> Option:
+    """The job as it is, on the cluster that it names."""
+    return simulate(job, job.layout).option
 
 
-def listed(body: str) -> list[str]:
-    """The files that a recipe says it touches."""
-    line = re.search(r"^Files: (.*?)\n\n", body, re.M | re.S)
-    return sorted(re.findall(r"`([^`]+)`", line[1])) if line else []
+def first_comment(job: Job) -> str:
+    return "".join(f"{line}\n" for line in comment(f"{job.model.name} on {job.run.cluster}: {expected(planned(job))}"))
 
 
-def run(words: list[str] | str, cwd: Path, given: str | None = None) -> str:
-    """The output of a command, or of a line of shell; the program ends where one fails."""
-    env = os.environ | {"PYTHONPATH": str(cwd / "src"), "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
-    shell = isinstance(words, str)
-    done = subprocess.run(words, cwd=cwd, env=env, input=given, shell=shell, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{words} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
+def write(file: Path) -> None:
+    text = FIRST.sub("", file.read_text())
+    file.write_text(first_comment(read_job(file)) + text)
 
 
-def follow(title: str, body: str, copy: Path) -> None:
-    print(f"\n{title}", flush=True)
-    for kind, block in re.findall(r"^```(diff|sh)\n(.*?)^```$", body, re.M | re.S):
-        if kind == "diff":
-            run(["git", "apply", "--recount", "--unidiff-zero", "-"], copy, block)
-            continue
-        for line in block.splitlines():
-            out = run(line, copy).splitlines()
-            print(f"  $ {line}\n    {out[-1] if out else ''}", flush=True)
-    run(["git", "add", "--all"], copy)
-    touched = sorted(run(["git", "diff", "--cached", "--name-only"], copy).splitlines())
-    print("  files: " + ", ".join(touched))
-    if touched != listed(body):
-        sys.exit(f"{title} lists {listed(body)}")
+def check(file: Path) -> bool:
+    """Run the code that would train, as the ranks that hold the most; whether it fits and sends what was planned."""
+    job = read_job(file)
+    cpu = planned(job).case.on.accelerator.is_cpu
+    found = dryrun(job, stages=sorted({0, job.layout.pp - 1}), kernels="cpu" if cpu else "cuda")
+    memory = max(one.device_bytes for one in found.ranks)
+    agrees = all(one.traffic_agrees for one in found.ranks)
+    holds = found.ok and agrees and file.read_text().startswith(first_comment(job))
+    ranks = " and ".join(str(one.dry.rank) for one in found.ranks)
+    print(f"{'ok' if holds else 'FAILS':5}  {file.stem}: {job.layout}", flush=True)
+    print(
+        f"       rank {ranks} of {job.layout.world}: {memory / 1e9:.1f} GB, planned "
+        f"{planned(job).footprint.total / 1e9:.1f}; traffic {'as' if agrees else 'not as'} planned {found.advice}",
+        flush=True,
+    )
+    return holds
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        run(["git", "worktree", "add", "--quiet", "--detach", str(copy), "HEAD"], ROOT)
-        try:
-            for title, body in sections(GUIDE.read_text()).items():
-                follow(title, body, copy)
-                run(["git", "reset", "--quiet", "--hard", "HEAD"], copy)
-        finally:
-            run(["git", "worktree", "remove", "--force", str(copy)], ROOT)
+    files = sorted(FOLDER.glob("*.toml"))
+    if "--write" in sys.argv:
+        for file in files:
+            write(file)
+    elif False in [check(file) for file in files]:
+        sys.exit("some recipes do not hold")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ Steps = Annotated[int, within(1, STEPS)]
 NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
 Table = dict[str, Any]
 EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
+RECIPES = EXAMPLES.parent / "recipes"
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,10 +215,11 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
 
 
 def _found(path: Path) -> Path:
-    """The file; where there is none, the example of that name that comes with the package."""
-    example = EXAMPLES / f"{path.stem}.toml"
-    named = path.suffix in ("", ".toml") and path.parent in (Path(), Path("examples"))
-    if os.path.isfile(path) or not named or not os.path.isfile(example):
+    """The file; where there is none, the example or recipe of that name that comes with the package."""
+    name = path.name.removesuffix(".toml") + ".toml"
+    homes = [home for home in (EXAMPLES, RECIPES) if path.parent in (Path(), Path(home.name))]
+    example = next((home / name for home in homes if os.path.isfile(home / name)), None)
+    if os.path.isfile(path) or example is None:
         return path
     warnings.warn(Note(f"there is no file {path} here; the job is Fivefold's own example {example}"), stacklevel=3)
     return example

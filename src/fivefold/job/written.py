@@ -24,7 +24,7 @@ def written(job: Job, why: Mapping[str, str], head: Sequence[str] = (), hints: M
 
     `hints` are comments at the beginning of a section.
     """
-    lines = [line for paragraph in head for line in _comment(paragraph)]
+    lines = [line for paragraph in head for line in comment(paragraph)]
     tables = {"model": model_table(job.model)}
     for section in SECTIONS:
         tables[section] = dict(_said(job, section, why))
@@ -32,7 +32,7 @@ def written(job: Job, why: Mapping[str, str], head: Sequence[str] = (), hints: M
         hint = (hints or {}).get(section, "")
         if not table and not hint:
             continue
-        lines += ["", f"[{section}]", *_comment(hint)]
+        lines += ["", f"[{section}]", *comment(hint)]
         nested = {key: value for key, value in table.items() if isinstance(value, dict)}
         for key, value in table.items():
             if key not in nested:
@@ -78,12 +78,12 @@ def _line(key: str, value: Any, why: str) -> list[str]:
     setting = f"{key} = {_text(value)}"
     if not why:
         return [setting]
-    if len(beside := f"{setting:22}  {''.join(_comment(why))}") <= WIDTH:
+    if len(beside := f"{setting:22}  {''.join(comment(why))}") <= WIDTH:
         return [beside]
-    return [*_comment(why), setting]
+    return [*comment(why), setting]
 
 
-def _comment(text: str) -> list[str]:
+def comment(text: str) -> list[str]:
     printable = "".join(letter if letter.isprintable() else "?" for letter in text)  # TOML takes no others
     return [f"# {line}" for line in textwrap.wrap(printable, WIDTH - 2, break_on_hyphens=False)]
 

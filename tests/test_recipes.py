@@ -1,0 +1,44 @@
+"""The jobs of recipes/: each is legal on its cluster, fits, and says in its first comment what the planner says."""
+
+from pathlib import Path
+
+import pytest
+from tools.recipes import FOLDER, first_comment, planned, write
+
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import RECIPES, read_job
+from fivefold.job.preflight import needs_data
+from fivefold.job.recipes import recipe
+
+FILES = sorted(FOLDER.glob("*.toml"))
+
+
+def test_there_are_a_dozen_from_one_device_to_thousands() -> None:
+    sizes = [Cluster.read(read_job(file).run.cluster).world for file in FILES]
+    assert len(FILES) >= 12
+    assert (min(sizes), max(sizes)) == (1, 16_384)
+    assert FOLDER.resolve() == RECIPES.resolve()  # those of the package
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_recipe_is_what_the_planner_says(file: Path, tmp_path: Path) -> None:
+    job = read_job(file)
+    assert job.problems(world=Cluster.read(job.run.cluster).world) == []
+    assert file.read_text().startswith(first_comment(job)), "python tools/recipes.py --write"
+    assert planned(job).fits
+    assert file.stem.startswith(job.model.name)
+    assert file.stem.endswith(job.run.cluster)
+    assert needs_data(job) == (job.model.name != "tiny")
+    if "128k" not in file.stem:  # which goes on from trained weights
+        usual = recipe(job.model, job.data.seq, job.train.steps * job.train.batch * job.data.seq)
+        assert job.optimizer.lr == pytest.approx(usual["optimizer.lr"].value, rel=0.05)
+    copy = tmp_path / file.name
+    copy.write_text(file.read_text().replace("tokens/s", "bottles/s", 1))
+    write(copy)
+    assert copy.read_text() == file.read_text()
+
+
+def test_a_recipe_is_found_where_there_is_no_checkout(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="Fivefold's own"):
+        assert read_job("recipes/llama3-8b-8xH100.toml").run.cluster == "8xH100"
