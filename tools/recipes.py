@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from msgspec import structs
+
 from fivefold.dryrun.dryrun import dryrun
 from fivefold.job.config import Job, read_job
 from fivefold.job.written import comment
@@ -36,18 +38,29 @@ def write(file: Path) -> None:
     file.write_text(first_comment(read_job(file)) + text)
 
 
+def shorter(job: Job) -> Job:
+    """The same step with fewer microbatches: after two for each pipeline rank, those in flight are no more."""
+    count, least = job.layout.microbatches, max(2, 2 * job.layout.pp)
+    if count <= least or count % least:
+        return job
+    batch = job.train.batch // count * least
+    layout, train = structs.replace(job.layout, microbatches=least), structs.replace(job.train, batch=batch)
+    return structs.replace(job, layout=layout, train=train)
+
+
 def check(file: Path) -> bool:
     """Run the code that would train, as the ranks that hold the most; whether it fits and sends what was planned."""
     job = read_job(file)
+    run = shorter(job)
     cpu = planned(job).case.on.accelerator.is_cpu
-    found = dryrun(job, stages=sorted({0, job.layout.pp - 1}), kernels="cpu" if cpu else "cuda")
+    found = dryrun(run, stages=sorted({0, job.layout.pp - 1}), kernels="cpu" if cpu else "cuda")
     memory = max(one.device_bytes for one in found.ranks)
     agrees = all(one.traffic_agrees for one in found.ranks)
     holds = found.ok and agrees and file.read_text().startswith(first_comment(job))
     ranks = " and ".join(str(one.dry.rank) for one in found.ranks)
     print(f"{'ok' if holds else 'FAILS':5}  {file.stem}: {job.layout}", flush=True)
     print(
-        f"       rank {ranks} of {job.layout.world}: {memory / 1e9:.1f} GB, planned "
+        f"       rank {ranks} of {job.layout.world}, {run.layout.microbatches} microbatches: {memory / 1e9:.1f} GB, planned "
         f"{planned(job).footprint.total / 1e9:.1f}; traffic {'as' if agrees else 'not as'} planned {found.advice}",
         flush=True,
     )
