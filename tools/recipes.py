@@ -59,9 +59,10 @@ def check(file: Path) -> bool:
     holds = found.ok and agrees and file.read_text().startswith(first_comment(job))
     ranks = " and ".join(str(one.dry.rank) for one in found.ranks)
     print(f"{'ok' if holds else 'FAILS':5}  {file.stem}: {job.layout}", flush=True)
+    sent = "as" if agrees else "not as"
     print(
-        f"       rank {ranks} of {job.layout.world}, {run.layout.microbatches} microbatches: {memory / 1e9:.1f} GB, planned "
-        f"{planned(job).footprint.total / 1e9:.1f}; traffic {'as' if agrees else 'not as'} planned {found.advice}",
+        f"       rank {ranks} of {job.layout.world}, {run.layout.microbatches} microbatches: {memory / 1e9:.1f} GB, "
+        f"planned {planned(job).footprint.total / 1e9:.1f}; traffic {sent} planned {found.advice}".rstrip(),
         flush=True,
     )
     return holds
