@@ -1,6 +1,6 @@
 """make recipes: dry-runs every job of recipes/, and holds it against its first comment.
 
-    python tools/recipes.py              the first and the last pipeline rank of each, as the trainer would run them
+    python tools/recipes.py              the first and the fullest pipeline rank of each, as the trainer would run them
     python tools/recipes.py --write      writes what the planner says now into the first comments
 
 A recipe's first comment has what the planner expects of it: tokens/s, MFU, seconds of a step, memory of the fullest
@@ -10,6 +10,7 @@ rank. tests/test_recipes.py compares it with the planner in every `make test`.
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 from msgspec import structs
 
@@ -52,8 +53,9 @@ def check(file: Path) -> bool:
     """Run the code that would train, as the ranks that hold the most; whether it fits and sends what was planned."""
     job = read_job(file)
     run = shorter(job)
-    cpu = planned(job).case.on.accelerator.is_cpu
-    found = dryrun(run, stages=sorted({0, job.layout.pp - 1}), kernels="cpu" if cpu else "cuda")
+    option = planned(job)
+    kernels: Literal["cpu", "cuda"] = "cpu" if option.case.on.accelerator.is_cpu else "cuda"
+    found = dryrun(run, stages=sorted({0, option.footprint.rank}), kernels=kernels)
     memory = max(one.device_bytes for one in found.ranks)
     agrees = all(one.traffic_agrees for one in found.ranks)
     holds = found.ok and agrees and file.read_text().startswith(first_comment(job))
@@ -62,7 +64,7 @@ def check(file: Path) -> bool:
     sent = "as" if agrees else "not as"
     print(
         f"       rank {ranks} of {job.layout.world}, {run.layout.microbatches} microbatches: {memory / 1e9:.1f} GB, "
-        f"planned {planned(job).footprint.total / 1e9:.1f}; traffic {sent} planned {found.advice}".rstrip(),
+        f"planned {option.footprint.total / 1e9:.1f}; traffic {sent} planned {found.advice}".rstrip(),
         flush=True,
     )
     return holds
