@@ -57,9 +57,10 @@ def ring(axis: Axis, device: torch.device) -> Ring:
 
 
 def sends(axis: Axis, device: torch.device) -> list[Send]:
-    """From this rank to the next of its group. All of the group call it."""
+    """From this rank to the next of its group and back, so that a node which is slow in one direction has two slow
+    links. All of the group call it."""
     found = []
-    payload, answer = torch.ones(_SIZES[device.type][-1] // 4, device=device), torch.ones(1, device=device)
+    payload = torch.ones(_SIZES[device.type][-1] // 4, device=device)
     for turn in turns(axis.size):
         dist.barrier(axis.group)
         for here, there in turn:
@@ -71,15 +72,15 @@ def sends(axis: Axis, device: torch.device) -> list[Send]:
                 faults.strike("link")
                 if axis.rank == here:
                     dist.send(payload, group=axis.group, group_dst=there)
-                    dist.recv(answer, group=axis.group, group_src=there)
+                    dist.recv(payload, group=axis.group, group_src=there)
                 else:
                     dist.recv(payload, group=axis.group, group_src=here)
-                    dist.send(answer, group=axis.group, group_dst=here)
-                answer.item()  # on a GPU the message has come only now
+                    dist.send(payload, group=axis.group, group_dst=here)
+                payload[0].item()  # on a GPU the message has come only now
                 times.append(time.perf_counter() - start)
             if axis.rank == here:
                 pair = axis.ranks[here], axis.ranks[there]
-                found.append(Send(axis.name, pair, payload.nbytes / usual(device)(times[1:])))
+                found.append(Send(axis.name, pair, 2 * payload.nbytes / usual(device)(times[1:])))
     return found
 
 

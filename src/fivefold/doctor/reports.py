@@ -37,7 +37,7 @@ class Ring(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """A large message from one rank of a group to the next."""
+    """A large message from one rank of a group to the next, and back."""
 
     axis: str
     ranks: tuple[int, int]
