@@ -69,7 +69,7 @@ wheel-test: install
 # A server that speaks S3 and its friends; 130 MB that nobody else needs.
 extras-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
-	$(KEEP) extras $(BIN)/python -m pytest -v -m extras
+	$(KEEP) extras $(BIN)/python -m pytest -vv --no-header tests/extras
 
 recipes: install
 	$(KEEP) recipes $(BIN)/python tools/recipes.py

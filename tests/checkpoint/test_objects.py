@@ -280,3 +280,21 @@ def test_a_place_that_takes_no_files_is_said_before_a_run(place: Remote) -> None
     with pytest.raises(UserError, match=r"checkpoint.url=file:///proc/none cannot be used"):
         reach("file:///proc/none")
     assert isinstance(place_of(str(place)), Remote)
+
+
+def test_a_server_that_fails_while_it_is_looked_at_is_a_sentence(
+    place: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store := Store(place / "run" / "checkpoints"), 1)
+    driver = store.storage.driver  # type: ignore[attr-defined]
+    plain = driver.info
+
+    def failing(path: Any, **more: Any) -> Any:
+        if str(path).endswith("step-00000001/manifest.json"):
+            raise RuntimeError("503 Slow Down")
+        return plain(path, **more)
+
+    monkeypatch.setattr(driver, "info", failing)
+    for look in (list_checkpoints, verify_checkpoints, find):
+        with pytest.raises(UserError, match=r"cannot look at .*run: 503 Slow Down"):
+            look(str(place / "run"))

@@ -14,7 +14,7 @@ from fivefold.support.places import Place, place_of
 def store_of(run: str | Place) -> Store:
     """Of a run's directory, or the `checkpoints` in it."""
     path = place_of(run)
-    with _reachable(path):
+    with reachable(path):
         storage = storage_of(path)
         if storage.holds(path / "checkpoints"):
             return Store(path / "checkpoints")
@@ -29,7 +29,8 @@ def store_of(run: str | Place) -> Store:
 
 
 @contextmanager
-def _reachable(path: Place) -> Iterator[None]:
+def reachable(path: str | Place) -> Iterator[None]:
+    """Around a look at checkpoints: what a server or a file system refuses is a sentence."""
     try:
         yield
     except OSError as error:
@@ -50,7 +51,7 @@ def beside(checkpoint: Checkpoint, name: str) -> Path | None:
 def one_of(run: str | Place) -> Checkpoint | None:
     """The checkpoint that a path itself is, if it is one."""
     path = place_of(run)
-    with _reachable(path):
+    with reachable(path):
         if not storage_of(path).exists(path / MANIFEST):
             return None
     return Checkpoint(path.resolve() if isinstance(path, Path) else path)  # it may be the link `latest`
@@ -62,7 +63,9 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
         if step is not None and (found := one.manifest.step) != step:
             raise UserError(f"{path} is the checkpoint of step {found}, and --step {step} is another; leave one out")
         return one
-    complete = store_of(path).complete()
+    store = store_of(path)
+    with reachable(path):
+        complete = store.complete()
     if step is not None:
         if same := [one for one in complete if one.step == step]:
             return same[0]

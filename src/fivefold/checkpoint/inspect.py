@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from fivefold.checkpoint.find import find, one_of, store_of
+from fivefold.checkpoint.find import find, one_of, reachable, store_of
 from fivefold.checkpoint.store import Checkpoint
 from fivefold.layout.layout import Layout
 from fivefold.report import Block, Cell, Result, Table, Text
@@ -45,13 +45,15 @@ def list_checkpoints(run: str | Place) -> CheckpointList:
     """A run's checkpoints. Files are looked at, not read."""
     store = store_of(run)
     rows: list[dict[str, Any]] = []
-    for one in reversed(store.complete()):
+    with reachable(run):
+        complete, incomplete, aside = store.complete(), store.incomplete(), store.aside()
+    for one in reversed(complete):
         misfits = one.misfits()
         row: dict[str, Any] = {"name": one.path.name, "step": one.step, "complete": not misfits, "problems": misfits}
         if not misfits:
             row |= {"layout": _layout(one), "files": len(one.manifest.files), "bytes": one.bytes}
         rows.append(row)
-    return CheckpointList(run, rows, [path.name for path in store.incomplete()], [path.name for path in store.aside()])
+    return CheckpointList(run, rows, [path.name for path in incomplete], [path.name for path in aside])
 
 
 def _layout(checkpoint: Checkpoint) -> str:
@@ -125,7 +127,8 @@ def verify_checkpoints(
     `progress` is told of bytes as they are read, and of how many there are.
     """
     alone = find(run, step) if step is not None else one_of(run)
-    every = [alone] if alone else store_of(run).complete()
+    with reachable(run):
+        every = [alone] if alone else store_of(run).complete()
     if not every:
         raise UserError(f"{run} has no complete checkpoint")
     total = sum(one.bytes for one in every if not one.misfits())

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from fivefold.checkpoint.find import store_of
+from fivefold.checkpoint.find import reachable, store_of
 from fivefold.checkpoint.job import stored
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
 from fivefold.job.config import Job, resolve
@@ -86,7 +86,8 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             f"job is {way_out}"
         )
     if isinstance(directory, Remote):
-        newest = newest_of(store_of(directory).complete())
+        with reachable(directory):
+            newest = newest_of(store_of(directory).complete())
         if newest is None:
             raise UserError(f"{directory} has no checkpoint to go on from")
         table = msgspec.to_builtins(stored(newest))
