@@ -20,7 +20,7 @@ WORDS = NEED_TORCH | WORKS | {"bench scaling": "layout=dp=2"}
 SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")  # of `plan`
 # A seed may be any number, a target in seconds also one that nothing misses, and one may sample from all tokens.
 FINE = {("data prepare", "--seed"), ("plan", "--ttft"), ("plan", "--tpot")}
-NEED_A_RUN = ("generate", "checkpoint", "export", "import")  # they look for it first
+NEED_A_RUN = ("resume", "generate", "checkpoint", "export", "import")  # they look for it first
 
 
 def options() -> Iterator[tuple[str, str]]:
