@@ -5,7 +5,7 @@ Needs PyTorch: pip install "fivefold[train]". The corpus is the Python standard 
 
 import fivefold as ff
 
-SMALL = ["data.seq=64", "train.steps=20", "train.batch=8", "train.eval_samples=8", "train.device=cpu"]
+SMALL = ["data.seq=64", "train.steps=10", "train.batch=8", "train.eval_samples=8", "train.device=cpu"]
 
 # The ranks are processes of their own, so this works in a script, in a notebook and under `if __name__ == "__main__"`.
 two = ff.train(changes=["layout=tp=2,sp", "run.name=two", *SMALL])

@@ -15,6 +15,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.support.errors import UserError
+from tests.cli.test_cli import losses
 from tests.commands import Command, fivefold, start
 
 FAST = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=2", "model.hidden=32", "model.ffn=48",
@@ -38,11 +39,6 @@ def training(tmp_path: Path, tokens: Path, *words: str) -> Command:
 
 def fault(text: str) -> dict[str, str]:
     return {"FIVEFOLD_FAULT": text}
-
-
-def losses(run: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +91,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tokens: Path, tmp_path: Path) 
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+@pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])  # test_cli has a rank
 def test_a_killed_run_is_brought_back_by_itself(whole, tmp_path: Path, launcher: str) -> None:
     words, want = whole
     if launcher == "ours":

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -203,13 +202,21 @@ def test_the_job_can_be_checked_without_training(tmp_path, tokens: Path) -> None
     assert not (tmp_path / "runs").exists()
 
 
-def test_under_torchrun_the_same_command_joins(tmp_path, tokens: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "fivefold"]
-    done = subprocess.run(
-        [*command, "train", f"data.path={tokens}", *FAST], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+def test_under_torchrun_the_same_command_joins_and_is_brought_back(tmp_path, tokens: Path) -> None:
+    words = ["train", f"data.path={tokens}", *FAST, "checkpoint.every=1"]
+    (tmp_path / "plain").mkdir()
+    assert fivefold(*words, cwd=tmp_path / "plain").returncode == 0
+    torchrun = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", "--module", "fivefold", *words]
+    env = {"FIVEFOLD_FAULT": "kill@rank=0,step=2"}
+    done = fivefold(*torchrun, cwd=tmp_path, env=env, module="torch.distributed.run")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs/run/metrics.jsonl").exists()
+    assert "exitcode: -9" in done.stderr
+    assert losses(tmp_path / "runs/run") == losses(tmp_path / "plain/runs/run")
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
 
 
 def test_under_slurm_the_same_command_joins(tmp_path, tokens: Path) -> None:

@@ -42,7 +42,14 @@ PROOFS = {
 }
 
 
-@pytest.mark.parametrize("proof", PROOFS.values(), ids=PROOFS)
+# What the first three vary, "interleaved", "bfloat16" and "halves and wholes, zero 2" have as well.
+SLOW = [pytest.mark.slow] * 3 + [()] * (len(PROOFS) - 3)
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [pytest.param(proof, id=name, marks=marks) for (name, proof), marks in zip(PROOFS.items(), SLOW, strict=True)],
+)
 def test_a_pipeline_computes_what_one_process_computes_and_sends_what_the_closed_form_says(
     judge: Judge, proof: Job
 ) -> None:

@@ -86,9 +86,9 @@ class Work:
 
     @cached_property
     def block(self) -> Passes:
-        forward = sum(self._gemm(*shape) for shape in self.gemms)
-        inputs = sum(self._gemm(m, k, n) for m, n, k in self.gemms)
-        weights = sum(self._gemm(n, k, m) for m, n, k in self.gemms)
+        forward, inputs, weights = (
+            self._slower * seconds for seconds in _matmuls(self.device, tuple(self.gemms), self.precision)
+        )
         attend, attend_back = self._attention
         point, point_back = self._pointwise
         ahead = Seconds(gemm=forward, attention=attend, memory=point)
@@ -112,9 +112,12 @@ class Work:
         """Adding up gradients in kernels of their own."""
         return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
 
+    @property
+    def _slower(self) -> float:
+        return ROWWISE if self.stack.rowwise and self.precision == "fp8" else 1.0
+
     def _gemm(self, m: int, n: int, k: int) -> float:
-        slower = ROWWISE if self.stack.rowwise and self.precision == "fp8" else 1.0
-        return slower * self.device.gemm(m, n, k, self.precision)
+        return self._slower * self.device.gemm(m, n, k, self.precision)
 
     @cached_property
     def _attention(self) -> tuple[float, float]:
@@ -249,6 +252,16 @@ class Work:
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),
             Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self._added(n * k)),
         )
+
+
+@lru_cache(maxsize=4096)
+def _matmuls(device: Device, shapes: tuple[tuple[int, int, int], ...], precision: str) -> tuple[float, float, float]:
+    """Seconds forward, and backward for inputs and weights. Many layouts share the shapes."""
+    return (
+        sum(device.gemm(m, n, k, precision) for m, n, k in shapes),
+        sum(device.gemm(m, k, n, precision) for m, n, k in shapes),
+        sum(device.gemm(n, k, m, precision) for m, n, k in shapes),
+    )
 
 
 @lru_cache(maxsize=4096)
