@@ -137,6 +137,11 @@ def test_a_cancelled_job_stays_cancelled(node: Path) -> None:
     assert ran(node, CODE="143", STATE="COMPLETING")[2] == ["srun"]
 
 
+def test_the_loss_of_a_node_is_no_failure_of_the_job(node: Path) -> None:
+    assert ran(node, CODE="137", STATE="COMPLETING")[2] == ["srun"]
+    assert not list(node.glob("runs/slurm-7/failures"))
+
+
 def test_a_controller_that_does_not_answer_is_asked_again(node: Path) -> None:
     (node / "bin/squeue").write_text("#!/bin/sh\nexit 1\n")
     (node / "bin/scontrol").write_text('#!/bin/sh\necho "scontrol $*" >> calls\n[ $(wc -l < calls) -gt 2 ]\n')

@@ -69,12 +69,11 @@ cpus=$((SLURM_CPUS_ON_NODE / @PER_NODE@))
 """
 
 _TAIL = r"""
-# Queue this job again, unless Slurm is ending it already: after scancel it stays cancelled.
+# Whether Slurm itself is ending this start: after scancel the job stays cancelled, and after the loss of a node or
+# preemption Slurm queues it again. No answer means that slurmctld is busy.
+ending() { ! [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) =~ ^(RUNNING)?$ ]]; }
 again() {
-  case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) in
-    RUNNING | "") ;;  # nothing: slurmctld does not answer now
-    *) return ;;
-  esac
+  ending && return
   for pause in 10 30 60; do
     scontrol requeue "$SLURM_JOB_ID" && return
     sleep "$pause"
@@ -88,7 +87,7 @@ stop() {
 }
 too_late() { sleep @LAST@ && echo "the ranks have not saved in time" && again; }
 trap 'stop "time limit"; too_late 2> /dev/null & timer=$!' USR1
-trap 'stop "preemption or scancel"' TERM
+trap 'stop "by Slurm"' TERM
 
 echo "start ${SLURM_RESTART_COUNT:-0} at $(date -Is) on $SLURM_JOB_NODELIST; ranks write to $logs/rank-*.log"
 @RANKS@
@@ -108,6 +107,7 @@ case $code in
   2) echo "refused, as any other start would be; the reason is in $logs/rank-*.log" ;;
   130) echo "interrupted" ;;
   *)  # a rank failed (1), lost a peer (3), or was killed (128 + signal); after an hour it counts as a first failure
+    ending && exit "$code"
     [ "$SECONDS" -lt 3600 ] || rm -f "$logs/failures"
     echo "start ${SLURM_RESTART_COUNT:-0} ended with code $code at $(date -Is)" >> "$logs/failures"
     failed=$(wc -l < "$logs/failures")
