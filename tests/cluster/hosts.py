@@ -180,14 +180,16 @@ class Hosts:
         pid = self._hold(*inner, "unshare", "--net", "--mount", "--uts", "cat")
         self._in_switch("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._in_switch("ip", "link", "set", name, "master", "switch", "up")
-        host, known = Host(name, f"{_NET}.{number}", pid), self.folder / name
+        host, etc = Host(name, f"{_NET}.{number}", pid), self.folder / name
         places = {other: f"{_NET}.{n}" for n, other in enumerate(self.names, 1)} | {"localhost": "127.0.0.1"}
         if self.itself:
             places[name] = self.itself
-        known.write_text("".join(f"{place} {other}\n" for other, place in places.items()))
+        # Not a mount over the file alone: it would vanish when another process replaces /etc/hosts.
+        subprocess.run(["cp", "-a", "/etc", str(etc)], check=True)
+        (etc / "hosts").write_text("".join(f"{place} {other}\n" for other, place in places.items()))
         for line in (
             f"hostname {name}",
-            f"mount --bind {known} /etc/hosts",
+            f"mount --bind {etc} /etc",
             "mount -t sysfs none /sys",
             "ip link set lo up",
             f"ip addr add {host.address}/24 dev eth0",
