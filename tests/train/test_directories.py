@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fivefold.checkpoint.store import MANIFEST
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job, TrainConfig, read_job
 from fivefold.launch.world import RESTARTS, RUN
 from fivefold.support.errors import UserError
-from fivefold.train.directories import OWNERS, claim, owners, run_directory, sign
+from fivefold.train.directories import OWNERS, claim, identities, owners, run_directory, sign
 from tests.commands import fivefold
 from tests.train.test_ends import FAST
 
@@ -153,3 +154,15 @@ def test_a_requeued_run_goes_on_where_it_was_killed(tokens: Path, tmp_path: Path
     on = fivefold(*words, cwd=tmp_path, env=batch | {"SLURM_RESTART_COUNT": "1"})
     assert on.returncode == 0, on.stderr
     assert "resumes from runs/run/checkpoints/step-00000002, after step 2" in on.stdout
+
+
+def test_a_run_is_known_by_what_was_given_so_that_a_new_setting_with_a_default_changes_nothing() -> None:
+    job = read_job(None, ["optimizer.lr=1e-4"])
+    [name] = identities(job, {"SLURM_JOB_ID": "7"})
+
+    class Wider(TrainConfig, frozen=True, kw_only=True):
+        new: int = 3
+
+    [same] = identities(msgspec.structs.replace(job, train=Wider()), {"SLURM_JOB_ID": "7"})
+    [other] = identities(msgspec.structs.replace(job, train=Wider(new=4)), {"SLURM_JOB_ID": "7"})
+    assert name == same != other

@@ -138,7 +138,7 @@ def simulate(
 
       fivefold simulate llama3-70b --layout dp=2,tp=8,pp=4,zero=1,sp,microbatches=32 --cluster 8x8xH100 --batch 64
 
-      fivefold simulate llama3-8b --layout pp=8,schedule=zb-v,microbatches=16 --batch 16 -o step.svg
+      fivefold simulate llama3-8b --layout pp=8,schedule=zb-v,microbatches=16,recompute=selective --batch 16 -o step.svg
     """
     from fivefold.plan import plan as planning
     from fivefold.report.show import check_writable, show

@@ -1,7 +1,7 @@
 """Planning as two functions: which layout to take, and how long a step of a given layout takes.
 
 plan("llama3-70b", "8x8xH100").chosen.layout
-simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16).option.seconds
+simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16,recompute=selective", batch=16).option.seconds
 
 They take names or objects, raise UserError for input that cannot be planned, and print nothing.
 """

@@ -58,9 +58,15 @@ def identities(job: Job, env: Mapping[str, str] = os.environ) -> dict[str, bool]
 
 
 def _digest(job: Job) -> str:
-    settings = msgspec.to_builtins(job)
-    what = {key: settings[key] for key in ("model", "data", "optimizer", "train", "run")}
+    """Of what differs from defaults: a release with one more setting knows the runs of the one before."""
+    what = {key: _given(getattr(job, key)) for key in ("model", "data", "optimizer", "train", "run")}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _given(section: msgspec.Struct) -> dict[str, object]:
+    fields = msgspec.structs.fields(section)
+    usual = {field.encode_name for field in fields if getattr(section, field.name) == field.default}
+    return {key: value for key, value in msgspec.to_builtins(section).items() if key not in usual}
 
 
 def run_directory(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path:
