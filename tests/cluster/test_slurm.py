@@ -86,7 +86,7 @@ def test_a_submitted_job_whose_task_is_killed_goes_on_as_if_nothing_had_happened
 def test_a_job_near_its_time_limit_saves_and_goes_on(slurm: Slurm, words: list[str], tmp_path: Path) -> None:
     """Of a short limit, ranks have half to train; Slurm looks twice a minute which job is near to its own."""
     words += ["train.steps=1000000", "checkpoint.every=1000000"]
-    job = Submitted(slurm, tmp_path, words, "--time=3")
+    job = Submitted(slurm, tmp_path, words, "--time=4")
     job.until(lambda: "stopped by SIGUSR1" in job.output)
     (stopped,) = re.findall(r"stopped by SIGUSR1 after step (\d+); its checkpoint is saved", job.output)
     assert "told to stop (time limit)" in job.output
