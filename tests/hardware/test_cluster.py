@@ -81,6 +81,22 @@ def test_common_spellings_are_understood(spelling, name):
     assert str(Cluster.parse(f" 2 X 4 x {spelling} ")) == f"2x4x{name}"
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("8h100", "8xH100"),
+        ("8 H100", "8xH100"),
+        ("2x8h100", "2x8xH100"),
+        ("4090", "RTX4090"),
+        ("8x4090", "8xRTX4090"),
+        ("4090:8", "8xRTX4090"),
+        ("4090x8", "8xRTX4090"),
+    ],
+)
+def test_a_count_may_touch_the_name_and_a_name_may_be_a_number(text, meant):
+    assert str(Cluster.parse(text)) == meant
+
+
 def test_another_board_of_the_same_name_is_not_taken_for_it():
     with pytest.raises(UserError, match="unknown accelerator 'H100 PCIe'; did you mean 'H100'"):
         find_accelerator("H100 PCIe")
@@ -257,6 +273,9 @@ def test_a_bad_file_is_refused_in_a_sentence(tmp_path, monkeypatch):
         ("1.5x8xH100", "'1.5x8xH100': nodes=1.5 must be a whole number of at least 1"),
         ("8x8", "'8x8': no accelerator is named; write nodes x GPUs per node x accelerator, for example '8x8xH100'"),
         ("2x8x8xH100", "'2x8x8xH100': 3 counts are too many"),
+        ("2x8x8h100", "'2x8x8h100': 3 counts are too many"),
+        ("h100x8x8", "'h100x8x8': nodes and GPUs per node stand before the accelerator; write 8x8xH100"),
+        ("H100:8x4", "'H100:8x4': nodes and GPUs per node stand before the accelerator; write 8x4xH100 or 4x8xH100"),
         ("", "the cluster is empty; write nodes x GPUs per node x accelerator, for example '8x8xH100'"),
         ("4x8xH100+", "'': no accelerator is named"),
         ("?!", "'?!': no accelerator is named"),

@@ -1,7 +1,7 @@
 """The machines to plan for: nodes x GPUs per node x accelerator.
 
 Cluster.parse("8x8xH100")                  8 nodes of 8;  "8xH100" is one node of 8, "H100" a single GPU
-Cluster.parse("H100x8"), ("H100:8")        the same one node of 8, as other tools write it
+Cluster.parse("H100x8"), ("8h100")         the same one node of 8, as other tools write it
 Cluster.parse("4x8xH100+2x8xA100-80")      unlike nodes; ranks count through the groups in this order
 Cluster.parse("2x72xGB200")                two NVL72 racks: a node is what NVLink joins
 Cluster.parse("2x8xmine/h200.toml")        an accelerator of your own: the file that `fivefold calibrate` writes
@@ -24,6 +24,7 @@ from msgspec import Struct, structs, to_builtins
 
 from fivefold.hardware.accelerators import ACCELERATORS, Accelerator, Link, Rates, find_accelerator, find_link
 from fivefold.hardware.efficiency import Achieved, achieved
+from fivefold.hardware.short_form import HOW, table_of
 from fivefold.support.documents import Missing, path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
@@ -31,7 +32,6 @@ from fivefold.support.ranges import RANKS, misfit, within
 
 __all__ = ["Accelerator", "Cluster", "Group", "Link", "Rates"]
 
-HOW = "write nodes x GPUs per node x accelerator, for example '8x8xH100'"
 OVERRIDES = tuple(field for field in Accelerator.__struct_fields__ if field != "name")
 GROUP_KEYS = ("nodes", "gpus", "accelerator", *OVERRIDES)
 
@@ -163,35 +163,12 @@ def _read_groups(places: list[tuple[str, Any]], problems: list[str]) -> tuple[Gr
     groups = []
     for where, group in places:
         with _gathering(problems, where):
-            groups.append(_read_group(_table_of(group) if isinstance(group, str) else group))
+            groups.append(_read_group(table_of(group) if isinstance(group, str) else group))
     if (world := sum(group.world for group in groups)) > RANKS:
         problems.append(f"{world} GPUs are more than {RANKS}")
     if problems:
         raise UserError(problems)
     return tuple(groups)
-
-
-def _table_of(text: str) -> dict[str, Any]:
-    """'8x8xH100' as the table that TOML would hold."""
-    counts_text, name = re.findall(r"(?is)\A((?:-?[\d.]+\s*[x×]\s*)*)(.*)\Z", text)[0]
-    counts = re.findall(r"-?[\d.]+", counts_text)
-    if not re.search(r"[^\W\d_]", name):
-        raise UserError(f"no accelerator is named; {HOW}")
-    behind = re.fullmatch(r"(?is)(.+?)\s*[x×:]\s*(\d+)", name.strip())
-    if behind and not counts and not _is_known(name) and _is_known(behind[1]):  # h100x8, H100:8
-        return {"gpus": behind[2], "accelerator": behind[1]}
-    if behind and counts and not _is_known(name) and _is_known(behind[1]):
-        raise UserError(f"{counts[0]} before and {behind[2]} behind the name may be read in two ways; {HOW}")
-    if len(counts) > 2:
-        raise UserError(f"{len(counts)} counts are too many; {HOW}")
-    return {**dict(zip(("gpus", "nodes"), reversed(counts), strict=False)), "accelerator": name}
-
-
-def _is_known(name: str) -> bool:
-    try:
-        return bool(find_accelerator(name))
-    except UserError:
-        return False
 
 
 def _read_group(table: Any) -> Group:
