@@ -1,5 +1,6 @@
 """What a run that goes on may change."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -68,6 +69,27 @@ def test_whoever_names_the_directory_and_a_schedule_means_it() -> None:
     before, now = job("train.steps=40"), job("train.steps=80", "optimizer.schedule=constant", "optimizer.lr=3e-4")
     assert "was trained with other settings: optimizer.lr: 0.003 -> 0.0003" in problems(before, now, 40)[0]
     assert problems(before, now, 40, named=True) == []
+
+
+@pytest.mark.parametrize("word", ["optimizer.lr=0.0029", "optimizer.warmup=1", "optimizer.final=0.2", "train.seed=1"])
+def test_another_peak_or_warm_up_says_nothing_of_a_length(word: str) -> None:
+    before = job("train.steps=12", "optimizer.warmup=2")
+    longer = ["train.steps=24", "optimizer.warmup=2", word]
+    assert "their cosine schedule was 12 steps long" in problems(before, job(*longer), 12, named=True)[0]
+    assert problems(before, job(*longer, "optimizer.schedule_steps=12"), 12, named=True) == []
+    assert problems(before, job("train.steps=12", "optimizer.warmup=2", word), 6, named=True) == []
+
+
+@pytest.mark.parametrize(("warmup", "offered"), [(1, {12, 24}), (12, {24}), (30, {31})])
+def test_no_length_is_offered_that_its_warm_up_forbids(warmup: int, offered: set[int]) -> None:
+    before = job("train.steps=12", "optimizer.warmup=2")
+    now = ["train.steps=24", f"optimizer.warmup={warmup}"]
+    (said,) = problems(before, job(*now), 12, named=True)
+    lengths = set(map(int, re.findall(r"optimizer.schedule_steps=(\d+)", said)))
+    assert lengths == offered
+    for length in lengths:
+        longer = job(*now, f"optimizer.schedule_steps={length}")
+        assert longer.problems() == problems(before, longer, 12, named=True) == []
 
 
 def test_a_length_that_was_said_stays_said() -> None:

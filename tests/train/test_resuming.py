@@ -11,8 +11,10 @@ import pytest
 from fivefold.checkpoint.store import Store
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
+from fivefold.job.continuing import changes, refusals
 from fivefold.support.errors import UserError
 from fivefold.train.resuming import run_named, stored_job
+from fivefold.train.run import finished
 from tests.commands import Command, fivefold, start
 
 FAST = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=1", "model.hidden=32", "model.ffn=48",
@@ -171,7 +173,8 @@ def test_a_command_by_hand_never_goes_on_with_another_job(
     shutil.copytree(tokens, tmp_path / "same")
     same = [f"data.path={tmp_path}/same", *FAST, "layout.microbatches=2", "train.deterministic=false", "--check"]
     assert fivefold("train", *same, cwd=folder).returncode == 0
-    on = fivefold("train", "runs/run", f"data.path={tmp_path}/other", "train.steps=7", "optimizer.lr=0.01", cwd=folder)
+    meant = [f"data.path={tmp_path}/other", "train.steps=7", "optimizer.lr=0.01", "optimizer.schedule_steps=7"]
+    on = fivefold("train", "runs/run", *meant, cwd=folder)
     assert on.returncode == 0, on.stderr
     assert f"-> {tmp_path}/other (" in on.stdout
 
@@ -204,4 +207,25 @@ def test_a_longer_cosine_is_refused_until_its_length_is_said(folder: Path, token
 
 def test_a_schedule_is_longer_than_its_warm_up() -> None:
     job = read_job(None, ["optimizer.schedule_steps=5", "optimizer.warmup=5"])
-    assert job.problems() == ["optimizer.schedule_steps=5 is not above optimizer.warmup=5, or 0: train.steps"]
+    assert job.problems() == [
+        "optimizer.schedule_steps=5 must be above optimizer.warmup=5, since the schedule follows the warm-up; "
+        "nearest: optimizer.schedule_steps=6; with 0, the schedule has train.steps"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "keeps"),
+    [
+        (["optimizer.warmup=2"], " optimizer.schedule_steps=12"),
+        (["optimizer.warmup=20"], ""),  # nothing but the warm-up is done
+        (["optimizer.warmup=12"], ""),
+        (["optimizer.warmup=2", "optimizer.schedule=constant"], ""),
+        (["optimizer.warmup=2", "optimizer.schedule_steps=30"], ""),
+    ],
+)
+def test_what_a_finished_run_offers_is_accepted(words: list[str], keeps: str) -> None:
+    before = read_job(None, ["train.steps=12", *words])
+    said = finished(Path("runs/run"), before, 12)
+    assert f"'fivefold train runs/run train.steps=24{keeps}' continues it" in said
+    now = read_job(None, ["train.steps=12", *words, "train.steps=24", *keeps.split()])
+    assert now.problems() == refusals(before, now, 12, changes(before, now), Path("runs/run"), named=True) == []

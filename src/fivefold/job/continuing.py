@@ -39,7 +39,6 @@ RULES = {
     "trace": FREE,
     "run": FREE,
 }
-_SHAPE = ("lr", "schedule", "warmup", "decay", "final")  # of the learning rate's curve, but for its length
 _SHOWN = 6  # differences in a sentence
 _LOOKS = 1000  # steps at which two curves are compared
 
@@ -95,25 +94,38 @@ def refusals(before: Job, now: Job, done: int, found: list[Change], directory: P
             f"its own, and 'fivefold train {directory}' goes on with the job that is there, which KEY=VALUE after it "
             "changes"
         ]
-    return _rate(before, now, done, named)
+    return _rate(before, now, done)
 
 
-def _rate(before: Job, now: Job, done: int, named: bool) -> list[str]:
-    """A schedule that runs over other steps than before moves the rate of steps that are done, and jumps here."""
+def bends(before: Job, now: Job, done: int) -> bool:
+    """Whether the schedule's length moves the rate of steps that are done, and nobody said so: a jump comes next.
+
+    Lengths are compared on the curve of the run so far. Another peak or warm-up says nothing of a length; another
+    schedule does.
+    """
     old, new = before.optimizer, now.optimizer
-    said = new.schedule_steps not in (0, old.schedule_steps)
-    said |= named and any(getattr(old, key) != getattr(new, key) for key in _SHAPE)
-    steps = {*range(0, done, max(1, done // _LOOKS)), done - 1}
-    rates = [[learning_rate(job.optimizer, step, job.train.steps) for step in (*sorted(steps), done)]
-             for job in (before, now)]  # fmt: skip
-    if said or now.train.steps <= done or rates[0][:-1] == rates[1][:-1]:
+    if new.schedule_steps not in (0, old.schedule_steps) or new.schedule != old.schedule or now.train.steps <= done:
+        return False
+    stretched = msgspec.structs.replace(old, schedule_steps=new.schedule_steps)
+    return any(
+        learning_rate(old, step, before.train.steps) != learning_rate(stretched, step, now.train.steps)
+        for step in {*range(0, done, max(1, done // _LOOKS)), done - 1}
+    )
+
+
+def _rate(before: Job, now: Job, done: int) -> list[str]:
+    if not bends(before, now, done):
         return []
-    length = old.schedule_steps or before.train.steps
-    was, kept, here = rates[0][-2], rates[0][-1], rates[1][-1]
+    new, length = now.optimizer, before.optimizer.schedule_steps or before.train.steps
+    was = learning_rate(before.optimizer, done - 1, before.train.steps)
+    kept = learning_rate(msgspec.structs.replace(new, schedule_steps=length), done, length)
+    here = learning_rate(new, done, now.train.steps)
+    keeps = f"optimizer.schedule_steps={length} keeps it, and the rate {_way(was, kept)}; "
     return [
         f"train.steps={now.train.steps} changes the learning rate of the {done} steps that are done: their "
-        f"{new.schedule} schedule was {length} steps long; optimizer.schedule_steps={length} keeps it, and the rate "
-        f"{_way(was, kept)}; optimizer.schedule_steps={now.train.steps} means the other curve, and it {_way(was, here)}"
+        f"{new.schedule} schedule was {length} steps long; {keeps if length > new.warmup else ''}"
+        f"optimizer.schedule_steps={max(now.train.steps, new.warmup + 1)} means the other curve, and it "
+        f"{_way(was, here)}"
     ]
 
 

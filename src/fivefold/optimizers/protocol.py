@@ -58,8 +58,9 @@ class OptimizerConfig(
             (0 <= self.final <= 1, f"optimizer.final={self.final} is a share of the peak rate, between 0 and 1"),
             (
                 self.schedule_steps <= 0 or self.schedule_steps > self.warmup,
-                f"optimizer.schedule_steps={self.schedule_steps} is not above optimizer.warmup={self.warmup}, or 0: "
-                "train.steps",
+                f"optimizer.schedule_steps={self.schedule_steps} must be above optimizer.warmup={self.warmup}, since "
+                f"the schedule follows the warm-up; nearest: optimizer.schedule_steps={self.warmup + 1}; with 0, the "
+                "schedule has train.steps",
             ),
         ]
 

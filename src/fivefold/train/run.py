@@ -15,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 import fivefold
+from fivefold.checkpoint.job import stored
 from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
 from fivefold.doctor.before import before_step_1
 from fivefold.job.config import Job
-from fivefold.job.continuing import Change
+from fivefold.job.continuing import Change, bends
 from fivefold.job.preflight import Sources
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
@@ -102,7 +103,8 @@ def _run_job(
             console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
             show_changes(console, differences(begun, job, sources))
         if trainer.done >= job.train.steps:
-            console.print(finished(directory, job, trainer.done), soft_wrap=True, markup=False)
+            before = stored(begun) if begun else job
+            console.print(finished(directory, before, trainer.done), soft_wrap=True, markup=False)
             return
         facts = environment(mesh, sources)
         outputs = _agreed(control, lambda: Outputs(directory, job, facts, trainer.done, note))
@@ -220,10 +222,10 @@ def show_changes(console: Console, changes: list[Change]) -> None:
 
 
 def finished(directory: Path, job: Job, done: int) -> str:
-    """A sentence for a run that has nothing left to do, with what goes on and keeps its learning rates."""
-    steps, optimizer = done + job.train.steps, job.optimizer
-    length = f" optimizer.schedule_steps={optimizer.schedule_steps or job.train.steps}"
-    keeps = "" if optimizer.schedule == "constant" or optimizer.schedule_steps else length
+    """A sentence for a run that has nothing left to do, with what goes on with its job and keeps its learning rates."""
+    steps = done + job.train.steps
+    longer = msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, steps=steps))
+    keeps = f" optimizer.schedule_steps={job.train.steps}" if bends(job, longer, done) else ""
     return (
         f"all {done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
         f"'fivefold train {directory} train.steps={steps}{keeps}' continues it"
