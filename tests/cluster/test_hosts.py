@@ -148,7 +148,7 @@ def test_without_a_shared_directory_or_secret_the_stranger_is_named(pair: Pair) 
     (first, said), (second, _) = pair.ends(pair.start(hosts))
     assert (first, second) == (2, 2)
     assert "a process that says it is rank 1 on n2" in said
-    assert "run.dir one directory that their machines share?" in said
+    assert f"its secret is from {pair.runs / '.secret'} on n2, and rank 0's from {pair.runs / '.secret'} on n1" in said
 
 
 def test_without_a_shared_directory_a_run_that_saves_nothing_trains(pair: Pair) -> None:

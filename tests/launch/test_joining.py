@@ -83,6 +83,25 @@ def test_a_process_with_another_secret_is_refused(steps: Steps, tmp_path: Path) 
     assert not trained(tmp_path)
 
 
+def test_two_directories_of_one_name_are_named(tokens: Path, tmp_path: Path) -> None:
+    """What each rank takes for run.dir is not the same directory, and nobody has set FIVEFOLD_SECRET."""
+    port, here = str(free_port()), socket.gethostname()
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with ExitStack() as stack:
+        ranks = []
+        for rank, folder in enumerate(folders):
+            folder.mkdir()
+            env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": port}  # fmt: skip
+            words = ["train", f"data.path={tokens}", *FAST, "layout=dp=2", "train.timeout=30"]
+            ranks.append(stack.enter_context(start(*words, cwd=folder, env=env)))
+        assert [rank.wait() for rank in ranks] == [2, 2]
+    first, second = (f"{folder / 'runs' / '.secret'} on {here}" for folder in folders)
+    said = [" ".join(rank.stderr.split()) for rank in ranks]
+    assert f"its secret is from {second}, and rank 0's from {first}; make run.dir one directory" in said[0]
+    assert f"its secret is from {first}, and this rank's from {second}; make run.dir one directory" in said[1]
+
+
 def test_a_busy_port_is_told_at_once(steps: Steps) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

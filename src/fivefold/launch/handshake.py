@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fivefold.launch.meeting import Meeting, within
-from fivefold.launch.statement import Answer, Call, Claim, Statement, odd_ones, ranks_text, seal, unseal
+from fivefold.launch.statement import Answer, Call, Claim, Statement, odd_ones, ranks_text, seal, two_secrets, unseal
 from fivefold.support.errors import PeerLost, UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _SILENCE = 30.0  # seconds in which a store that is there has answered
 _GATHER = 3.0  # seconds that others have to come when one is found to be odd: all odd ones are to be named
 _HEAR = 5.0  # seconds for all to read a refusal: the store may end with rank 0
 _NOTE = 30.0  # seconds between notes of who is missing
-_SECRET = "is FIVEFOLD_SECRET the same for all ranks, or run.dir one directory that their machines share?"
 
 
 def meet(meeting: Meeting, rank: int, claim: Claim, timeout: float) -> "Store":
@@ -87,7 +86,8 @@ class Roll:
             )
         elif not proven:
             self.refused[place] = (
-                f"a process that says it is {statement.who} does not know this run's secret, and is refused: {_SECRET}"
+                f"a process that says it is {statement.who} does not know this run's secret, and is refused: "
+                + two_secrets(statement, "rank 0's", self._mine)
             )
         elif statement.call != self._mine.call:
             self.refused[place] = f"an old statement of {statement.who} was sent once more, and is refused"
@@ -133,11 +133,11 @@ class _Room:
     def call(self, alive: Callable[[], None]) -> "Store":
         """As rank 0: the roll call."""
         number = self.store.add("calls", 1)
-        call, part = Call(self.claim.facts.job), self._part(number)
+        call, part = Call(self.claim.facts.job, self.claim.kept), self._part(number)
         self._put(part, "call", call)
         part.add("arrived", 0)
         self.store.set("now", str(number))
-        roll = Roll(Statement(call.nonce, 0, self.claim.facts, dict(self.claim.settings)), self.claim)
+        roll = Roll(self._statement(call, 0, dict(self.claim.settings)), self.claim)
         limit, note = self.timeout, _NOTE
         for waited in _polls(self.timeout, alive):
             for place in roll.pending(int(part.get("arrived"))):
@@ -195,16 +195,19 @@ class _Room:
                 begun = "; the ranks that meet there have begun without this one" if part.check(["begun"]) else ""
                 raise PeerLost(f"rank 0 has not answered rank {rank} within {self.timeout:g} s ({self.place}){begun}")
 
+    def _statement(self, call: Call | None, rank: int, settings: dict[str, str]) -> Statement:
+        return Statement(call.nonce if call else b"", rank, self.claim.facts, settings, self.claim.kept)
+
     def _state(self, part: "Store", rank: int) -> tuple[int, bytes]:
         """This rank's statement, and its place and nonce."""
         call, proven = unseal(part.get("call"), Call, self.claim.secret)
-        facts = self.claim.facts
-        differs = call is not None and proven and call.job != facts.job
-        statement = Statement(call.nonce if call else b"", rank, facts, dict(self.claim.settings) if differs else {})
+        differs = call is not None and proven and call.job != self.claim.facts.job
+        statement = self._statement(call, rank, dict(self.claim.settings) if differs else {})
         place = part.add("arrived", 1) - 1
         self._put(part, f"statement {place}", statement)
         if not proven:
-            raise UserError(self._stranger)
+            why = ": " + two_secrets(call, "this rank's", statement) if call else ""
+            raise UserError(self._stranger + why)
         return place, statement.nonce
 
     def _heed(self, part: "Store", place: int, nonce: bytes) -> None:
@@ -217,7 +220,7 @@ class _Room:
 
     @property
     def _stranger(self) -> str:
-        return f"who answers as rank 0 at {self.place} does not know this run's secret: {_SECRET}"
+        return f"who answers as rank 0 at {self.place} does not know this run's secret"
 
 
 def _polls(limit: float, alive: Callable[[], None]) -> Iterator[float]:

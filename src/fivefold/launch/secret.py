@@ -20,6 +20,11 @@ _LEAST = 16  # characters
 _WAY_OUT = f"or set {SECRET} to {_LEAST} random characters or more, the same on all machines"
 
 
+def kept(directory: Path, env: Mapping[str, str] = os.environ) -> str:
+    """Where the secret is, for people: two ranks that have different ones look in two places."""
+    return SECRET if SECRET in env else str((directory / _NAME).absolute())
+
+
 def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
     """By which the ranks of a run below `directory` (its run.dir) know each other; the first to come makes it."""
     if (given := env.get(SECRET)) is not None:

@@ -23,7 +23,7 @@ from msgspec import field
 
 import fivefold
 from fivefold.job.config import Job
-from fivefold.launch.secret import run_secret
+from fivefold.launch.secret import kept, run_secret
 from fivefold.schedule.text import to_text
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=msgspec.Struct)
 _SHOWN = 4  # settings that differ
+_PATH = 200  # characters of another process's path
 TRAINING = "training"
 
 
@@ -66,12 +67,15 @@ class Claim:
     facts: Facts
     settings: Mapping[str, str]
     secret: bytes
+    kept: str = ""  # where the secret is
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rank 0 to all: who is here?"""
 
     job: str
+    kept: str = ""
+    host: str = field(default_factory=socket.gethostname)
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
 
@@ -82,6 +86,7 @@ class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     facts: Facts
     settings: dict[str, str] = {}  # of the job, where it is not that of rank 0
+    kept: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -148,8 +153,10 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Cla
         job=_digest(json.dumps(settings, sort_keys=True).encode()),
         purpose=purpose,
     )
-    one = world.size == 1  # a rank that is alone has nobody to prove itself to
-    return Claim(facts, settings, secrets.token_bytes(32) if one else run_secret(Path(job.run.dir).expanduser()))
+    if world.size == 1:  # a rank that is alone has nobody to prove itself to
+        return Claim(facts, settings, secrets.token_bytes(32))
+    directory = Path(job.run.dir).expanduser()
+    return Claim(facts, settings, run_secret(directory), kept(directory))
 
 
 @cache
@@ -211,10 +218,19 @@ def _difference(name: str, statement: Statement, usual: Any, settings: Mapping[s
     return f"{sentence}: {', '.join(parts + more)}"
 
 
-def short(value: object) -> str:
+def short(value: object, most: int = 40) -> str:
     """Text of another process, as much of it as may be printed."""
-    text = "".join(sign if sign.isprintable() else "?" for sign in str(value)[:41])
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    text = "".join(sign if sign.isprintable() else "?" for sign in str(value)[: most + 1])
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def two_secrets(its: Call | Statement, whose: str, mine: Call | Statement) -> str:
+    """Why one process does not know the secret of another: where each of them looks for it."""
+    place, other = (f"{short(one.kept, _PATH)} on {short(one.host)}" for one in (its, mine))
+    return (
+        f"its secret is from {place}, and {whose} from {other}; make run.dir one directory that their machines share, "
+        "or set FIVEFOLD_SECRET to the same for all ranks"
+    )
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
