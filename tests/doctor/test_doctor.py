@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fivefold.cli.job_args import split
+from fivefold.doctor import doctor as front
 from fivefold.doctor import examine, machine
 from fivefold.doctor.examination import Examination
 from fivefold.doctor.judge import findings
@@ -24,6 +26,7 @@ from tests.launch.test_joining import FAST
 from tests.launch.test_meeting import free_port
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 WORDS = ["layout=dp=4", "train.device=cpu"]
 
 
@@ -99,6 +102,58 @@ def test_bad_input_is_refused_before_any_process_starts(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "4 ranks" in done.stderr
     assert "unknown accelerator 'H1000'" in done.stderr
+
+
+def test_the_ranks_of_other_machines_are_not_started_on_this_one(tmp_path: Path) -> None:
+    done = fivefold("doctor", "layout=dp=4", "run.cluster=2x2xCPU", "train.batch=8", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    said, words = " ".join(done.stderr.split()), "fivefold doctor layout=dp=4 run.cluster=2x2xCPU train.batch=8"
+    assert "4 ranks of dp=4 are too many for this machine alone: its ranks are those of 2 nodes" in said
+    assert f"srun -N2 --ntasks-per-node=2 {words}, or on each node torchrun --nnodes=2 --nproc-per-node=2" in said
+    assert f"-m {words} (--nproc 4 starts all of them here)" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([str(ROOT / "recipes/llama3-405b-2048x8xH100.toml")], "srun -N2048 --ntasks-per-node=8 fivefold doctor W, or"),
+        (["layout=dp=9"], "this machine has 2 cores; start it where the job will run: srun -n9 fivefold doctor W ("),
+        (["layout=dp=9", "run.cluster=3x2xCPU+3x1xCPU"], "srun -n9 fivefold doctor W ("),
+        (["layout=dp=8"], ""),
+        (["layout=dp=4", "run.cluster=2x4xCPU"], ""),
+    ],
+)
+def test_too_many_ranks_for_a_machine_of_two_cores(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], line: str
+) -> None:
+    monkeypatch.setattr(front, "cores", lambda: 2)
+    path, changes = split(words)
+    said = front._elsewhere(read_job(path, changes), "W")
+    assert line in said
+    assert bool(line) == bool(said)
+
+
+def test_the_job_of_a_run_is_examined_and_a_cpu_is_not_the_gpu_that_was_planned(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "job.toml").write_text('train.device = "cpu"\nrun.cluster = "8xH100"\n')
+    done = fivefold("doctor", "runs/mine", "--json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert f"cluster: rank 0 on {machine.node_name()} has a CPU, and the job was planned for H100" in found["findings"]
+    assert not [one for one in found["findings"] if "the planner expects" in one]
+
+
+@pytest.mark.parametrize(("threads", "text"), [(1, "a CPU, 1 thread"), (2, "a CPU, 2 threads")])
+def test_a_cpu_is_named_with_its_threads(monkeypatch: pytest.MonkeyPatch, threads: int, text: str) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert examine.device_name(torch.device("cpu")) == text
+
+
+def test_the_help_fits_80_columns(tmp_path: Path) -> None:
+    text = fivefold("doctor", "--help", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
+    assert "RUN" in text
+    assert not re.findall(r"^ \w+ *$", text, re.M)  # a word that is left of a line that was too long
 
 
 def test_a_slow_kind_of_fault_takes_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The odd rank, node or link is named against its peers and the planner; of two, neither."""
 
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -133,7 +134,25 @@ def test_a_gpu_that_is_hot_or_has_errors_and_limits() -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "sentence"),
-    [("8x2xH100", "nodes x ranks = 3 x 2"), ("3x2xA100-80", "has NVIDIA H100 80GB HBM3, and the job was planned for")],
+    [("8x2xH100", "nodes x ranks = 3 x 2"), ("3x2xA100-80", "have NVIDIA H100 80GB HBM3, and the job was planned for")],
 )
 def test_another_cluster_than_the_planned_one_is_said(cluster: str, sentence: str) -> None:
     assert any(sentence in said for said in found(reports(), f"run.cluster={cluster}"))
+
+
+def test_ranks_on_another_kind_of_device_are_named_together() -> None:
+    cores = [msgspec.structs.replace(one, cpu=True, device="a CPU, 1 thread", gpu=None, rate=1e9) for one in reports()]
+    (said,) = found(cores, "run.cluster=3x2xH100")
+    assert said.count("node gpu-00") == 3
+    assert said.endswith("have a CPU, and the job was planned for H100")
+    (said,) = found(reports(), "run.cluster=3x2xCPU")
+    assert said.endswith("have NVIDIA H100 80GB HBM3, and the job was planned for CPU")
+
+
+def test_memory_and_cores_are_shown_and_not_judged_as_the_documents_say() -> None:
+    few = [msgspec.structs.replace(one, amounts=one.amounts | {"memory": 1.0, "cores": 1}) for one in reports()]
+    assert found(few) == []
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    assert [line for line in page.splitlines() if re.match(r"\| node \|.*\bcores\b", line)] == [
+        "| node | memory, cores | shown only |"
+    ]

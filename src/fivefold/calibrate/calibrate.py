@@ -29,6 +29,7 @@ from fivefold.launch.cores import cores
 from fivefold.launch.device import choose_device
 from fivefold.plan.cost.memory import host_memory
 from fivefold.support.errors import UserError
+from fivefold.support.formatting import counted
 
 T = TypeVar("T")
 ROUNDS = 3  # of a core: a machine that has other work for a moment spoils one
@@ -123,7 +124,7 @@ def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> S
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"a CPU, {torch.get_num_threads()} threads"
+    return f"a CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def ceilings(device: torch.device, rate: float, bandwidth: float) -> Accelerator:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.job_args import JobWords, split
+from fivefold.cli.job_args import RunWords, split
 from fivefold.cli.train import check_ranks
 from fivefold.report import show
 
@@ -12,7 +12,7 @@ SHORT = "Examine the machines of a job.  [dim]srun -N4 --ntasks-per-node=8 fivef
 
 
 def doctor(
-    job: JobWords = None,
+    job: RunWords = None,
     nproc: Annotated[
         int | None, typer.Option(help="Processes to start on this machine; default: as many as the layout has.")
     ] = None,
@@ -20,17 +20,19 @@ def doctor(
 ) -> None:
     """Measure every rank, node and link of a job, and name the slow or odd one.
 
-    Start it as the job will be started: under srun or torchrun, where it joins the
-    ranks that they started, or by itself on one machine. Every rank times matmuls
-    in the job's dtype and collectives along each axis of the layout; every node's
-    disk under run.dir, clock, versions, limits and GPUs are looked at. What is
-    slow or odd is named against its peers, and against the planner's figures for
-    run.cluster or the accelerator found. Nothing is trained and no data is read.
-    Exit code 0 if all is well, 1 if something is odd.
+    Start it as the job will be started: under srun or torchrun, where it joins
+    the ranks that they started, or by itself on one machine. Every rank times
+    matmuls in the job's dtype and collectives along each axis of the layout;
+    every node's disk under run.dir, clock, versions, limits and GPUs are looked
+    at. What is slow or odd is named against its peers, and against the planner's
+    figures for run.cluster or the accelerator found. Nothing is trained and no
+    data is read. Exit code 0 if all is well, 1 if something is odd.
 
     [dim]Examples:[/]
 
       fivefold doctor job.toml
+
+      fivefold doctor runs/job
 
       srun -N4 --ntasks-per-node=8 fivefold doctor job.toml
 
@@ -41,11 +43,14 @@ def doctor(
     from fivefold.doctor import doctor as room
     from fivefold.job.config import read_job
     from fivefold.launch.world import current_world
+    from fivefold.train.resuming import run_named, stored_job
 
     path, changes = split(job)
     world = current_world()
     check_ranks(nproc, world)
+    directory = run_named(path)
+    resolved = stored_job(directory, changes) if directory else read_job(path, changes)
     if not world.joined:
-        show(room.doctor(path, changes, nproc=nproc), as_json)
-    elif found := room.join(read_job(path, changes), world):
+        show(room.here(resolved, nproc, job or []), as_json)
+    elif found := room.join(resolved, world):
         show(found, as_json)

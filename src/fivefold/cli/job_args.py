@@ -12,6 +12,14 @@ JobWords = Annotated[
         metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
     ),
 ]
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB.toml | RUN] [KEY=VALUE]...",
+        help="A job file or a run's directory, and settings that change its job.",
+        show_default=False,
+    ),
+]
 
 
 def whole_layout(layout: str | None, words: list[str]) -> None:

@@ -57,12 +57,20 @@ class Examination:
         return some(parts, str)
 
     def accelerator(self, report: RankReport) -> Accelerator | None:
-        """What the planner knows of a rank's device: of a CPU only what `fivefold calibrate` has measured."""
+        """What the planner knows of a rank's device: of a CPU only what `fivefold calibrate` has measured, and nothing
+        where a GPU was planned and this is none."""
         if self.cluster is None:
             return known(report.device)
-        each = [group.accelerator for group in self.cluster.groups for _ in range(group.world)]
-        found = each[report.rank] if report.rank < len(each) else None
-        return None if found and found.is_cpu and found.achieved is None else found
+        found = self.planned(report)
+        if found is None or found.is_cpu != report.cpu:
+            return None
+        return None if found.is_cpu and found.achieved is None else found
+
+    def planned(self, report: RankReport) -> Accelerator | None:
+        """The device that run.cluster has in a rank's place."""
+        groups = self.cluster.groups if self.cluster else ()
+        each = [group.accelerator for group in groups for _ in range(group.world)]
+        return each[report.rank] if report.rank < len(each) else None
 
     def expected_rate(self, report: RankReport) -> float | None:
         """FLOP/s with which the planner counts large matmuls."""

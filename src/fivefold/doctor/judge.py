@@ -241,7 +241,13 @@ def _other_cluster(all_: Examination) -> Iterator[str]:
     if here != sorted(group.gpus for group in all_.cluster.groups for _ in range(group.nodes)):
         sizes = " or ".join(map(str, sorted(set(here))))
         yield f"cluster: planned for run.cluster={all_.job.run.cluster}, run on nodes x ranks = {len(here)} x {sizes}"
+    others: dict[tuple[str, str], list[int]] = defaultdict(list)
     for one in all_.reports:
-        planned, is_it = all_.accelerator(one), known(one.device)
-        if planned and is_it and planned.name != is_it.name:
-            yield f"cluster: {all_.who([one.rank])} has {short(one.device)}, and the job was planned for {planned.name}"
+        planned, is_it = all_.planned(one), known(one.device)
+        if planned and (planned.is_cpu != one.cpu or (is_it and is_it.name != planned.name)):
+            others["a CPU" if one.cpu else short(one.device), planned.name].append(one.rank)
+    for (device, name), ranks in others.items():
+        yield (
+            f"cluster: {all_.who(ranks)} {'has' if len(ranks) == 1 else 'have'} {device}, and the job was planned for "
+            f"{name}"
+        )
