@@ -86,7 +86,7 @@ def test_data_that_is_elsewhere_is_not_checked_and_data_that_is_here_is(job: Pat
         ("--torchrun --host=-oProxyCommand=x", "--host '-oProxyCommand=x' is no name"),
         ("--slurm -o job.toml", "-o job.toml is the job file itself; give another name"),
         ("--slurm -o no/where.sbatch", "no/where.sbatch cannot be written: there is no directory no"),
-        ("--slurm layout.tp=3 --nodes 12", "layout.tp=3 does not divide the 4 attention heads of tiny; nearest: "),
+        ("--slurm layout.tp=3 --nodes 6", "layout.tp=3 does not divide the 4 attention heads of tiny; nearest: "),
         ("--slurm layout.dp=8", "the layout dp=8 has 8 ranks, and 2 nodes x 2 GPUs are 4; nearest: --nodes 4 or"),
     ],
 )  # fmt: skip

@@ -22,9 +22,11 @@ def launch(
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="Nodes x GPUs per node x accelerator; default: the job's own.")
     ] = "",
-    nodes: Annotated[int | None, typer.Option(help="Nodes, instead of a cluster.")] = None,
-    per_node: Annotated[int | None, typer.Option(help="Ranks per node; default: the layout's ranks / nodes.")] = None,
-    restarts: Annotated[int, typer.Option(help="Failures after which it is started again.")] = 3,
+    nodes: Annotated[int | None, typer.Option(help="Nodes; default: the cluster's.")] = None,
+    per_node: Annotated[
+        int | None, typer.Option(help="Ranks per node; default: the cluster's, or ranks / nodes.")
+    ] = None,
+    restarts: Annotated[int, typer.Option(help="How often it is started again after failures in a row.")] = 3,
     account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
     time: Annotated[str | None, typer.Option(help="Slurm's time limit of one start; default: 24:00:00.")] = None,
@@ -45,7 +47,7 @@ def launch(
 
       fivefold launch job.toml --slurm --account lab --partition gpu --time 2-00:00:00 --submit
 
-      fivefold launch job.toml train.steps=1000 --slurm --nodes 2 --container lab/fivefold:1
+      fivefold launch job.toml train.steps=1000 --slurm --container lab/fivefold:1
 
       fivefold launch job.toml --torchrun --host node1
 

@@ -58,7 +58,7 @@ def launch(
         raise UserError(f"-o {output} is the job file itself; give another name")
     check_writable(output)
     hosts = ssh.read_hosts(options.hosts) if options.hosts else []
-    checked = deployment(file, changes, cluster, len(hosts) or nodes, per_node, options.submit)
+    checked = deployment(file, changes, cluster, nodes, per_node, options.submit, len(hosts))
     return written(kind, checked, output, options, hosts)
 
 
@@ -69,10 +69,11 @@ def deployment(
     nodes: int | None = None,
     per_node: int | None = None,
     submit: bool = False,
+    hosts: int = 0,
 ) -> Checked:
     """Read a job, and hold it against the machines that are asked for."""
     job = read_job(file, list(changes))
-    found = machines(job, cluster, nodes, per_node)
+    found = machines(job, cluster, nodes, per_node, hosts)
     problems, notes = job_problems(job, found.world), list(found.notes)
     if job.data.path and os.path.exists(path_of(job.data.path)):
         open_data(job, problems)
