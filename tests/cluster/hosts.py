@@ -54,7 +54,7 @@ class Task:
     def output(self) -> str:
         return os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0).decode()
 
-    def wait(self, timeout: float = 180.0) -> int:
+    def wait(self, timeout: float = 400.0) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout)

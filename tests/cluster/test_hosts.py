@@ -1,5 +1,6 @@
 """Runs on two hosts: how ranks reach each other, what they say if they cannot, and what they must share."""
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -125,9 +126,9 @@ def test_a_link_that_is_cut_in_mid_step_is_told_to_both_ends(pair: Pair) -> None
     (first, said), (second, told) = pair.ends(ranks)
     assert (first, second) == (3, 3)
     assert "rank 0 (dp 0): the " in said
-    assert "waited 10.0 s for rank 1" in said
-    assert "waited 10.0 s for rank 0" in told
-    assert 10 < time.monotonic() - start < 60
+    assert re.search(r"waited 1\d\.\d s for rank 1", said), said
+    assert re.search(r"waited 1\d\.\d s for rank 0", told), told
+    assert 10 < time.monotonic() - start < 90
 
 
 def test_a_host_that_does_not_see_the_runs_directory_is_named_before_the_first_step(pair: Pair) -> None:
