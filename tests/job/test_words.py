@@ -1,9 +1,12 @@
 """Settings by the names that others give them: the answer is what to type."""
 
+import shlex
+
 import pytest
 
 from fivefold.job.config import _KEYS, read_job
 from fivefold.job.words import ALIASES, SAID
+from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
 from fivefold.support.precision import dtype_of, precision_of
 from tests.commands import fivefold
@@ -78,13 +81,25 @@ def test_precisions_have_the_same_words_everywhere() -> None:
         ("plan llama3-8b --layout dp=8 zero=3", "write --layout dp=8,zero=3"),
         ("simulate llama3-8b --layout tp=8 sp", "write --layout tp=8,sp"),
         ("dryrun llama3-8b --layout dp=4 pp=2 zero=1", "write --layout dp=4,pp=2,zero=1"),
+        ("train 'layout=dp=2 zero=3'", "write layout=dp=2,zero=3"),
+        ("verify --layout 'dp=8 zero=3'", "write --layout dp=8,zero=3"),
+        ("simulate llama3-8b --layout 'tp=8 sp split=3 5, zero=3'", "write --layout tp=8,sp,split=3,5,zero=3"),
+        ("dryrun llama3-8b --layout dp=8, zero=3", "write --layout dp=8,zero=3"),
+        ("plan llama3-8b --fix 'tp=8 microbatch=2'", "write --fix tp=8,microbatch=2"),
     ],
 )
 def test_a_layout_with_spaces_is_answered_with_commas(command: str, right: str, tmp_path) -> None:
-    done = fivefold(*command.split(), cwd=tmp_path)
+    done = fivefold(*shlex.split(command), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("error:") == 1
     assert done.stderr.strip().endswith(right)
+
+
+def test_spaces_that_stand_for_no_comma_stay_legal() -> None:
+    assert Layout.parse(" dp = 2, tp=2 , split= 3, 5 ") == Layout(dp=2, tp=2, split=(3, 5))
+    assert Layout.parse("pp=2,schedule=my schedules/a b.txt").schedule == "my schedules/a b.txt"
+    with pytest.raises(UserError, match="a layout has commas and no spaces; write tp=2,pp=2"):
+        Layout.parse("tp=2 pp=2")
 
 
 def test_plan_and_verify_take_either_word_for_a_precision(tmp_path) -> None:

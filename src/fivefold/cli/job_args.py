@@ -22,12 +22,11 @@ RunWords = Annotated[
 ]
 
 
-def whole_layout(layout: str | None, words: list[str]) -> None:
+def whole_layout(layout: str | None, words: list[str], option: str = "--layout") -> None:
     """Refuse a layout that was cut by a space: `--layout dp=8 zero=3` gives the layout dp=8 and the word zero=3."""
     from fivefold.job.words import apart
-    from fivefold.layout.layout import Layout
 
-    if problems := apart(words, layout or "", Layout.__struct_fields__):
+    if problems := apart(words, layout or "", f"{option} "):
         raise UserError(problems)
 
 

@@ -85,7 +85,7 @@ def plan(
     from fivefold.report.show import check_writable, show
     from fivefold.support.files import write
 
-    whole_layout(layout or fix, words)
+    whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if inference:
         from fivefold.plan.serving.serve import serve
 

@@ -200,7 +200,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
     of_its_own = "model" in table
     problems: list[str] = []
     layouts = [change.removeprefix("layout=") for change in changes if change.startswith("layout=")]
-    problems += apart(changes, "".join(layouts[-1:]), Layout.__struct_fields__, "layout=")
+    problems += apart(changes, "".join(layouts[-1:]), "layout=")
     for change in [] if problems else changes:
         _apply(table, change, problems)
     explain(table, _KEYS, problems)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from fivefold.layout.commas import SPACED, with_commas
+from fivefold.layout.layout import Layout
 from fivefold.support.formatting import either, nearest
 from fivefold.support.precision import precision_of
 from fivefold.support.reading import join
@@ -115,10 +117,14 @@ def dtype_problem(word: str) -> str | None:
     return None
 
 
-def apart(words: Sequence[str], layout: str, keys: Sequence[str], how: str = "--layout ") -> list[str]:
-    """Of a layout with spaces for commas, `--layout dp=8 zero=3`: how it is written in one piece."""
-    parts = [word for word in words if word.partition("=")[0] in keys and (word == "sp" or "=" in word)]
-    if not layout or not parts:
-        return []
-    joined = ",".join([layout, *parts])
-    return [f"{' '.join(parts)} stands apart from its layout, which has commas and no spaces; write {how}{joined}"]
+def apart(words: Sequence[str], layout: str, how: str = "--layout ") -> list[str]:
+    """Of a layout with spaces for commas, `--layout dp=8 zero=3`, quoted or not: how it is written in one piece."""
+    parts = layout_parts(words) if layout else []
+    whole = with_commas(",".join([layout.rstrip(", ") if parts else layout, *parts]))
+    return [f"{SPACED}; write {how}{whole}"] if parts or whole != layout.strip() else []
+
+
+def layout_parts(words: Sequence[str]) -> list[str]:
+    """The words that belong to a layout, such as zero=3 and sp."""
+    keys, bare = Layout.__struct_fields__, [word.strip(",") for word in words]
+    return [word for word in bare if word.partition("=")[0] in keys and (word == "sp" or "=" in word)]

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from fivefold.layout.axes import Axes, Degree
+from fivefold.layout.commas import SPACED, with_commas
 from fivefold.schedule.actions import COLLECTIVES
 from fivefold.schedule.catalogue import LARGEST, RECORDS, record_of, size_problem
 from fivefold.schedule.record import Record
@@ -88,6 +89,8 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read "dp=2,tp=2,sp,split=3,5": commas separate, a bare flag is true, numbers after split= belong to it."""
+        if (whole := with_commas(text)) != text.strip():
+            raise UserError(f"{SPACED}; write {whole}")
         values: dict[str, str] = {}
         problems: list[str] = []
         last = ""
