@@ -21,11 +21,11 @@ from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.storage import reach, storage_of
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
-from fivefold.job.config import Job
+from fivefold.job.config import Job, to_toml
 from fivefold.launch.ranks import RankError
 from fivefold.support.errors import UserError
 from fivefold.support.places import Place, Remote, place_of, remote_of
-from fivefold.train.directories import home, run_directory
+from fivefold.train.directories import complete, home, run_directory
 from tests.checkpoint.runs import Run, small_job, train
 from tests.commands import fivefold
 from tests.ranks import run_ranks
@@ -246,6 +246,21 @@ def test_checkpoints_on_disk_are_not_left_for_a_place_without_any(tokens: Path, 
     job = small_job(tokens, f"checkpoint.url=memory:/{tmp_path}", f"run.dir={tmp_path}")
     with pytest.raises(UserError, match=r"run/checkpoints has checkpoints, and memory:/.*/run has none; 'fivefold che"):
         run_directory(job, False, {})
+
+
+@pytest.mark.parametrize("now", ["", "memory:/{}/new"])
+def test_checkpoints_at_a_url_are_not_left_either(tokens: Path, tmp_path: Path, now: str) -> None:
+    url = f"memory:/{tmp_path}/old"
+    before, after = (
+        small_job(tokens, f"checkpoint.url={one}", f"run.dir={tmp_path}") for one in (url, now.format(tmp_path))
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/job.toml").write_text(to_toml(before))
+    assert complete(after, tmp_path / "run") == []  # there is nothing to leave
+    save(Store(home(before, tmp_path / "run") / "checkpoints"), 1)
+    with pytest.raises(UserError, match=f"has no checkpoints, and {url}/run has them; .* with checkpoint.url={url}, "):
+        complete(after, tmp_path / "run")
+    assert len(complete(before, tmp_path / "run")) == 1
 
 
 def test_commands_take_urls(tokens: Path, tmp_path: Path) -> None:

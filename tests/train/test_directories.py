@@ -12,7 +12,7 @@ from fivefold.checkpoint.store import MANIFEST
 from fivefold.job.config import Job, TrainConfig, read_job
 from fivefold.launch.world import RESTARTS, RUN
 from fivefold.support.errors import UserError
-from fivefold.train.directories import OWNERS, claim, identities, owners, run_directory, sign
+from fivefold.train.directories import OWNERS, claim, earlier, identities, owners, run_directory, sign
 from tests.commands import fivefold
 from tests.train.test_ends import FAST
 
@@ -105,6 +105,16 @@ def test_but_not_in_the_directory_of_another_job(job: Job, tmp_path: Path) -> No
     assert start(named(tmp_path, "train.seed=2"), {}, fresh=True) == "sn-2"
     assert start(named(tmp_path, "train.seed=7"), slurm(99, 1)) == "sn-3"
     assert start(job, slurm(98, 1)) == "sn"
+
+
+def test_a_command_that_the_newest_refuses_has_an_earlier_one_of_the_same_job(job: Job, tmp_path: Path) -> None:
+    other = named(tmp_path, "train.seed=2")
+    assert [start(job, {}), start(job, {}, fresh=True, saves=False)] == ["sn", "sn-2"]
+    assert start(other, {}, fresh=True) == "sn-3"
+    assert earlier(job, tmp_path / "sn-3", {}) == tmp_path / "sn"  # sn-2 has no checkpoint
+    assert earlier(other, tmp_path / "sn-3", {}) is None
+    assert earlier(job, tmp_path / "sn-3", torchrun("a")) == tmp_path / "sn"
+    assert earlier(job, tmp_path / "sn-3", torchrun("a", 1)) is None  # a restart never moves
 
 
 def test_damage_to_the_names_of_runs_stops_a_restart_and_no_command_by_hand(job: Job, tmp_path: Path) -> None:

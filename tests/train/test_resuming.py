@@ -13,7 +13,7 @@ from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
 from fivefold.job.continuing import changes, refusals
 from fivefold.support.errors import UserError
-from fivefold.train.resuming import run_named, stored_job
+from fivefold.train.resuming import run_named, run_to_resume, stored_job
 from fivefold.train.run import finished
 from tests.commands import Command, fivefold, start
 
@@ -149,6 +149,41 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
         shutil.rmtree(one.path)
     with pytest.raises(UserError, match="is not the directory of a run"):
         run_named("runs/run")
+
+
+def test_resume_says_what_it_was_given(folder: Path, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    for name in ("b.txt", "own.toml"):
+        Path(name).write_text("")
+    for word, said in {
+        None: "resume takes the directory of a run, for example: fivefold resume runs/run",
+        "run": "there is no run run; did you mean 'runs/run'?",
+        "runs/rum": "runs/rum; did you mean 'runs/run'?",
+        "nosuch": "there is no run nosuch; known: runs/run",
+        "b.txt": "b.txt is a file, and resume takes the directory of a run",
+        "own.toml": "'fivefold train own.toml' trains a job file",
+        "runs/run/job.toml": "runs/run/job.toml is the job of a run; 'fivefold resume runs/run' goes on with it",
+    }.items():
+        with pytest.raises(UserError) as error:
+            run_to_resume(word)
+        assert said in str(error.value)
+    assert run_to_resume("runs/run") == Path("runs/run")
+    assert "error: there is no run run; did" in fivefold("resume", "run").stderr
+    usage = fivefold("resume", "--help").stdout
+    assert "RUN [KEY=VALUE]..." in usage
+    assert "JOB.toml" not in usage
+
+
+def test_a_job_goes_on_in_its_own_directory_where_a_newer_one_of_its_name_is_anothers(
+    folder: Path, tokens: Path
+) -> None:
+    words = [f"data.path={tokens}", *FAST]
+    done = fivefold("train", "runs/run", "--fresh", "train.steps=2", "model.layers=2", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    own = fivefold("train", *words, cwd=folder)
+    assert own.returncode == 0, own.stderr
+    assert "all 6 steps of runs/run are done" in own.stdout
+    assert "runs/run-2 has another model" in refused(folder, *words, "train.seed=3")  # nobody's
 
 
 def test_a_run_without_a_checkpoint_does_not_go_on(folder: Path) -> None:

@@ -42,8 +42,19 @@ The model cannot change.
 """
 
 
+_Nproc = Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")]
+_Restarts = Annotated[
+    int,
+    typer.Option(
+        help="With --nproc: how often to restart from the last checkpoint when a rank fails; the same failure "
+        "twice in a row is not tried again."
+    ),
+]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Start over in a new directory, once: a restart goes on in it.")]
+_Check = Annotated[bool, typer.Option("--check", help="Check the job and print it resolved; do not train.")]
+
+
 def train(
-    context: typer.Context,
     job: Annotated[
         list[str] | None,
         typer.Argument(
@@ -52,18 +63,10 @@ def train(
             show_default=False,
         ),
     ] = None,
-    nproc: Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")] = 1,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            help="With --nproc: how often to restart from the last checkpoint when a rank fails; the same failure "
-            "twice in a row is not tried again."
-        ),
-    ] = 0,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over in a new directory, once: a restart goes on in it.")
-    ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Check the job and print it resolved; do not train.")] = False,
+    nproc: _Nproc = 1,
+    restarts: _Restarts = 0,
+    fresh: _Fresh = False,
+    check: _Check = False,
 ) -> None:
     """Train a model; without a job file, a small Llama on the Python standard library.
 
@@ -112,8 +115,6 @@ def train(
         if world.meeting.address:
             world.meeting.resolved()  # before torch is imported, and data hashed
         directory = run_named(path)
-        if directory is None and context.info_name == "resume":
-            raise UserError("resume takes the directory of a run, for example: fivefold resume runs/run")
         resolved = stored_job(directory, changes) if directory else read_job(path, changes)
         start = Start(None if fresh else directory_named(directory, resolved), fresh)
         ranks = nproc if nproc > 1 else world.size
@@ -132,6 +133,28 @@ def train(
         raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts, _interrupted(resolved)))
     else:
         raise typer.Exit(_run(resolved, sources, world, start))
+
+
+def resume(
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN [KEY=VALUE]...",
+            help="A run's directory or URL, and settings that change its job.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: _Nproc = 1,
+    restarts: _Restarts = 0,
+    fresh: _Fresh = False,
+    check: _Check = False,
+) -> None:
+    from fivefold.launch.world import current_world
+    from fivefold.train.resuming import run_to_resume
+
+    with _node_named(current_world()):
+        run_to_resume(split(run)[0])
+    train(run, nproc, restarts, fresh, check)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 A launcher that starts a run again (our own, torchrun, a requeued Slurm job) does so with the same words. Such a start
 goes on in the directory that knows the run, and in no other, also where --fresh made it and where another run of the
-same name came later. A command by hand takes the newest that has a checkpoint.
+same name came later. A command by hand takes the newest that has a checkpoint; if that refuses its job, the one that
+has trained this very job.
 
 With checkpoint.url, what outlives a machine lies there: the checkpoints, and which runs have trained. The directory may
 then be another one on every machine, and new with every start.
@@ -22,12 +23,13 @@ from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.job.config import Job
 from fivefold.launch.world import RESTARTS, RUN
-from fivefold.support.documents import path_of
+from fivefold.support.documents import path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.files import Regular, cannot_write, open_regular
 from fivefold.support.formatting import whole_number
 from fivefold.support.places import Place, Remote, remote_of
 
+JOB = "job.toml"
 OWNERS = "runs.json"
 _MOST = 64  # runs that a directory remembers: the last ones
 _CLAIMS: list[Regular] = []  # open as long as this process lives
@@ -96,6 +98,15 @@ def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path |
     return candidates[-1] if candidates and not fresh and complete(job, candidates[-1]) else None
 
 
+def earlier(job: Job, refused: Path, env: Mapping[str, str] = os.environ) -> Path | None:
+    """Where a command by hand goes on if the newest of its name refuses it: the next newest that has trained this very
+    job and has a checkpoint. A run that is started again has its own directory, and takes no other."""
+    if any(identities(job, env).values()):
+        return None
+    others = [one for one in reversed(_existing(job)) if one != refused]
+    return next((one for one in others if _same(job) in (owners(home(job, one)) or []) and complete(job, one)), None)
+
+
 def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
     """The directory, or a new one, with this run among those that have trained in it."""
     names = [*identities(job, env), _same(job)]
@@ -123,18 +134,41 @@ def store(job: Job, directory: Path) -> Store:
 
 
 def complete(job: Job, directory: Path) -> list[Checkpoint]:
-    """Checkpoints to resume from. A run does not leave those on its disk for a place without any."""
+    """Checkpoints to resume from. A run does not leave those that it has for a place without any."""
     try:
         found = store(job, directory).complete()
     except OSError as error:
         raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}") from None
-    if not found and job.checkpoint.url and (here := Store(directory / "checkpoints")).complete():
+    if found:
+        return found
+    if job.checkpoint.url and (here := Store(directory / "checkpoints")).complete():
         raise UserError(
             f"{here.directory} has checkpoints, and {home(job, directory)} has none; 'fivefold checkpoint reshard "
             f"{directory} --layout {job.layout} -o {home(job, directory)}' brings the newest there, and another "
             "run.name starts a run of its own"
         )
-    return found
+    if elsewhere := _at_first(job, directory):
+        raise UserError(elsewhere)
+    return []
+
+
+def _at_first(job: Job, directory: Path) -> str:
+    """Of a run whose own job has its checkpoints at another URL, a sentence; else none."""
+    url = ""
+    with suppress(UserError, KeyError, TypeError):
+        url = str(read_toml(directory / JOB)["checkpoint"]["url"])
+    if url in ("", job.checkpoint.url):
+        return ""
+    there = remote_of(url) / directory.name
+    try:
+        found = "has them" if Store(there / "checkpoints").complete() else ""
+    except OSError as error:
+        found = f"cannot be looked at: {error.strerror}"
+    return found and (
+        f"{home(job, directory)} has no checkpoints, and {there} {found}; the run goes on with checkpoint.url={url}, "
+        f"'fivefold checkpoint reshard {there} --layout {job.layout} -o NEW' makes a run elsewhere of the newest, and "
+        "another run.name or --fresh starts one of its own"
+    )
 
 
 def directory_of(job: Job, env: Mapping[str, str]) -> Path:

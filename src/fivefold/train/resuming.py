@@ -1,7 +1,7 @@
 """Going on with a run: `fivefold train runs/first`, and what a command by hand finds under its name.
 
 job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
-check(Path("runs/first"), job, sources, named=True)          # UserError if the run cannot go on with it
+refused(Path("runs/first"), job, sources, named=True)        # why the run cannot go on with it
 """
 
 import os
@@ -15,16 +15,15 @@ import msgspec
 from fivefold.checkpoint.find import reachable, store_of
 from fivefold.checkpoint.job import stored
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
-from fivefold.job.config import Job, resolve
+from fivefold.job.config import Job, RunConfig, resolve
 from fivefold.job.continuing import Change, changes, refusals
 from fivefold.job.preflight import Sources
 from fivefold.support.documents import Missing, path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.places import Place, Remote, place_of
-from fivefold.train.directories import chosen, complete
+from fivefold.train.directories import JOB, chosen, complete, earlier
 
-JOB = "job.toml"
 SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
 
 
@@ -38,8 +37,13 @@ class Start:
     def checked(self, job: Job, sources: Sources) -> Path | None:
         """The directory that the job goes on in, if there is one. UserError if it must not, or was not meant to."""
         directory = self.named or chosen(job, self.fresh)
-        if directory is not None:
-            check(directory, job, sources, named=self.named is not None)
+        if directory is None:
+            return None
+        problems = refused(directory, job, sources, named=self.named is not None)
+        if problems and not self.named and (own := earlier(job, directory)):
+            directory, problems = own, refused(own, job, sources, named=False)
+        if problems:
+            raise UserError(problems)
         return directory
 
 
@@ -134,19 +138,16 @@ def newest_of(found: list[Checkpoint]) -> Checkpoint | None:
     return None
 
 
-def check(directory: Path, job: Job, sources: Sources, named: bool) -> None:
-    """UserError if the run of a directory cannot go on with a job, or was not meant to."""
+def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[str]:
+    """Why the run of a directory cannot go on with a job, or was not meant to."""
     found = complete(job, directory)
     newest = newest_of(found)
     if named and not found:
-        raise UserError(
-            f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"
-        )
+        return [f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"]
     if newest is None:  # the load says which are damaged
-        return
+        return []
     changed, done = differences(newest, job, sources), newest.manifest.step
-    if problems := refusals(stored(newest), job, done, changed, directory, named):
-        raise UserError(problems)
+    return refusals(stored(newest), job, done, changed, directory, named)
 
 
 def differences(checkpoint: Checkpoint, job: Job, sources: Sources) -> list[Change]:
@@ -158,6 +159,25 @@ def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
     """Why a job cannot go on from a checkpoint, whoever asks for it: its model is another."""
     before = stored(checkpoint)
     return refusals(before, job, 0, changes(before, job), checkpoint.path, named=False)
+
+
+def run_to_resume(word: str | None) -> Place:
+    """What `fivefold resume` was given, if it is a run; else a sentence that says what it is."""
+    example = "resume takes the directory of a run, for example: fivefold resume runs/run"
+    if run := run_named(word):
+        return run
+    if not word:
+        raise UserError(example)
+    path = path_of(word)
+    if not path.exists():
+        known = [one for parent in (path.parent, path_of(RunConfig().dir)) for one in _runs(parent)]
+        near = next((one for one in known if Path(one).name == path.name), None)
+        hint = f"did you mean {near!r}?" if near else did_you_mean(word, known) if known else example
+        raise UserError(f"there is no run {path}; {hint}")
+    if path.name == JOB and Store(path.parent / "checkpoints").complete():
+        raise UserError(f"{path} is the job of a run; 'fivefold resume {path.parent}' goes on with it")
+    job = f"; 'fivefold train {path}' trains a job file" if path.suffix == ".toml" else ""
+    raise UserError(f"{path} is a file, and {example}{job}")
 
 
 def _runs(parent: Path) -> list[str]:
