@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fivefold.calibrate.calibrate import device_name
 from fivefold.cli.job_args import split
 from fivefold.doctor import doctor as front
 from fivefold.doctor import examine, machine
@@ -108,7 +109,7 @@ def test_the_ranks_of_other_machines_are_not_started_on_this_one(tmp_path: Path)
     done = fivefold("doctor", "layout=dp=4", "run.cluster=2x2xCPU", "train.batch=8", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     said, words = " ".join(done.stderr.split()), "fivefold doctor layout=dp=4 run.cluster=2x2xCPU train.batch=8"
-    assert "4 ranks of dp=4 are too many for this machine alone: its ranks are those of 2 nodes" in said
+    assert "4 ranks are too many for this machine alone: they are those of 2 nodes" in said
     assert f"srun -N2 --ntasks-per-node=2 {words}, or on each node torchrun --nnodes=2 --nproc-per-node=2" in said
     assert f"-m {words} (--nproc 4 starts all of them here)" in said
 
@@ -147,7 +148,7 @@ def test_the_job_of_a_run_is_examined_and_a_cpu_is_not_the_gpu_that_was_planned(
 @pytest.mark.parametrize(("threads", "text"), [(1, "a CPU, 1 thread"), (2, "a CPU, 2 threads")])
 def test_a_cpu_is_named_with_its_threads(monkeypatch: pytest.MonkeyPatch, threads: int, text: str) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert examine.device_name(torch.device("cpu")) == text
+    assert device_name(torch.device("cpu")) == text
 
 
 def test_the_help_fits_80_columns(tmp_path: Path) -> None:

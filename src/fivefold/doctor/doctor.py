@@ -77,7 +77,7 @@ def _elsewhere(job: Job, words: str) -> str:
     """Why the ranks of a job are not all started on this machine, and how they are on theirs."""
     world, cluster = job.layout.world, Cluster.read(job.run.cluster) if job.run.cluster else None
     if cluster and cluster.nodes > 1 and world > max(group.gpus for group in cluster.groups):
-        why = f"its ranks are those of {cluster.nodes} nodes, run.cluster={job.run.cluster}"
+        why = f"they are those of {cluster.nodes} nodes, run.cluster={job.run.cluster}"
     elif world > max(_FEW, _CROWD * cores()):
         why = f"this machine has {counted(cores(), 'core')}"
     else:
@@ -91,6 +91,6 @@ def _elsewhere(job: Job, words: str) -> str:
             f"on each node torchrun --nnodes={nodes} --nproc-per-node={each}{meeting} -m fivefold doctor {words}",
         ]
     return (
-        f"{world} ranks of {job.layout} are too many for this machine alone: {why}; start it where the job will run: "
+        f"{world} ranks are too many for this machine alone: {why}; start it where the job will run: "
         f"{', or '.join(ways)} (--nproc {world} starts all of them here)"
     )
