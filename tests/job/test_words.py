@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from fivefold.job.config import _KEYS, read_job
+from fivefold.job.config import KEYS, read_job
 from fivefold.job.words import ALIASES, SAID
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
@@ -55,9 +55,9 @@ def test_all_of_a_job_in_foreign_words_is_answered_at_once() -> None:
 
 
 def test_every_alias_leads_to_a_setting_and_hides_none() -> None:
-    settings = {f"{section}.{key}" for section, keys in _KEYS.items() for key in keys}
+    settings = {f"{section}.{key}" for section, keys in KEYS.items() for key in keys}
     assert set(ALIASES.values()) <= settings
-    bare = {key for keys in _KEYS.values() for key in keys}
+    bare = {key for keys in KEYS.values() for key in keys}
     assert (ALIASES.keys() | SAID.keys()) & bare == {"steps"}  # of training, or to be traced: the first is meant
 
 
@@ -93,6 +93,32 @@ def test_a_layout_with_spaces_is_answered_with_commas(command: str, right: str, 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("error:") == 1
     assert done.stderr.strip().endswith(right)
+
+
+@pytest.mark.parametrize(
+    ("command", "right"),
+    [
+        ("train --layout dp=8 zero=3", ["--layout is not an option; write layout=dp=8,zero=3"]),
+        ("train --steps 5 --nproc 2 --learning-rate=3e-4", ["write train.steps=5", "write optimizer.lr=3e-4"]),
+        ("train --training.steps 5 --optimizer.lr 1", ["write train.steps=5", "write optimizer.lr=1"]),
+        ("train --model tiny --bf16", ["write model=tiny", "--bf16 is not an option: write train.dtype=bfloat16"]),
+        ("train --config job.toml", ["write job.toml as the first word"]),
+        ("train --nproc-per-node 8", ["write --nproc 8"]),
+        ("plan llama3-8b --dtype bf16 --zero 3", ["write --precision bf16", "write --fix zero=3"]),
+        ("plan --model llama3-8b", ["write llama3-8b as the first word"]),
+        ("simulate tiny --layout dp=2 --batch-size 4", ["write --batch 4"]),
+        ("generate . --precision bf16", ["write --dtype bf16"]),
+    ],
+)
+def test_a_setting_that_is_typed_as_an_option_is_answered_with_what_to_type(command, right, tmp_path) -> None:
+    done = fivefold(*command.split(), cwd=tmp_path)
+    said = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(said)) == (2, "", len(right))
+    assert all(line.startswith("error: --") and line.endswith(end) for line, end in zip(said, right, strict=True))
+
+
+def test_an_option_that_is_no_setting_is_answered_with_the_nearest(tmp_path) -> None:
+    assert "--nproc" in fivefold("train", "--nproc2", "4", cwd=tmp_path).stderr
 
 
 def test_spaces_that_stand_for_no_comma_stay_legal() -> None:

@@ -38,11 +38,13 @@ from fivefold.cli import (
     zero,
 )
 from fivefold.cli import huggingface as hf
+from fivefold.cli.unknown import Explaining
 from fivefold.launch.allocator import keep_freed_memory
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
 
 app = typer.Typer(
     name="fivefold",
+    cls=Explaining,
     help="LLM training under 5-D parallelism: one model, one data order, one loss curve, whatever the layout.",
     epilog="Every command has --help with more examples.",
     no_args_is_help=True,

@@ -177,7 +177,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 
 
-_KEYS: dict[str, list[str]] = {  # of every section
+KEYS: dict[str, list[str]] = {  # of every section
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items() if name != "optimizer"},
     "optimizer": ["name", *chain(*(kind.__struct_fields__ for kind in OPTIMIZERS.values()))],
@@ -203,7 +203,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
     for change in [] if problems else changes:
         _apply(table, change, problems)
-    explain(table, _KEYS, problems)
+    explain(table, KEYS, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     model = _model(table.get("model", {}), of_its_own, table.get("data"), problems)
     sections = {name: _section(name, table.get(name, {}), problems) for name in SECTIONS}

@@ -16,6 +16,8 @@ from fivefold.support.formatting import either, nearest
 from fivefold.support.precision import precision_of
 from fivefold.support.reading import join
 
+Keys = Mapping[str, Sequence[str]]  # of every section of a job
+
 # The words of Megatron-LM, Hugging Face's Trainer and configs, torchtitan, DeepSpeed and nanoGPT.
 _SETTINGS = {
     "optimizer.lr": "learning_rate max_lr peak_lr",
@@ -75,7 +77,7 @@ SAID: dict[str, str] = {  # what is no setting under another name
 }
 
 
-def explain(table: dict[str, Any], sections: Mapping[str, Sequence[str]], problems: list[str]) -> None:
+def explain(table: dict[str, Any], sections: Keys, problems: list[str]) -> None:
     """Take settings out of a job's table that go by another name, or stand elsewhere, and say what to write."""
     places = {"": table, **{key: value for key, value in table.items() if isinstance(value, dict)}}
     for section, values in places.items():
@@ -87,9 +89,9 @@ def explain(table: dict[str, Any], sections: Mapping[str, Sequence[str]], proble
         del table[section]  # all of it was explained
 
 
-def meant(section: str, key: str, value: Any, sections: Mapping[str, Sequence[str]]) -> str | None:
+def meant(section: str, key: str, value: Any, sections: Keys) -> str | None:
     """What to write instead of a setting that is none; None if nobody calls anything so."""
-    wrong, plain = f"{join(section, key)} is not a setting", key.lower().replace("-", "_")
+    wrong, plain = f"{join(section, key)} is not a setting", _plain(key)
     if plain in SAID:
         return f"{wrong}: {SAID[plain].format(value)}"
     homes = _homes(plain, sections)
@@ -102,7 +104,37 @@ def meant(section: str, key: str, value: Any, sections: Mapping[str, Sequence[st
     return f"{wrong}; write {either([f'{home}={text}' for home in homes])}"
 
 
-def _homes(key: str, sections: Mapping[str, Sequence[str]]) -> list[str]:
+def option_meant(name: str, words: Sequence[str], known: Sequence[str], takes: str, sections: Keys) -> str | None:
+    """What to write instead of the option `--steps` with `words` behind it; None if nobody calls a setting so.
+
+    `known` are the options that the command has, and `takes` the words that it takes, such as "[KEY=VALUE]...".
+    """
+    section, _, key = _plain(name).rpartition(".")
+    value = words[0] if words and not words[0].startswith("-") else "true"
+    homes = [f"{section}.{key}"] if key in sections.get(section, ()) else _homes(key, sections)
+    write = ""
+    if own := [one for one in known if set(homes) & set(_homes(_plain(one), sections))]:  # under another name
+        write = f"{own[0]} {value}"
+    elif "KEY=VALUE" not in takes or ("{}" in SAID.get(key, "") and "--nproc" not in known):
+        return None
+    elif key in SAID:
+        return f"{name} is not an option: {SAID[key].format(value)}"
+    elif key == "layout":
+        write = f"layout={with_commas(','.join([value.rstrip(','), *layout_parts(words[1:])]))}"
+    elif key == "model" or value.endswith(".toml"):
+        write = f"model={value}" if key == "model" and not takes.startswith("MODEL") else f"{value} as the first word"
+    elif homes and homes[0].startswith("layout.") and "--layout" in known:
+        write = f"{'--fix' if '--fix' in known else '--layout'} {homes[0].removeprefix('layout.')}={value}"
+    elif homes:
+        write = either([f"{home}={value}" for home in homes])
+    return f"{name} is not an option; write {write}" if write else None
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").replace("-", "_")
+
+
+def _homes(key: str, sections: Keys) -> list[str]:
     """Where a setting stands that was written without its section, or under another name."""
     return [ALIASES[key]] if key in ALIASES else [f"{home}.{key}" for home, keys in sections.items() if key in keys]
 
