@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 from rich.console import Console
 
-from fivefold.cli.job_args import split
+from fivefold.cli.job_args import RunWords, split
 from fivefold.launch import faults
 from fivefold.launch.ends import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
 from fivefold.support.errors import UserError
@@ -55,14 +55,7 @@ _Check = Annotated[bool, typer.Option("--check", help="Check the job and print i
 
 
 def train(
-    job: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB.toml | RUN] [KEY=VALUE]...",
-            help="A job file or a run's directory, and settings that change its job.",
-            show_default=False,
-        ),
-    ] = None,
+    job: RunWords = None,
     nproc: _Nproc = 1,
     restarts: _Restarts = 0,
     fresh: _Fresh = False,
