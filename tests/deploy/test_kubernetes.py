@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from fivefold.deploy.deployment import Deployment
-from fivefold.deploy.kubernetes import indexed_job, name_of, train_job
+from fivefold.deploy.kubernetes import indexed_job, name_of, notes, train_job
 from fivefold.deploy.machines import Machines
 from fivefold.deploy.yaml import documents, plain
 from fivefold.job.config import read_job, to_toml
@@ -73,7 +73,22 @@ def test_the_pod_script_is_bash_and_names_the_first_pod() -> None:
     shell, option, script = job["spec"]["template"]["spec"]["containers"][0]["command"]
     subprocess.run([shell, "-n", option, script], check=True)
     assert "--rdzv-endpoint=llama-3-1-70b-0.llama-3-1-70b:29400" in script
-    assert "--check --nproc 4 > /dev/null || exit 2" in script
+
+
+def test_a_check_that_is_killed_is_not_taken_for_a_refusal() -> None:
+    *_, job = read(indexed_job(deployed(), "lab/image:1", "shared", 3))
+    script = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    for code in (137, 2):
+        said = subprocess.run(["bash", "-c", f"fivefold() {{ return {code}; }}\n{script}"])
+        assert said.returncode == code
+
+
+def test_a_home_is_not_on_the_volume() -> None:
+    it = deployed(True, "run.dir=~/runs")
+    assert notes(it) == ["in the pods, run.dir=~/runs must be on the volume, which is at /work"]
+    *_, job = read(indexed_job(it, "lab/image:1", "shared", 3))
+    env = {one["name"]: one.get("value") for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/work/nccl-rank-"
 
 
 def kept(resource: dict[str, Any]) -> bool:

@@ -1,8 +1,10 @@
 """The sbatch file: what it asks for, and what it does with each code of the ranks. Slurm's commands are replaced by
 scripts that write down how they were called; `make cluster-test` runs the file under Slurm itself."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.deploy.options import Options
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Note, UserError
 
 JOB = '[model]\npreset = "tiny"\n[layout]\ndp = 4\n[run]\ncluster = "2x2x{}"\nname = "try out"\n'
 
@@ -58,13 +60,60 @@ def test_a_cpu_cluster_has_no_gpus(tmp_path: Path) -> None:
     assert "NCCL" not in text
 
 
+def mounts(text: str) -> list[str]:
+    line = re.search(r"--container-mounts=.*", text)
+    assert line
+    (word,) = shlex.split(line[0])
+    return word.partition("=")[2].split(",")
+
+
 def test_a_container_sees_the_directories(tmp_path: Path) -> None:
     text = launched(tmp_path, "--container", "reg/fivefold:1", "data.path=/data/tokens", "run.dir=/scratch/runs")
-    mounts = re.search(r'--container-mounts="(.*?)"', text)
-    assert mounts
     seen = ["/data/tokens", "/scratch/runs", str(tmp_path)]
-    assert mounts[1].split(",") == ["$PWD:$PWD", *(f"{path}:{path}" for path in seen)]
+    assert mounts(text) == ["$PWD:$PWD", *(f"{path}:{path}" for path in seen)]
     assert "command -v fivefold" not in text
+    text = launched(tmp_path, "--container", "nvcr.io#nvidia/pytorch:24.05-py3", "data.path=~/tok$ens")
+    assert mounts(text)[2] == "$HOME/tok$ens:$HOME/tok$ens"
+    assert "'/tok$ens'" in text or "'tok$ens'" in text
+
+
+def test_data_that_is_still_open_has_to_be_known_to_a_container(tmp_path: Path) -> None:
+    words = ["--nodes", "1", "model=llama3-8b", "data.seq=512", "layout=dp=2"]
+    for more, again in ((["--container", "x"], True), ([], False)):
+        command = ["launch", str(write_job(tmp_path)), "--slurm", "-o", str(tmp_path / "x"), *words, *more, "--json"]
+        (blank,) = [
+            line for line in json.loads(CliRunner().invoke(app, command).output)["fill_in"] if line.startswith("data")
+        ]
+        assert blank.endswith("launch again, so that the container sees it") == again
+
+
+@pytest.mark.parametrize(
+    ("given", "place"), [("/a b", "/a b"), ("~/r s", "/home/me/r s"), ("~", "/home/me"), ("r", "/now/r")]
+)
+def test_logs_and_traces_lie_in_the_runs_directory(tmp_path: Path, given: str, place: str) -> None:
+    text = launched(tmp_path, f"run.dir={given}", accelerator="H100")
+    lines = [line for line in text.splitlines() if re.match(r"logs=|\[\[ \$logs|export TORCH_NCCL_DEBUG_INFO", line)]
+    script = "\n".join([*lines, 'echo "$logs|$TORCH_NCCL_DEBUG_INFO_TEMP_FILE"'])
+    env = {"HOME": "/home/me", "PWD": "/now", "SLURM_JOB_ID": "7", "PATH": os.environ["PATH"]}
+    said = subprocess.run(["bash", "-c", f"PWD=/now\n{script}"], env=env, capture_output=True, text=True, check=True)
+    assert said.stdout == f"{place}/slurm-7|{place}/slurm-7/nccl-rank-\n"
+
+
+def test_a_recipe_of_the_package_needs_no_file_on_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(Note, match="Fivefold's own"):
+        result = CliRunner().invoke(app, ["launch", "recipes/llama3-8b-8xH100.toml", "--slurm", "--json"])
+    told = json.loads(result.stdout)
+    assert "no recipes/" not in told["text"]
+    assert "[ -f " not in told["text"]
+    assert "directory that has" not in told["text"]
+    assert told["fill_in"][-1].startswith("data.path=DIRECTORY")
+
+
+def test_the_line_that_starts_it_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(app, ["launch", str(write_job(tmp_path)), "--slurm", "-o", "my job;x.sbatch"])
+    assert "sbatch 'my job;x.sbatch'" in Path("my job;x.sbatch").read_text()
 
 
 # ---- what the script does -------------------------------------------------------------------------------------------

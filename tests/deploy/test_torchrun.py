@@ -38,4 +38,5 @@ def test_torchrun_understands_the_line(tmp_path: Path) -> None:
     assert read.training_script_args == ["train", "my job.toml", "layout=dp=8", "data.path=it's here"]
     assert env["NCCL_DEBUG"] == "WARN"
     assert "NCCL_SOCKET_IFNAME" not in env or env["NCCL_SOCKET_IFNAME"] == os.environ.get("NCCL_SOCKET_IFNAME")
+    assert '# export NCCL_IB_HCA="=mlx5_0,mlx5_1"' in lines(it, "node1", "run-1", 5)  # "mlx5" would be all of them
     assert int(env["OMP_NUM_THREADS"]) >= 1

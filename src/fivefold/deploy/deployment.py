@@ -21,10 +21,16 @@ class Deployment:
     machines: Machines
     file: str = ""  # the job file, as the nodes read it
     changes: tuple[str, ...] = ()  # KEY=VALUE
+    packaged: bool = False  # the file comes with Fivefold, and the nodes have it
 
     def words(self, command: str = "train") -> str:
         """What each rank runs."""
         return shlex.join(["fivefold", command, *([self.file] if self.file else []), *self.changes])
+
+    @property
+    def own_file(self) -> str:
+        """One that the nodes must see."""
+        return "" if self.packaged else self.file
 
     @property
     def title(self) -> str:
@@ -60,6 +66,14 @@ class Deployment:
 
     @property
     def mounts(self) -> list[str]:
-        """Absolute paths that a container has to see."""
-        paths = (self.job.data.path, self.job.run.dir, self.file)
-        return sorted({os.path.dirname(path) if path == self.file else path for path in paths if os.path.isabs(path)})
+        """Paths outside the current directory that a container has to see."""
+        paths = {self.job.data.path, self.job.run.dir, os.path.dirname(self.own_file)}
+        return sorted(path for path in paths if path.startswith(("/", "~")))
+
+
+def in_shell(path: str) -> str:
+    """As bash reads it, with the home of whoever runs it; a ~ in quotes would be a directory of that name."""
+    home, slash, rest = path.partition("/")
+    if home == "~":
+        return f'"$HOME"{slash}{shlex.quote(rest) if rest else ""}'
+    return shlex.quote(os.path.expanduser(path))

@@ -46,7 +46,12 @@ def _network(gpus: bool) -> list[Variable]:
         return [Variable("GLOO_SOCKET_IFNAME", "eth0", why, chosen=False)]
     return [
         Variable("NCCL_SOCKET_IFNAME", "=eth0", f"{why}; = means this name and no other", chosen=False),
-        Variable("NCCL_IB_HCA", "mlx5", "only if some adapters are for storage; `ibstat` lists them", chosen=False),
+        Variable(
+            "NCCL_IB_HCA",
+            "=mlx5_0,mlx5_1",
+            "only if some adapters are for storage; `ibstat` lists them; = means these, not all that begin so",
+            chosen=False,
+        ),
     ]
 
 

@@ -70,9 +70,8 @@ def notes(it: Deployment) -> list[str]:
     """Paths that a container may not have."""
     job = it.job
     paths = {"data.path": job.data.path, "run.dir": job.run.dir, "layout.schedule": job.layout.schedule}
-    outside = [
-        f"{key}={path}" for key, path in paths.items() if os.path.isabs(path) and not path.startswith(f"{_HOME}/")
-    ]
+    away = [key for key, path in paths.items() if path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/")]
+    outside = [f"{key}={paths[key]}" for key in away]
     file = [f"layout.schedule={job.layout.schedule}"] if os.path.isfile(job.layout.schedule) else []
     found = list(dict.fromkeys(outside + file))
     return [f"in the pods, {', '.join(found)} must be on the volume, which is at {_HOME}"] if found else []
@@ -102,7 +101,7 @@ def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Ta
     script = "\n".join(
         [
             "# What is wrong with the job ends it at once, with code 2; torchrun would try again.",
-            f"fivefold train {_JOB} --check --nproc {it.machines.world} > /dev/null || exit 2",
+            f"fivefold train {_JOB} --check --nproc {it.machines.world} > /dev/null || exit $?",
             '[ "$JOB_COMPLETION_INDEX" = 0 ] && host=1 || host=0',
             "exec " + " \\\n  ".join(agent),
         ]
@@ -134,7 +133,7 @@ def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Ta
 
 
 def _environment(it: Deployment) -> list[Table]:
-    runs = it.log_directory if it.log_directory.startswith("/") else f"{_HOME}/{it.log_directory}"
+    runs = _HOME if it.log_directory.startswith("~") else os.path.join(_HOME, it.log_directory)
     found: list[Table] = []
     comments: Table = {}
     for one in [saving(it), *variables(it.machines, str(_THREADS), "/tmp/fivefold", runs)]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.deploy import kubernetes, slurm, ssh, torchrun
-from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.deployment import Deployment, in_shell
 from fivefold.deploy.machines import machines
 from fivefold.deploy.options import KINDS, Options
 from fivefold.deploy.result import LaunchResult
@@ -86,7 +86,8 @@ def deployment(
         problems.append(f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it")
     if problems:
         raise UserError(problems)
-    return Checked(Deployment(job, found, file or "", tuple(changes)), notes)
+    packaged = bool(file) and not os.path.isfile(path_of(file or ""))
+    return Checked(Deployment(job, found, file or "", tuple(changes), packaged), notes)
 
 
 def written(kind: str, checked: Checked, output: Path | None, options: Options, hosts: list[str]) -> LaunchResult:
@@ -111,8 +112,10 @@ def written(kind: str, checked: Checked, output: Path | None, options: Options, 
         f"{place} in {name or 'the lines above'}, or give {option}" for option, place in places.items() if place in text
     ]
     if needs_data(it.job):
-        where = f" in {it.file if kind not in ('kubernetes', 'trainjob') else name}" if it.file else "=DIRECTORY"
-        blanks.append(f"data.path{where}: a directory that `fivefold data prepare` has made")
+        place = name if kind in ("kubernetes", "trainjob") else it.own_file
+        again = "; then launch again, so that the container sees it" if kind == "slurm" and options.container else ""
+        where = f" in {place}" if place else "=DIRECTORY"
+        blanks.append(f"data.path{where}: a directory that `fivefold data prepare` has made{again}")
     notes = checked.notes + (kubernetes.notes(it) if kind in ("kubernetes", "trainjob") else [])
     if kind == "slurm" and options.limit < 2 * it.notice:
         notes.append(f"--time {options.time} is short: saving is begun {options.limit // 2} s before its end")
@@ -142,7 +145,7 @@ def follow(number: str, it: Deployment) -> tuple[tuple[str, str], ...]:
     return (
         (f"squeue --jobs={number}", "whether it waits or runs"),
         (f"tail -F {it.plain_name}-{number}.out", "starts and ends"),
-        (f"tail -F {it.log_directory}/slurm-{number}/rank-0.log", "steps and losses"),
+        (f"tail -F {in_shell(it.log_directory)}/slurm-{number}/rank-0.log", "steps and losses"),
         (f"scancel --signal=USR1 --batch {number}", "save, and queue it again"),
         (f"scancel {number}", "end it"),
     )

@@ -21,7 +21,8 @@ _NAME = re.compile(r"[\w.,@+-]+")
 # Of Slurm: minutes, minutes:seconds, hours:minutes:seconds; and behind days, hours, hours:minutes ...
 _TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?")
 USUAL_TIME = "24:00:00"
-_WORD = re.compile(r"[\w./:@+-]+")
+_IMAGE = re.compile(r"[\w./:@+-]+")
+_ENROOT = re.compile(r"[\w./:@+#-]+")  # REGISTRY#IMAGE
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Options:
             "account": _NAME,
             "partition": _NAME,
             "host": _NAME,
-            "container": _WORD,
+            "container": _ENROOT if kind == "slurm" else _IMAGE,
             "claim": _NAME,
         }.items():
             value = getattr(self, name)

@@ -16,7 +16,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.deployment import Deployment, in_shell
 from fivefold.deploy.environment import comment, exports, variables
 from fivefold.deploy.options import USUAL_TIME, Options
 
@@ -53,6 +53,7 @@ refuse() { echo "error: $*" >&2; exit 2; }
 @PREPARE@
 logs=@LOGS@/slurm-$SLURM_JOB_ID
 mkdir -p "$logs" || refuse "cannot make $logs in $PWD"
+[[ $logs = /* ]] || logs=$PWD/$logs
 
 # Left in the shell that submits by another launcher, or by salloc, they would be taken for this job's.
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ${!TORCHELASTIC_@}
@@ -126,10 +127,10 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
     """The text of `file`."""
     names = {"account": (options.account, ACCOUNT), "partition": (options.partition, PARTITION)}
     notice = min(it.notice, options.limit // 2)  # a short limit leaves half of it to train
-    where = f", in the directory that has {it.file}" if it.file else ""
+    where = f", in the directory that has {it.own_file}" if it.own_file else ""
     parts = {
         "TITLE": comment(f"{it.title}.")
-        + comment(f"Start it: sbatch {file}{where}, in a shell that knows `fivefold`."),
+        + comment(f"Start it: {shlex.join(['sbatch', file])}{where}, in a shell that knows `fivefold`."),
         "NAME": it.plain_name,
         "NAMES": [f"#SBATCH --{key}={name or blank}" for key, (name, blank) in names.items() if name != ""],
         "NODES": it.machines.nodes,
@@ -143,9 +144,9 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
         "NOTICE": notice,
         "RESTARTS": options.restarts,
         "PREPARE": _prepare(it, options.container or ""),
-        "LOGS": shlex.quote(it.log_directory),
+        "LOGS": in_shell(it.log_directory),
         "LOCKED": [_LOCKED] if it.machines.gpus else [],
-        "EXPORTS": exports(variables(it.machines, "$cpus", "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD/$logs")),
+        "EXPORTS": exports(variables(it.machines, "$cpus", "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$logs")),
         "RANKS": _ranks(it, options.container or ""),
         "LAST": notice - min(_LEFT, notice // 2),
     }
@@ -169,8 +170,8 @@ def _prepare(it: Deployment, container: str) -> list[str]:
         "# source .venv/bin/activate",
         'command -v fivefold > /dev/null || refuse "there is no fivefold on PATH on $(hostname)"',
     ]
-    file, why = shlex.quote(it.file), "in $PWD on $(hostname); run sbatch where it is, on a shared file system"
-    found = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.file else []
+    file, why = in_shell(it.own_file), "in $PWD on $(hostname); run sbatch where it is, on a shared file system"
+    found = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.own_file else []
     return ([] if container else known) + found
 
 
@@ -183,9 +184,9 @@ def _ranks(it: Deployment, container: str) -> list[str]:
         '--open-mode=append --output="$logs/rank-%t.log"',
     ]
     if container:
-        mounts = ",".join(["$PWD:$PWD", *(f"{path}:{path}" for path in it.mounts)])
+        mounts = ",".join(['"$PWD:$PWD"', *(f"{path}:{path}" for path in map(in_shell, it.mounts))])
         flags.append(f'--container-image={shlex.quote(container)} --container-workdir="$PWD"')
-        flags.append(f'--container-mounts="{mounts}"')
+        flags.append(f"--container-mounts={mounts}")
     # One that sees a single GPU cannot know that its neighbours have their own, and takes gloo instead of NCCL.
     seen = " Every rank sees all GPUs of its node, takes the one of its number, and binds itself to cores near it."
     end = "When one ends the others have 120 s to say what they know and end, too."

@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.deployment import Deployment, in_shell
 from fivefold.deploy.environment import comment, exports, variables
 from fivefold.deploy.slurm import filled
 from fivefold.deploy.torchrun import PORT, saving, threads, words
@@ -122,7 +122,7 @@ def script(it: Deployment, hosts: list[str], restarts: int) -> str:
             ),
             "HOSTS": shlex.join(hosts),
             "NAME": it.plain_name,
-            "LOGS": shlex.quote(it.log_directory),
+            "LOGS": in_shell(it.log_directory),
             "EXPORTS": exports(found),
             "AGENT": [" \\\n  ".join([*agent[:-1], f"{agent[-1]} < /dev/null &"])],
             "LAST": it.notice,

@@ -36,7 +36,7 @@ def words(it: Deployment, endpoint: str, run: str, restarts: int, conf: str = ""
 
 def lines(it: Deployment, host: str, run: str, restarts: int) -> str:
     """What is typed on each node."""
-    where = f", in the directory that has {it.file}," if it.file else ""
+    where = f", in the directory that has {it.own_file}," if it.own_file else ""
     endpoint = f"{host or HOST}:{PORT}"
     text = [
         *comment(f"{it.title}."),
