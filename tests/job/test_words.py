@@ -1,9 +1,13 @@
 """Settings by the names that others give them: the answer is what to type."""
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
+import typer
 
+from fivefold.cli import app
 from fivefold.job.config import KEYS, read_job
 from fivefold.job.words import ALIASES, SAID
 from fivefold.layout.layout import Layout
@@ -126,6 +130,18 @@ def test_spaces_that_stand_for_no_comma_stay_legal() -> None:
     assert Layout.parse("pp=2,schedule=my schedules/a b.txt").schedule == "my schedules/a b.txt"
     with pytest.raises(UserError, match="a layout has commas and no spaces; write tp=2,pp=2"):
         Layout.parse("tp=2 pp=2")
+
+
+def test_the_guide_says_which_command_has_which_option_of_precision() -> None:
+    guide = (Path(__file__).parents[2] / "docs/jobs.md").read_text()
+    said = re.search(r"The option is `--precision` for (.*?), and `--dtype` for\s+(.*?)\. ", guide, re.DOTALL)
+    assert said
+    top = typer.main.get_command(app)
+    groups = [("", top), *((f"{name} ", one) for name, one in top.commands.items() if hasattr(one, "commands"))]
+    for option, names in zip(("--precision", "--dtype"), said.groups(), strict=True):
+        have = [f"{group}{name}" for group, of in groups for name, one in of.commands.items()
+                if any(option in param.opts for param in one.params)]  # fmt: skip
+        assert sorted(re.findall(r"`(.*?)`", names)) == sorted(have)
 
 
 def test_plan_and_verify_take_either_word_for_a_precision(tmp_path) -> None:
