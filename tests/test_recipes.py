@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tools import recipes
 from tools.recipes import FOLDER, first_comment, planned, write
 
 from fivefold.hardware.cluster import Cluster
@@ -42,3 +43,11 @@ def test_a_recipe_is_found_where_there_is_no_checkout(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.warns(UserWarning, match="Fivefold's own"):
         assert read_job("recipes/llama3-8b-8xH100.toml").run.cluster == "8xH100"
+
+
+def test_a_dry_run_is_held_against_the_planned_memory(monkeypatch, capsys) -> None:
+    file = FOLDER / "tiny-2xCPU.toml"
+    assert recipes.check(file)
+    monkeypatch.setattr(recipes, "TOLERANCE", -1.0)  # which no memory is within
+    assert not recipes.check(file)
+    assert "FAILS" in capsys.readouterr().out

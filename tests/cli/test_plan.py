@@ -133,6 +133,18 @@ def test_a_job_in_fp8_is_one_or_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "b.toml").exists()
 
 
+def test_a_plan_in_a_precision_that_no_run_has_becomes_no_job(tmp_path: Path) -> None:
+    path, small = tmp_path / "a.toml", "plan tiny --seq 128 --batch 16"
+    sentence = refusal(f"{small} --cluster V100 --precision fp16 -o {path}")
+    assert "float16 would need a loss scale" in sentence
+    assert "nearest: precision=fp32, as V100 has no bf16" in sentence
+    assert "nearest: precision=bf16" in refusal(f"{small} --cluster H100 --precision fp16 -o {path}")
+    assert "nearest: precision=fp32" in refusal(f"{small} --cluster H100 --precision tf32 -o {path}")
+    assert not path.exists()
+    planned = asked(f"{small} --cluster H100 --precision fp16")
+    assert "train.dtype" not in planned["training"]["settings"]
+
+
 def test_a_job_file_is_planned_and_keeps_its_own_settings(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('model = "small"\n[train]\nbatch = 32\n[data]\nseq = 256\n[optimizer]\nlr = 1e-4\n')

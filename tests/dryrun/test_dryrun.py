@@ -32,6 +32,7 @@ CASES = [
     ("llama3-8b model.layers=4", "dp=2,cp=4,zero=1,microbatches=2", 8192, 4, 3),
     ("llama3-8b model.layers=4", "tp=2,cp=4,cp_kind=allgather,sp,microbatches=2", 8192, 4, 3),
     ("llama3-8b model.layers=4", "dp=2,cp=4,cp_kind=ulysses,zero=2,microbatches=2", 8192, 4, 3),
+    ("llama3-8b model.layers=4", "cp=16,cp_kind=ulysses,zero=3,recompute=selective", 131_072, 1, 3),
     ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,microbatches=4", 4096, 8, 2),
     ("llama3-8b model.layers=8", "dp=2,pp=4,zero=1,schedule=zb-h1,microbatches=4", 4096, 8, 0),
     ("llama3-70b model.layers=8", "dp=2,tp=4,zero=2,microbatches=2,recompute=selective", 8192, 4, 1),

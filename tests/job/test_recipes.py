@@ -1,5 +1,7 @@
 """Recipes: what papers print comes out, what lies between follows, and a budget is read as people write it."""
 
+from pathlib import Path
+
 import pytest
 
 from fivefold.job.recipes import CHINCHILLA, fit, recipe, tokens_of, usable_batch
@@ -7,6 +9,7 @@ from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
 
 M = 1 << 20
+PLANNER = Path(__file__).parents[2] / "docs/planner.md"
 
 
 def of(name: str, tokens: str, key: str) -> object:
@@ -24,7 +27,7 @@ def of(name: str, tokens: str, key: str) -> object:
         ("llama3-405b", "15.6T", 8e-5, 16 * M, 8000, 0.01),  # section 3.4.1: 8e-7 at the end
         ("qwen3-8b", "3T", 3e-4, 4 * M, 2000, 0.1),  # arXiv 2309.16609, table 1
         ("gpt2-124m", "300B", 6e-4, M / 2, 2000, 0.1),  # arXiv 2005.14165, table 2.1
-        ("gpt3-175b", "300B", 0.6e-4, 3.2 * M, 2000, 0.1),
+        ("gpt3-175b", "300B", 0.6e-4, 3.2e6, 2000, 0.1),
     ],
 )
 def test_what_is_published_comes_out(
@@ -79,6 +82,8 @@ def test_a_model_beyond_the_table_says_so() -> None:
         (4 * M, 8192, 24, 576),
         (16 * M, 8192, 16_384, 2048),  # more ranks than sequences
         (4 * M, 131_072, 64, 32),
+        (3.2e6, 2048, 1024, 1536),  # 2,048 for dp=1024 would be 31% more
+        (4 * M, 8192, 768, 576),  # 512 would leave a 3 to tp, pp or cp
         (10_000, 2048, 2, 4),
         (1, 8192, 64, 1),
     ],
@@ -87,12 +92,27 @@ def test_a_batch_divides_over_the_ranks(wanted: float, seq: int, world: int, bat
     assert usable_batch(wanted, seq, world) == batch
 
 
+def test_a_batch_is_no_further_off_than_its_grid() -> None:
+    for world in range(8, 2049, 8):
+        assert usable_batch(3.2e6, 2048, world) * 2048 / 3.2e6 == pytest.approx(1, abs=0.23), world
+
+
+def test_the_reasons_of_the_documentation_are_those_of_a_job() -> None:
+    """Schedules differ between papers, as the ends of their rates do."""
+    rows = [line for line in PLANNER.read_text().splitlines() if line.startswith("|")]
+    for key, choice in recipe(preset("llama3-8b"), 8192, 10**12).items():
+        if key.removeprefix("optimizer.") in ("betas", "weight_decay", "clip", "schedule", "final"):
+            (row,) = [row for row in rows if f"`{key.removeprefix('optimizer.')}`" in row.split("|")[1]]
+            assert f"({choice.why.removeprefix('of the peak rate: ')})" in row, key
+
+
 def test_a_budget_becomes_steps() -> None:
     found = recipe(preset("llama3-70b"), 8192, 10**12)
     choices = fit(found, 512, 8192, 10**12, given=False)
     assert choices["train.steps"].value == -(-(10**12) // (512 * 8192))
     assert choices["optimizer.warmup"].value == 2000
     assert "Llama 2 70B: 4M tokens" in choices["train.batch"].why
+    assert "GPT-3 175B: 3.2M tokens" in recipe(preset("gpt3-175b"), 2048, 3 * 10**11)["train.tokens"].why
     short = fit(found, 512, 8192, 512 * 8192 * 100, given=False)
     assert (short["train.steps"].value, short["optimizer.warmup"].value) == (100, 10)
     with pytest.raises(UserError, match="less than one step: 512 sequences of 8192 tokens; nearest: tokens=4194304"):

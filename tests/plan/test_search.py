@@ -38,6 +38,16 @@ def test_every_option_is_legal_fits_and_is_ranked(seventy: Ranking) -> None:
     assert seconds == sorted(seconds)
 
 
+def test_every_layout_of_a_tied_model_is_legal() -> None:
+    """A V of stages has a tied embedding in two of them, which ZeRO 2 and 3 cannot share."""
+    case = wish("gpt2-124m", "4xH100", 16, 1024)
+    every = space(Wish(case, {"schedule": "zb-v", "pp": 2, "samples": 1, "recompute": "none"}))
+    found = [every.layout(at) for at in range(len(every))]
+    assert {layout.zero for layout in found if layout.dp == 2} == {0, 1}
+    for layout in found:
+        assert layout.problems(case.spec, world=4, seq=1024, batch=16) == []
+
+
 def test_closed_forms_are_near_what_schedules_say() -> None:
     """Within 12% in time and memory, in the median over a sample of everything that fits."""
     case = wish("llama3-70b", "8x8xH100", 512)

@@ -54,6 +54,10 @@ class Published(NamedTuple):
     def says(self, what: str = "") -> str:
         return f"{self.name}{what} ({self.source})"
 
+    def batch_says(self) -> str:
+        batch = self.batch or 0
+        return self.says(f": {batch / (1e6 if batch % (M / 2) else M):g}M tokens")
+
     def distance(self, spec: ModelSpec) -> float:
         """In size; a relative is nearer than a stranger of the same size."""
         family = "".join(self.name.lower().split()[:-1])  # "Llama 3 70B" -> "llama3", of which llama3.1-70b is one
@@ -72,7 +76,7 @@ GPT = tuple(
         ("2.7B", 2.7e9, 1.6e-4, M),
         ("6.7B", 6.7e9, 1.2e-4, 2 * M),
         ("13B", 13e9, 1e-4, 2 * M),
-        ("175B", 175e9, 0.6e-4, 3.2 * M),
+        ("175B", 175e9, 0.6e-4, 3.2e6),  # no power of two
     )
 )
 ROTARY = (
@@ -90,6 +94,7 @@ ROTARY = (
 NEAR = 0.8  # of the smallest model of a table: a smaller one follows the laws
 FAR = 1.5  # times the largest one: from there on the file says how far the table is
 SHORT = 0.1  # of a run: the longest warmup
+AS_NEAR = math.log(1.5) / 2  # 22%: what batches of 2 and 3, 4 and 6 for each rank leave between them
 
 
 class Choice(NamedTuple):
@@ -133,7 +138,7 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
         times = spec.parameter_count / max(one.parameters for one in table)
         largest = f", the largest published; this model has {times:.1f} times as many parameters" * (times > FAR)
         lr = Choice(own.lr, own.says() + largest)
-        batch = Choice(sized.batch or best_batch, sized.says(f": {(sized.batch or 0) / M:g}M tokens"))
+        batch = Choice(sized.batch or best_batch, sized.batch_says())
         if best_batch < batch.value:
             batch = Choice(best_batch, f"a short run: DeepSeek LLM's law, 0.2920 C^0.3271 tokens, {law}")
         warmup, final, like = own.warmup, own.final, own.name if own.warmup != 2000 else "Llama 2, DeepSeek LLM"
@@ -151,11 +156,22 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
 
 
 def usable_batch(tokens: float, seq: int, world: int) -> int:
-    """Sequences of about so many tokens that divide over the ranks, and further into microbatches."""
+    """Sequences of about so many tokens that divide over dp, as large as it can be, and further into microbatches.
+
+    A smaller dp leaves tp, pp and cp a power of two if it can.
+    """
     wanted = max(1.0, tokens / seq)
-    unit = max(one for one in divisors(world) if one <= wanted)
     counts = [count << power for count in (1, 3) for power in range(40)]
-    return unit * min(counts, key=lambda count: abs(math.log(count * unit / wanted)))
+
+    def off(batch: int) -> float:
+        return abs(math.log(batch / wanted))
+
+    def others(dp: int) -> int:  # odd factors of what tp, pp and cp must share
+        return world // dp // (world // dp & -(world // dp))
+
+    units = sorted(divisors(world), key=lambda dp: (others(dp), -dp))
+    batches = [min((dp * count for count in counts), key=off) for dp in units]
+    return min(batches, key=lambda batch: max(off(batch), AS_NEAR))
 
 
 def fit(found: Mapping[str, Choice], batch: int, seq: int, tokens: int, given: bool) -> dict[str, Choice]:

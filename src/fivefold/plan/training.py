@@ -15,6 +15,7 @@ from msgspec import structs
 from fivefold.job.config import Job
 from fivefold.job.preflight import needs_data
 from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch
+from fivefold.job.words import NO_FP16
 from fivefold.job.written import written
 from fivefold.optimizers import AdamW
 from fivefold.plan.cost.memory import checkpoint_bytes
@@ -27,7 +28,8 @@ from fivefold.support.formatting import bytes_text, si
 HOUR, DAY = 3600, 86_400
 GB = 1e9
 BETWEEN = HOUR / 2  # checkpoints
-DTYPES = {"fp32": "float32", "fp64": "float64"}  # of compute; the others are bfloat16's
+# Of compute, by what was planned. fp16 would need a loss scale, and a job has no switch for tf32.
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 TWENTY = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
 
 
@@ -60,7 +62,8 @@ class Training:
         case, found = option.case, dict(self.choices)
         found["data.seq"] = Choice(case.seq, "tokens of a sample, as planned")
         found["train.batch"] = found.get("train.batch", Choice(case.batch, f"sequences of {case.seq:,}"))
-        found["train.dtype"] = Choice(DTYPES.get(case.precision, "bfloat16"), _precision(case.precision))
+        if case.precision in DTYPES:
+            found["train.dtype"] = Choice(DTYPES[case.precision], f"planned in {case.precision}")
         if case.precision == "fp8":
             found["train.fp8"] = Choice(True, "matmuls of blocks, as planned")
         found["run.cluster"] = Choice(self.cluster, "what this file was planned for")
@@ -80,6 +83,8 @@ class Training:
         return {key: it for key, it in found.items() if key in decided or key not in self.kept}
 
     def job(self, option: Option) -> Job:
+        if option.case.precision not in DTYPES:
+            raise UserError(_no_job(option.case))
         changed: dict[str, Any] = {"layout": option.layout}
         for key, choice in self.settings(option).items():
             section, _, field = key.partition(".")
@@ -179,8 +184,14 @@ def expected(option: Option) -> str:
     )
 
 
-def _precision(precision: str) -> str:
-    return f"planned in {precision}" + (", which this trainer does not have" if precision == "fp16" else "")
+def _no_job(case: Case) -> str:
+    """Of a precision that can be planned, and in which no run computes."""
+    half = case.precision == "fp16"
+    without = [group.accelerator.name for group in case.cluster.groups if group.accelerator.peak.bf16 is None]
+    why = NO_FP16 if half else f"no setting makes it compute in {case.precision}"
+    nearest = "bf16" if half and not without else "fp32"
+    older = f", as {without[0]} has no bf16" if half and without else ""
+    return f"precision={case.precision} can be planned, and not trained in: {why}; nearest: precision={nearest}{older}"
 
 
 def _length(days: float) -> str:

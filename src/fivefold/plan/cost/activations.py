@@ -42,9 +42,12 @@ def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, 
         return Kept(residual=stream)
     if stack.selective == "attention":
         return everything._replace(scores=0.0)
-    own = _block(spec, layout)
-    # The outputs of every matmul and of attention.
+    own = block(spec, layout.tp)
+    # The outputs of every matmul and of attention, and what Ulysses traded before it and after it.
     attention = tokens * wide * (own.attention.width + _outputs(own, "attention", layout))
+    if layout.cp > 1 and layout.cp_kind == "ulysses":
+        traded = _block(spec, layout).attention
+        attention += tokens * wide * (2 * traded.width + 2 * traded.kv_width)
     mlp = tokens * wide * _outputs(own, "mlp", layout)
     if stack.selective == "half":
         attention, mlp = tokens * wide * (1.5 * own.attention.width + 1.0 * own.attention.kv_width), mlp / 2

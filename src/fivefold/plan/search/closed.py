@@ -37,6 +37,12 @@ class Pipeline(NamedTuple):
     schedule: Record
     chunks: int
 
+    @property
+    def both_ends(self) -> bool:
+        """Whether one rank has the first and the last stage."""
+        held = self.schedule.schedule
+        return self.chunks > 1 and self.schedule.place(held.p if held else 2, self.chunks).owner[-1] == 0
+
 
 class Choices(NamedTuple):
     """Arrays of one length, an element a combination."""

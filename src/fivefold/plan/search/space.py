@@ -143,7 +143,7 @@ def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
 
 
 def _legal(wish: Wish, of: Choices) -> Choices:
-    """Enough microbatches for the schedule, and enough layers for the stages."""
+    """Enough microbatches for the schedule, layers for the stages, and whole weights where a rank has two ends."""
     chunks = np.where(of.pp == 1, 1, np.array([one.chunks for one in wish.pipelines])[of.pipeline])
     least = np.array([one.schedule.least for one in wish.pipelines])[of.pipeline]
     legal = (of.pp == 1) | (of.microbatches >= least * of.pp)
@@ -152,6 +152,9 @@ def _legal(wish: Wish, of: Choices) -> Choices:
         if held := schedule.schedule:  # of a file, for its own numbers alone
             legal &= (of.pp == held.p) & (of.microbatches == held.m)
     legal &= of.pp * chunks <= wish.case.spec.layers + 2
+    if wish.case.spec.tied:  # `Layout.problems` says why
+        bent = np.array([one.both_ends for one in wish.pipelines])[of.pipeline]
+        legal &= ~(bent & (of.pp > 1) & (of.zero > 1) & (of.dp * of.cp > 1))
     if "microbatches" in wish.fixed:
         legal &= of.microbatches == wish.fixed["microbatches"]
     return Choices(*(column[legal] for column in of))
