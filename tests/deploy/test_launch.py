@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.deploy.options import KINDS
+from fivefold.job.config import read_job
+from fivefold.plan.plan import simulate
 from fivefold.support.errors import UserError
 
 JOB = '[model]\npreset = "tiny"\n[layout]\ndp = 4\n[run]\ncluster = "2x2xH100"\n'
@@ -92,6 +94,23 @@ def test_data_that_is_elsewhere_is_not_checked_and_data_that_is_here_is(job: Pat
 )  # fmt: skip
 def test_refusals(job: Path, words: str, sentence: str) -> None:
     assert refused(f"job.toml {words}").startswith(sentence)
+
+
+LAYOUT = "dp=16,zero=3,microbatches=8,recompute=full"
+LARGE = f"model=llama3-8b layout={LAYOUT} train.batch=512 data.seq=8192 train.dtype=bfloat16"
+
+
+def test_the_planner_knows_what_does_not_fit_and_how_long_a_step_is(job: Path) -> None:
+    text = json.loads(said(f"{LARGE} --cluster 2x8xA10G --slurm --json"))
+    seconds = simulate(read_job(None, shlex.split(LARGE)), LAYOUT, "2x8xA10G").option.seconds
+    notice = int(text["text"].split("B:USR1@")[1].split("\n")[0])
+    assert notice >= 300 + seconds > 360
+    short = json.loads(said(f"{LARGE} --cluster 2x8xH100 --slurm --json"))
+    assert not [note for note in short["notes"] if "fit" in note]
+    whole = json.loads(said(f"{LARGE} layout.zero=0 --cluster 2x8xA10G --slurm --json"))
+    assert [note for note in whole["notes"] if note.startswith("as planned, this does not fit: the fullest rank needs")]
+    older = json.loads(said(f"{LARGE} --cluster 2x8xV100 --slurm --json"))
+    assert [note for note in older["notes"] if note.startswith("time and memory are not known on 2x8xV100: ")]
 
 
 def test_a_large_model_without_data_is_not_submitted(job: Path) -> None:

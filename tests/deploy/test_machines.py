@@ -1,5 +1,7 @@
 """Which nodes a job is started on, and what is said where its layout does not fit them."""
 
+from dataclasses import replace
+
 import pytest
 
 from fivefold.deploy.machines import Machines, machines
@@ -8,7 +10,8 @@ from fivefold.support.errors import UserError
 
 
 def found(layout: str, own: str = "", **asked) -> Machines:
-    return machines(read_job(None, [f"layout={layout}", f"run.cluster={own}", "train.batch=96"]), **asked)
+    found = machines(read_job(None, [f"layout={layout}", f"run.cluster={own}", "train.batch=96"]), **asked)
+    return replace(found, cluster=None)
 
 
 def refused(layout: str, own: str = "", **asked) -> str:

@@ -12,7 +12,7 @@ from fivefold.plan.cost.memory import checkpoint_bytes
 from fivefold.support.formatting import si
 
 _PER_NODE = 1e9  # bytes per second that a node writes to a shared file system: an assumption, on the low side
-_LEAST = 300  # seconds: Slurm looks at time limits once a minute, and a step has to end first
+_LEAST = 300  # seconds: Slurm looks at time limits once a minute, and a short step has to end first
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Deployment:
     machines: Machines
     file: str = ""  # the job file, as the nodes read it
     changes: tuple[str, ...] = ()  # KEY=VALUE
+    step: float = 0.0  # seconds, as planned; 0: not known
     packaged: bool = False  # the file comes with Fivefold, and the nodes have it
 
     def words(self, command: str = "train") -> str:
@@ -53,11 +54,12 @@ class Deployment:
     @property
     def notice(self) -> int:
         """Seconds before a time limit at which ranks are told to save: whole minutes."""
-        return -(-int(_LEAST + 2 * self.seconds_to_save) // 60) * 60
+        return -(-int(_LEAST + self.step + 2 * self.seconds_to_save) // 60) * 60
 
     @property
     def saving(self) -> str:
-        return f"{self._checkpoint / 1e9:.1f} GB, {self.seconds_to_save:.0f} s at 1 GB/s a node"
+        step = f"after a step of {self.step:.0f} s, as planned; " if self.step >= 1 else ""
+        return f"{step}{self._checkpoint / 1e9:.1f} GB, {self.seconds_to_save:.0f} s at 1 GB/s a node"
 
     @property
     def log_directory(self) -> str:

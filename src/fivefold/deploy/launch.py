@@ -10,12 +10,13 @@ from pathlib import Path
 
 from fivefold.deploy import kubernetes, slurm, ssh, torchrun
 from fivefold.deploy.deployment import Deployment, in_shell
-from fivefold.deploy.machines import machines
+from fivefold.deploy.machines import Machines, machines
 from fivefold.deploy.options import KINDS, Options
 from fivefold.deploy.result import LaunchResult
 from fivefold.deploy.yaml import documents
-from fivefold.job.config import read_job
+from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import job_problems, needs_data, open_data
+from fivefold.plan.plan import as_it_stands
 from fivefold.report.show import check_writable
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
@@ -86,8 +87,27 @@ def deployment(
         problems.append(f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it")
     if problems:
         raise UserError(problems)
+    step = _planned(job, found, notes)
     packaged = bool(file) and not os.path.isfile(path_of(file or ""))
-    return Checked(Deployment(job, found, file or "", tuple(changes), packaged), notes)
+    return Checked(Deployment(job, found, file or "", tuple(changes), step, packaged), notes)
+
+
+def _planned(job: Job, found: Machines, notes: list[str]) -> float:
+    """Seconds of a step, where the planner knows the machines; what does not fit them is noted."""
+    if not found.gpus or found.cluster is None:
+        return 0.0
+    try:
+        option = as_it_stands(job, found.cluster)
+    except UserError as error:
+        notes.append(f"time and memory are not known on {found.cluster}: {error}")
+        return 0.0
+    if not option.fits:
+        needs, have = option.footprint.total / 1e9, option.device_memory / 1e9
+        notes.append(
+            f"as planned, this does not fit: the fullest rank needs {needs:.1f} GB of {have:.1f} GB; `fivefold plan` "
+            f"with --cluster {found.cluster} finds a layout that does, if there is one"
+        )
+    return option.seconds
 
 
 def written(kind: str, checked: Checked, output: Path | None, options: Options, hosts: list[str]) -> LaunchResult:

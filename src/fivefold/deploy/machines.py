@@ -18,6 +18,7 @@ class Machines:
     per_node: int  # ranks, each with a GPU of its own
     gpus: bool = True  # false: ranks compute on CPUs
     notes: tuple[str, ...] = ()
+    cluster: Cluster | None = None  # what is known of them
 
     @property
     def world(self) -> int:
@@ -53,7 +54,16 @@ def machines(
         )
     if found.world != world:
         raise UserError(_mismatch(job, found, hosts))
-    return replace(found, notes=((known.notes if known else ()) + _crossings(job.layout, found)))
+    notes = (known.notes if known else ()) + _crossings(job.layout, found)
+    return replace(found, notes=notes, cluster=_resized(known.cluster, found) if known and known.cluster else None)
+
+
+def _resized(cluster: Cluster, found: Machines) -> Cluster | None:
+    """The cluster with the nodes that are asked for, where it is clear of which kind they are."""
+    if (cluster.nodes, cluster.world) == (found.nodes, found.world):
+        return cluster
+    first, *others = cluster.groups
+    return None if others else Cluster((msgspec.structs.replace(first, nodes=found.nodes, gpus=found.per_node),))
 
 
 def _of_cluster(text: str, where: str, per_node: int | None) -> Machines:
@@ -70,7 +80,7 @@ def _of_cluster(text: str, where: str, per_node: int | None) -> Machines:
     names = list(dict.fromkeys(group.accelerator.name for group in cluster.groups))
     unlike = f"nodes of several kinds ({', '.join(names)}): ranks must count through them in this order; pin the nodes"
     notes = (unlike,) if len(names) > 1 else ()
-    return Machines(cluster.nodes, per_node or sizes.pop(), names != ["CPU"], notes)
+    return Machines(cluster.nodes, per_node or sizes.pop(), names != ["CPU"], notes, cluster)
 
 
 def _evenly(world: int, nodes: int) -> int:

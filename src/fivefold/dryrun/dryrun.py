@@ -11,10 +11,11 @@ import msgspec
 from msgspec import structs
 
 from fivefold.dryrun.result import DryRunResult
-from fivefold.dryrun.vs_plan import RankVsPlan, case_of, vs_plan
+from fivefold.dryrun.vs_plan import RankVsPlan, vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
 from fivefold.layout.layout import Layout
+from fivefold.plan.plan import case_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError

@@ -9,11 +9,9 @@ from fivefold.job.config import Job
 from fivefold.layout.collective_cost import Traffic
 from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.plan.cost.memory import state_of
-from fivefold.plan.cost.stack import FIVEFOLD
-from fivefold.plan.cost.time import Case
 from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.plan.cost.work import rank_flops
-from fivefold.support.precision import precision_of
+from fivefold.plan.plan import case_of
 
 if TYPE_CHECKING:
     from fivefold.dryrun.run import RankRun
@@ -72,13 +70,6 @@ class RankVsPlan:
             "traffic_agrees": self.traffic_agrees,
             "moments": [moment._asdict() | {"activations": moment.activations} for moment in dry.moments],
         }
-
-
-def case_of(job: Job, cluster: Cluster) -> Case:
-    """The job, as the planner asks."""
-    precision = precision_of(job.train.dtype)
-    stack = FIVEFOLD.optimizing_with(job.optimizer).computing_in(precision)
-    return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
 
 
 def vs_plan(job: Job, dry: "RankRun", cluster: Cluster) -> RankVsPlan:

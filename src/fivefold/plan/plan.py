@@ -15,6 +15,7 @@ from typing import Any, get_args
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
 from fivefold.layout.layout import Layout
+from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.systems import software_of
 from fivefold.plan.cost.time import Case
 from fivefold.plan.result import PlanResult, SimulateResult
@@ -103,6 +104,21 @@ def simulate(
     *_, case = _question(model, cluster, changes, batch, seq, precision, software)
     option = _given(case, layout)
     return SimulateResult(option, None if option.fits else nearest_fit(option))
+
+
+def case_of(job: Job, cluster: Cluster) -> Case:
+    """The job, as the planner asks."""
+    precision = precision_of(job.train.dtype)
+    stack = FIVEFOLD.optimizing_with(job.optimizer).computing_in(precision)
+    return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
+
+
+def as_it_stands(job: Job, cluster: Cluster) -> Option:
+    """A job's own layout on a cluster."""
+    case = case_of(job, cluster)
+    for group in cluster.groups:
+        group.accelerator.rate(case.precision)  # raises with the rates that there are
+    return _given(case, job.layout)
 
 
 def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
