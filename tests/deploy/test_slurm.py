@@ -198,6 +198,18 @@ def test_a_controller_that_does_not_answer_is_asked_again(node: Path) -> None:
     assert ran(node, CODE="143")[2] == ["srun", "scontrol requeue 7", "scontrol requeue 7"]
 
 
+@pytest.mark.parametrize(("reason", "tries"), [("Requested operation is presently disabled", 1), ("busy", 4)])
+def test_a_requeue_that_is_refused_is_said(node: Path, reason: str, tries: int) -> None:
+    (node / "bin/scontrol").write_text(f'#!/bin/sh\necho "scontrol $*" >> calls\necho "{reason}" >&2\nexit 1\n')
+    (node / "bin/sleep").write_text('#!/bin/sh\n[ "$1" = 1 ] || echo "sleep $1" >> calls\nexec /bin/sleep 0.02\n')
+    code, output, calls = ran(node, CODE="143")
+    assert (code, calls.count("scontrol requeue 7"), calls[-1]) == (143, tries, "scontrol requeue 7")
+    assert reason in output
+    last = output.splitlines()[-1]
+    assert last.startswith("not queued again: Slurm has refused that; to go on from the last checkpoint: sbatch ")
+    assert last.endswith("job.sbatch")
+
+
 @pytest.mark.parametrize(
     ("time", "seconds"),
     [("90", 5400), ("2:30", 150), ("24:00:00", 86400), ("7-00", 604800), ("1-12:30", 131400), ("0-0:05:30", 330)],

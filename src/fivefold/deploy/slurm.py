@@ -75,10 +75,13 @@ _TAIL = r"""
 ending() { ! [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) =~ ^(RUNNING)?$ ]]; }
 again() {
   ending && return
-  for pause in 10 30 60; do
-    scontrol requeue "$SLURM_JOB_ID" && return
+  for pause in 0 10 30 60; do
     sleep "$pause"
+    said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && return
+    echo "$said"
+    [[ $said != *disabled* ]] || break  # by --no-requeue, or by the site: it stays so
   done
+  echo "not queued again: Slurm has refused that; to go on from the last checkpoint:" @SBATCH@
 }
 # srun hands USR1 on to the ranks, which finish a step, save and end with code 143. If they do not, because they hang
 # or the disk is slow, the job goes on from its last periodic checkpoint; at the limit Slurm would only end it.
@@ -127,10 +130,11 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
     """The text of `file`."""
     names = {"account": (options.account, ACCOUNT), "partition": (options.partition, PARTITION)}
     notice = min(it.notice, options.limit // 2)  # a short limit leaves half of it to train
+    start = shlex.join(["sbatch", file])
     where = f", in the directory that has {it.own_file}" if it.own_file else ""
     parts = {
-        "TITLE": comment(f"{it.title}.")
-        + comment(f"Start it: {shlex.join(['sbatch', file])}{where}, in a shell that knows `fivefold`."),
+        "TITLE": comment(f"{it.title}.") + comment(f"Start it: {start}{where}, in a shell that knows `fivefold`."),
+        "SBATCH": shlex.quote(start),
         "NAME": it.plain_name,
         "NAMES": [f"#SBATCH --{key}={name or blank}" for key, (name, blank) in names.items() if name != ""],
         "NODES": it.machines.nodes,
