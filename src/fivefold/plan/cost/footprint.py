@@ -131,7 +131,13 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
     ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
     # The gathered ends, and the head's gradient, wait for the end of the backward pass.
     kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
-    yield "a block's backward", again + passing + kept_ends + _gathered(case, work.block_parameters, block.total)
+    rest = put_off(spec, layout, work.tokens, work.wide) if layout.pp > 1 and layout.splits_backward else 0.0
+    # Where a backward pass is split, blocks behind wait for their weights' gradients, with more than recompute kept.
+    waiting = max(0, max(len(stage.layers) for stage in stages) - 1) * max(0.0, rest - block.total)
+    yield (
+        "a block's backward",
+        again + passing + waiting + kept_ends + _gathered(case, work.block_parameters, block.total),
+    )
     if spec.vocab > 1 and last:
         block_left = work.block_parameters * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
         around = 4.0 * spec.hidden * work.tokens / (layout.tp if layout.sp else 1) + ends + block_left
@@ -142,7 +148,6 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
             yield "the head's gradient", table * wide + max(table * stack.weight_bytes + around, flying)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
-        rest = put_off(spec, layout, work.tokens, work.wide) if layout.splits_backward else 0.0
         own = len(stages[0].layers) * max(0.0, block.total - rest)
         flying = wide * table if layout.zero == 2 and layout.size("data") > 1 else 0.0
         yield "the embedding's gradient", stack.weight_bytes * table + flying - own
