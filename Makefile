@@ -61,7 +61,7 @@ prove: install
 
 # On hosts made of namespaces and a Slurm of their own: needs root, iproute2, slurm-wlm and munge.
 cluster-test: install
-	$(KEEP) cluster $(BIN)/python -m pytest -vv --durations=0 --durations-min=1 tests/cluster
+	$(KEEP) cluster $(BIN)/python -m pytest -vv --no-header --durations=0 --durations-min=1 tests/cluster
 
 wheel-test: install
 	$(KEEP) wheel $(PYTHON) tools/wheel_test.py
