@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import signal
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -19,6 +20,9 @@ from tests.layers import HEAVY, LAYERS, walk
 # Machines that run tests are busy: a slow example is not a failure.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# nohup makes all that it starts deaf to SIGHUP, and some tests send it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # One thread a process: OpenMP's threads spin while they wait, and take the cores of other ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -56,6 +56,7 @@ def test_ranks_of_nproc_have_logs_over_restarts_with_their_stacks(tokens: Path, 
 
 def test_a_rank_of_another_launcher_keeps_its_log(tokens: Path, tmp_path: Path) -> None:
     place = {"SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    place["SLURM_JOB_ID"] = "91"  # its own: ranks of one job and step meet at one port
     done = fivefold("train", f"data.path={tokens}", *FAST, "train.steps=2", cwd=tmp_path, env=SLURM | place)
     assert (done.returncode, done.stderr) == (0, "")
     header, *lines = (tmp_path / "runs" / "run" / "logs" / "rank-0.log").read_text().splitlines()

@@ -150,7 +150,7 @@ def test_a_bad_file_gets_sentences_before_anything_starts(by_hand: Path, command
 def test_draw_simulate_and_plan_take_a_file(by_hand: Path) -> None:
     assert json.loads(run(["draw", by_hand, "--json"]))["schedule"] == "by hand"
     layout = f"pp=2,schedule={by_hand},microbatches=4"
-    simulate = ["simulate", "llama3-8b", "--cluster", "2xH100", "--batch", "4", "--json", "--layout"]
+    simulate = ["simulate", "llama3.2-1b", "--cluster", "2xH100", "--batch", "4", "--json", "--layout"]
     found = json.loads(run([*simulate, layout]))
     assert found["layout"] == layout
     named = json.loads(run([*simulate, "pp=2,schedule=zb-h1,microbatches=4"]))
