@@ -155,7 +155,7 @@ def test_draw_simulate_and_plan_take_a_file(by_hand: Path) -> None:
     assert found["layout"] == layout
     named = json.loads(run([*simulate, "pp=2,schedule=zb-h1,microbatches=4"]))
     assert found["step_seconds"] != named["step_seconds"]
-    fixed = ["plan", "llama3-8b", "--cluster", "8xH100", "--batch", "64", "--json", "--fix"]
+    fixed = ["plan", "llama3.2-1b", "--cluster", "8xH100", "--batch", "16", "--json", "--fix"]
     plan = json.loads(run([*fixed, f"schedule={by_hand}"]))
     layouts = [option["layout"] for option in plan["options"]]
     assert layouts
