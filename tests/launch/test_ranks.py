@@ -335,6 +335,8 @@ def test_blame():
     assert blamed(("stopped", "", 0, waits), ("raised", closed, 2)) == 1
     assert blamed(("raised", closed, 2), ("stopped", "", 0, works)) == 1  # its peers lost it, and it never came back
     assert blamed(("hung", "", 0, waits), ("hung", "", 0, works)) == 1
+    held = [End(0, "died", "exit code 3", code=PeerLost.code), End(1, "stopped", stack=waits, paused=True)]
+    assert RankError(held).rank == 1  # wherever SIGSTOP caught it
 
 
 def test_a_launcher_blames_by_exit_codes():

@@ -208,6 +208,8 @@ def test_a_training_run_ends_and_says_which_rank_it_lost(tmp_path: Path, how: si
     said = run.stderr
     waited = re.search(r"error: step \d+: rank 0 \(pp 0\): .+? (waited [\d.]+ s for|found) .*rank 1\b", said)
     assert waited, said
+    last = said.splitlines()[-1]
     ends = {signal.SIGKILL: "was ended by SIGKILL", signal.SIGSTOP: "did not end with the others"}
-    assert f"rank 1 (pp 1) {ends[how]}" in said
+    assert last.startswith(f"rank 1 (pp 1) {ends[how]}"), said
+    assert last.endswith("SIGSTOP or a debugger held it") == (how == signal.SIGSTOP)
     assert "Traceback" not in said

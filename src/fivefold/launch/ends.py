@@ -67,6 +67,7 @@ class End:
     last: str = ""  # where it last moved
     place: str = ""  # where it died: "step 4"
     cause: str = ""  # the exception that an exit code stands for
+    paused: bool = False  # held by SIGSTOP or a debugger when it gave no sign
 
     @property
     def signature(self) -> tuple[int, str, str, str]:
@@ -76,6 +77,8 @@ class End:
     @property
     def doubt(self) -> int:
         """How likely another rank explains this end: 0 not at all, 3 certainly."""
+        if self.paused:
+            return 0  # wherever it was, no peer did that
         if self.kind in ("hung", "stopped"):
             file, line = self._innermost
             return 3 if "/torch/" in file or "wait(" in linecache.getline(file, line) else 2
@@ -111,7 +114,9 @@ class End:
         if self.kind in ("hung", "stopped"):
             file, line = self._innermost
             silent = "gave no answer" if self.kind == "hung" else "did not end with the others"
-            return "; ".join(filter(None, [silent, self.last, f"it is in {file}, line {line}" if file else ""]))
+            where = f"it is in {file}, line {line}" if file else ""
+            paused = "SIGSTOP or a debugger held it" if self.paused else ""
+            return "; ".join(filter(None, [silent, self.last, where, paused]))
         if self.kind == "returned":
             return self.kind
         where = f" in {self.place}" if self.place else ""

@@ -100,9 +100,10 @@ class Processes:
             if self.board.still(waiting.keys() - self.ends.keys()):
                 break
         silent = [rank for rank in range(self.world) if rank not in self.ends]
-        last = {rank: self.board.last(rank) for rank in silent}
-        self._ask_for_stacks(silent)  # which wakes those that were stopped
-        self.ends |= {rank: End(rank, silence, stack=self._stack(rank), last=last[rank]) for rank in silent}
+        seen = {rank: (self.board.last(rank), _paused(self._ranks[rank][0].pid)) for rank in silent}
+        self._ask_for_stacks(silent)  # which wakes those that were paused
+        for rank, (last, paused) in seen.items():
+            self.ends[rank] = End(rank, silence, stack=self._stack(rank), last=last, paused=paused)
         return [self.ends[rank] for rank in range(self.world)]
 
     def kill(self) -> None:
@@ -165,6 +166,15 @@ class Processes:
         threads = self.text(f"{rank}.stack").split("\n\n")
         own = "\n\n".join(thread for thread in threads if _end_with_the_launcher.__name__ not in thread)
         return own.partition(f'  File "{__file__}"')[0]
+
+
+def _paused(pid: int) -> bool:
+    """Whether SIGSTOP, or a debugger, holds the process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
+    except OSError:  # it is gone, or this is not Linux
+        return False
+    return state in ("T", "t")
 
 
 def forkable() -> bool:
