@@ -4,9 +4,10 @@ A layout divides its ranks into a grid. Each degree (dp, pp, cp, tp) is one dime
 the ranks: tp varies fastest, so ranks that communicate most are neighbours within a node. An axis is a product of
 dimensions: `data` is dp x cp. Hybrid sharding divides dp once more, into `replicate` x `shard`.
 
-Other grids factor the same ranks differently: expert parallelism would be `("pp", "edp", "ep")`, where edp x ep has the
-ranks of dp x cp x tp. A grid lists factors, slowest first; each factor is an attribute of the layout, and their product
-is the world. The readers of the table (the mesh, the traffic counter, the planner) take every axis that is in it.
+Experts factor the same ranks differently: `ep` deals them out over the ranks of a stage, dp x cp x tp, and these are
+`replicate` x `ezero` x ep in that grid. A grid lists factors, slowest first; each factor is an attribute of the layout,
+and their product is the world. The readers of the table (the mesh, the traffic counter, the planner) take every axis
+that is in it; those of `EXPERT_AXES` only for a model that has experts.
 
 To add an axis: a field and its place in `ORDER`, a line in `AXES`, and its name in the compound axes that it joins.
 """
@@ -36,7 +37,13 @@ AXES: dict[str, tuple[str, ...]] = {
     "world": ORDER,
     "ends": ("pp",),  # of each pipeline the two ranks with the first and the last stage, which share a tied embedding
     "batch": ("dp",),  # ranks with other sequences
+    "ep": ("ep",),
+    "ezero": ("ezero",),  # what ZeRO shards experts over
+    "edp": ("replicate", "ezero"),  # ranks with the same experts
+    "sequence": ("cp", "tp"),  # ranks that share a sequence, and each route a part of it
+    "stage": ("dp", "cp", "tp"),  # all ranks that have the same layers
 }
+EXPERT_AXES = ("ep", "ezero", "edp", "sequence", "stage")
 _PARTS = {"dp": ("replicate", "shard")}
 
 
@@ -45,6 +52,7 @@ def _divided(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 DENSE = _divided(STAGES)
+SPARSE = ("pp", "replicate", "ezero", "ep")  # of experts
 
 
 def shown_order(axis: str) -> int:
@@ -59,7 +67,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     """The degrees of a layout, and what follows from them: every axis's size, and where each rank stands."""
 
     table: ClassVar[Mapping[str, tuple[str, ...]]] = AXES
-    grids: ClassVar[tuple[tuple[str, ...], ...]] = (DENSE,)
+    grids: ClassVar[tuple[tuple[str, ...], ...]] = (DENSE, SPARSE)
 
     dp: Degree = 1  # replicas, each with its own part of the batch
     tp: Degree = 1  # ranks that share every matrix
@@ -73,8 +81,16 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         return 1
 
     @property
+    def ep(self) -> int:
+        return 1
+
+    @property
     def shard(self) -> int:
         return self.dp // self.replicate
+
+    @property
+    def ezero(self) -> int:
+        return self.shard * self.cp * self.tp // self.ep
 
     @property
     def last_stage(self) -> int:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import Box, TensorShard, chunk, tensor_shard
@@ -23,18 +24,23 @@ MINIMUM = 1 << 22  # elements of a bucket: 16 MiB of float32 keep a link busy fa
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter as one tp rank holds it: a box of the whole. ZeRO divides the first dimension of the box."""
+    """A parameter as one tp rank, or ep rank, holds it: a box of the whole. ZeRO divides the box's first dimension."""
 
     parameter: Parameter
     tp: TensorShard
     box: Box
 
     @classmethod
-    def of(cls, parameter: Parameter, shard: TensorShard, tp: int, rank: int) -> "Held":
-        """On tp rank `rank` of `tp`."""
+    def of(cls, parameter: Parameter, shard: TensorShard, parts: int, rank: int) -> "Held":
+        """On rank `rank` of the `parts` that share it."""
         sides = enumerate(parameter.shape)
-        box = tuple(chunk(size, tp, rank) if dim == shard.dim else range(size) for dim, size in sides)
+        box = tuple(chunk(size, parts, rank) if dim == shard.dim else range(size) for dim, size in sides)
         return cls(parameter, shard, box)
+
+    @property
+    def zero_axis(self) -> Literal["zero", "ezero"]:
+        """The ranks that ZeRO divides it over."""
+        return "ezero" if self.parameter.experts else "zero"
 
     @property
     def name(self) -> str:
@@ -59,12 +65,11 @@ class Held:
         return math.prod(map(len, self.share(parts, 0)))
 
 
-def held(spec: ModelSpec, layout: Layout, tp_rank: int = 0) -> dict[str, Held]:
-    """Every parameter of the model, as tp rank `tp_rank` holds it."""
-    return {
-        parameter.name: Held.of(parameter, tensor_shard(parameter, spec, layout), layout.tp, tp_rank)
-        for parameter in spec.parameters()
-    }
+def held(spec: ModelSpec, layout: Layout, tp_rank: int = 0, ep_rank: int = 0) -> dict[str, Held]:
+    """Every parameter of the model, as the rank at these places of tp and ep holds it."""
+    places = {"tp": (layout.tp, tp_rank), "ep": (layout.ep, ep_rank)}
+    shards = ((parameter, tensor_shard(parameter, spec, layout)) for parameter in spec.parameters())
+    return {parameter.name: Held.of(parameter, shard, *places[shard.axis]) for parameter, shard in shards}
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class Grouping:
     partial: bool  # gradients are summed over tp too
     late: bool = False  # gradients come from weight-gradient passes of their own
     shared: bool = False  # gradients are summed over the two ends of the pipeline too
+    experts: bool = False  # ZeRO divides these over the ranks that have the same experts
+
+    @property
+    def zero_axis(self) -> Literal["zero", "ezero"]:
+        return self.held[0].zero_axis
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,18 +105,19 @@ def buckets(
     """The buckets, in the order in which backward completes them. Forward needs them in the opposite order.
 
     `split`: the schedule computes the gradients of linears apart from the rest, so they have buckets of their own; so
-    have tied parameters that are `shared` with another rank.
+    have tied parameters that are `shared` with another rank, and experts, which other ranks hold.
     """
 
-    def kind_of(one: Held) -> tuple[bool, bool, bool]:
-        return one.tp.partial, split and one.parameter.deferred, shared and one.parameter.tied
+    def kind_of(one: Held) -> tuple[bool, bool, bool, bool]:
+        of = one.parameter
+        return one.tp.partial, split and of.deferred, shared and of.tied, of.experts > 0
 
     units: dict[int, list[Held]] = {}
     for one in parameters:
         units.setdefault(one.parameter.unit, []).append(one)
     order = sorted(units, reverse=True)
     groups: list[Grouping] = []
-    for kind in product((False, True), repeat=3):
+    for kind in product((False, True), repeat=4):
         chosen = {unit: [one for one in units[unit] if kind_of(one) == kind] for unit in order}
         groups += [Grouping(members, numbers, *kind) for members, numbers in _join(chosen, minimum)]
     return sorted(groups, key=lambda group: -group.units[-1])

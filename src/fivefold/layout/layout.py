@@ -26,6 +26,7 @@ from fivefold.support.ranges import RANKS, outside, within
 from fivefold.support.reading import read, unknown_key
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
+Dispatch = Literal["alltoall", "allgather"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -34,6 +35,8 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero: int = 0  # what is sharded over dp x cp: 1 optimizer, 2 + gradients, 3 + parameters
     replicate: Degree = 1  # hybrid sharding: copies of the zero=3 shards, a divisor of dp
     sp: bool = False  # norms and residual sharded over the sequence, along tp
+    ep: Degree = 1  # ranks that experts are dealt out over, of the dp x cp x tp that have the same layers
+    dispatch: Dispatch = "alltoall"  # how tokens reach their experts
     schedule: str = "1f1b"
     chunks: Annotated[int, within(1, 1000)] = 0  # stages per pipeline rank; 0: the schedule's own
     microbatches: Annotated[int, within(1, LARGEST)] = 1  # per dp rank and step
@@ -161,7 +164,13 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         sane = msgspec.structs.replace(self, **dict.fromkeys(absurd, 1))
         if sane.world > RANKS:
             return [*absurd.values(), f"layout {sane} has {sane.world} ranks, which is more than {RANKS}"]
-        found = (*sane._tensor(spec), *sane._context(spec, seq), *sane._pipeline(spec), *sane._data(batch))
+        found = (
+            *sane._tensor(spec),
+            *sane._context(spec, seq),
+            *sane._pipeline(spec),
+            *sane._data(batch),
+            *sane._experts(spec),
+        )
         return [*absurd.values(), *found, *sane._world(world, ranks_by)]
 
     def _tensor(self, spec: ModelSpec) -> Iterator[str]:
@@ -175,8 +184,9 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"layout.tp={tp} neither divides the {spec.kv_heads} kv heads of {spec.name} nor is a multiple; "
                 f"{nearest}"
             )
-        if spec.ffn % tp:
-            yield f"layout.tp={tp} does not divide the feed-forward width {spec.ffn} of {spec.name}; {nearest}"
+        for width in spec.tensor_widths:
+            if width % tp:
+                yield f"layout.tp={tp} does not divide the feed-forward width {width} of {spec.name}; {nearest}"
         if self.sp and tp == 1:
             yield "layout.sp shards the sequence over tp, and tp=1; nearest: sp=false, or tp=2"
 
@@ -288,6 +298,32 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"microbatches={self.microbatches}; nearest: batch={either(near)}"
             )
 
+    def _experts(self, spec: ModelSpec) -> Iterator[str]:
+        ep, ranks = self.ep, self.dp // self.replicate * self.cp * self.tp
+        if spec.experts is None:
+            if ep > 1:
+                yield f"layout.ep={ep} deals out experts, and {spec.name} has none; nearest: ep=1"
+            elif self.dispatch != "alltoall":
+                yield f"layout.dispatch={self.dispatch} sends tokens to experts, and {spec.name} has none; leave it out"
+            return
+        count, of = spec.experts.count, "dp/replicate x cp x tp" if self.replicate > 1 else "dp x cp x tp"
+        legal = [n for n in divisors(ranks) if count % n == 0]
+        if ranks % ep:
+            yield (
+                f"layout.ep={ep} does not divide the {of} = {ranks} ranks that have the same layers; nearest: "
+                f"{_around('ep', ep, legal)}"
+            )
+        if count % ep:
+            yield (
+                f"layout.ep={ep} does not divide the {count} experts of {spec.name}: each rank has as many; nearest: "
+                f"{_around('ep', ep, legal)}"
+            )
+
+    def fully_shards(self, spec: ModelSpec) -> bool:
+        """Whether parameters are sharded (ZeRO 3): there is somebody to share the dense ones with, or experts."""
+        copies = max(self.size("data"), self.size("edp") if spec.experts is not None else 1)
+        return self.zero == 3 and copies > 1
+
     def _world(self, world: int | None, ranks_by: str) -> Iterator[str]:
         if world is not None and world != self.world:
             inner = self.world // self.dp
@@ -301,7 +337,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def tp_fits(spec: ModelSpec, tp: int) -> bool:
     """Heads and feed-forward columns are dealt out evenly; kv heads evenly, or each to several ranks."""
     kv_fits = spec.kv_heads % tp == 0 or tp % spec.kv_heads == 0
-    return spec.heads % tp == 0 and spec.ffn % tp == 0 and kv_fits
+    return spec.heads % tp == 0 and kv_fits and not any(width % tp for width in spec.tensor_widths)
 
 
 def _around(field: str, value: int, legal: list[int]) -> str:

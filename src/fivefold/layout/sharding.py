@@ -4,6 +4,7 @@ Pure arithmetic, read by the ranks that hold the pieces and by the planner that 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
@@ -14,10 +15,11 @@ Box = tuple[range, ...]  # a part of a tensor: the indices along each dimension 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """How one parameter lies over the tp axis."""
+    """How one parameter lies over the tp axis; that of experts over the ep axis."""
 
-    dim: int | None  # the dimension that tp divides; None: every rank holds all of it
+    dim: int | None  # the dimension that is divided; None: every rank holds all of it
     partial: bool = False  # each rank's gradient is a summand: the whole is the sum over tp
+    axis: Literal["tp", "ep"] = "tp"
 
 
 def chunk(length: int, parts: int, index: int) -> range:
@@ -46,8 +48,10 @@ def tensor_shard(parameter: Parameter, spec: ModelSpec, layout: Layout) -> Tenso
             return TensorShard(parameter.row_dim)
         case "kv rows":  # fewer kv heads than ranks: several ranks use a head, and add to its gradient
             return TensorShard(None, partial=True)
-        case "heads":
+        case "heads" | "tokens":
             return TensorShard(None, partial=layout.tp > 1)
+        case "experts":  # whole ones: their number divides by ep
+            return TensorShard(0, axis="ep")
     return TensorShard(None, partial=layout.sp)  # under sp a rank sees only its tokens
 
 

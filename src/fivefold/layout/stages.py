@@ -48,11 +48,13 @@ def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
 def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
 
-    All layers cost the same, so trying every size of the first stage, dividing the rest evenly and trying the sizes of
-    the last one around that finds the best: from a stage that is larger than another by two layers, one can be moved.
+    Where all layers cost the same, trying every size of the first stage, dividing the rest evenly and trying the sizes
+    of the last one around that finds the best: from a stage that is larger than another by two layers, one can be moved.
     """
     if stages == 1:
         return (spec.layers,)
+    if 0 < spec.dense_layers < spec.layers:
+        return _partition(spec, stages, seq)
     layer, bottom, top = costs(spec, seq)
     best: tuple[tuple[float, float], int, int] | None = None
     inner = stages - 2
@@ -75,6 +77,37 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     return (first, *[each] * (stages - 2 - more), *[each + 1] * more, last)
 
 
+def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
+    """The same for layers that differ: the best split of the last layers over the last stages, for ever more of both."""
+    _, bottom, top = costs(spec, seq)
+    before = [0.0, *accumulate(layer_cost(spec, layer, seq) for layer in range(spec.layers))]
+    inf = float("inf")
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return before[end] - before[start] + bottom * (stage == 0) + top * (stage == stages - 1)
+
+    def best(most: float) -> tuple[float, tuple[int, ...]]:
+        """Of stages that take at most that: the least slowest (`most` infinite), or the least sum of squares."""
+        after: list[tuple[float, tuple[int, ...]]] = [(inf, ())] * spec.layers + [(0.0, ())]
+        for stage in reversed(range(stages)):
+            row: list[tuple[float, tuple[int, ...]]] = []
+            for start in range(spec.layers + 1):
+                found: tuple[float, tuple[int, ...]] = (inf, ())
+                for end in range(start, spec.layers + 1):
+                    own, (rest, sizes) = cost(stage, start, end), after[end]
+                    if own > most * (1 + 1e-12) or rest == inf:
+                        continue
+                    score = max(own, rest) if most == inf else own**2 + rest
+                    if score < found[0]:
+                        found = score, (end - start, *sizes)
+                row.append(found)
+            after = row
+        return after[0]
+
+    slowest, _ = best(inf)
+    return best(slowest)[1]
+
+
 def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0) -> Schedule:
     """The schedule of a layout, one object for the planner and the trainer. `microbatches`: fewer than the layout's.
 
@@ -94,12 +127,14 @@ def _built(
 
 def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> Costs:
     """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
-    layer, bottom, top = costs(spec, seq)
+    _, bottom, top = costs(spec, seq)
     scores = block(spec).attention.flops(seq / 2)
+    layers = [sum(layer_cost(spec, layer, seq) for layer in stage.layers) for stage in every]
+    seen = [len(stage.layers) * scores for stage in every]
     ends = [bottom * stage.first + top * stage.last for stage in every]
-    f = [len(stage.layers) * layer + end for stage, end in zip(every, ends, strict=True)]
-    i = [len(stage.layers) * (layer + scores) + end for stage, end in zip(every, ends, strict=True)]
-    w = [len(stage.layers) * (layer - scores) + top * stage.last for stage in every]
+    f = [layer + end for layer, end in zip(layers, ends, strict=True)]
+    i = [layer + score + end for layer, score, end in zip(layers, seen, ends, strict=True)]
+    w = [layer - score + top * stage.last for layer, score, stage in zip(layers, seen, every, strict=True)]
     b = [x + y for x, y in zip(i, w, strict=True)]
     shares = tuple(len(stage.layers) / max(1, spec.layers) * p for stage in every)
     unit = max(f)
@@ -108,6 +143,11 @@ def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> C
 
 
 def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
-    """Forward FLOPs of a token in one layer, in the embedding (an addition a feature) and in the head."""
-    layer = 2 * block(spec).weights + block(spec).attention.flops(seq / 2)
-    return float(layer), float(spec.hidden), 2.0 * head(spec).size
+    """Forward FLOPs of a token in the last layer, in the embedding (an addition a feature) and in the head."""
+    return layer_cost(spec, spec.layers - 1, seq), float(spec.hidden), 2.0 * head(spec).size
+
+
+def layer_cost(spec: ModelSpec, layer: int, seq: int) -> float:
+    """Forward FLOPs of a token in one layer."""
+    own = block(spec, dense=spec.dense(layer))
+    return float(2 * own.active + own.attention.flops(seq / 2))

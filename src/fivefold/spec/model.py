@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from fivefold.spec.experts import Experts
 from fivefold.spec.operations import Elementwise, Matmul, block, head
 from fivefold.spec.parameters import BOTTOM, TOP, Parameter
 from fivefold.support.formatting import either
@@ -45,7 +46,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     vocab: Annotated[int, within(1, 100_000_000)]
     kv_heads: Annotated[int, within(1, 100_000)] = 0  # 0: as many as heads (MHA); fewer is GQA, one is MQA
     head_dim: Annotated[int, within(0, 100_000)] = 0  # 0: hidden / heads
-    ffn: Annotated[int, within(1, 10_000_000)] = 0  # 0: 4 x hidden
+    ffn: Annotated[int, within(1, 10_000_000)] = 0  # 0: 4 x hidden; of layers without experts
+    experts: Experts | None = None  # a mixture of experts in place of the dense network
     context: Annotated[int, within(1, TOKENS)] = 2048  # longest sequence; the rows of a learned position table
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
@@ -74,13 +76,35 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def block_parameters(self, layer: int) -> Iterator[Parameter]:
         """One block, in the order of its forward pass."""
-        for one in block(self).operations:
+        for one in block(self, dense=self.dense(layer)).operations:
             if isinstance(one, Matmul):
                 yield from self._linear(layer, one)
             elif isinstance(one, Elementwise) and one.kind == "norm":
                 yield from self._norm(f"layers.{layer}.{one.name}", layer)
             elif isinstance(one, Elementwise) and one.kind == "qk_norm":
                 yield Parameter(f"layers.{layer}.{one.name}.weight", (self.head_dim,), "norm", layer, "heads")
+
+    def dense(self, layer: int) -> bool:
+        """Whether a layer has no experts."""
+        return self.experts is None or layer < self.experts.dense_layers
+
+    @property
+    def dense_layers(self) -> int:
+        """How many layers have none: all, or the first ones."""
+        return self.layers if self.experts is None else min(self.layers, self.experts.dense_layers)
+
+    @property
+    def tensor_widths(self) -> list[int]:
+        """Inner widths of the feed-forward networks that tp divides: of dense layers, and of shared experts."""
+        shared = self.experts.shared_ffn if self.experts is not None else 0
+        return [width for width in (self.ffn if self.dense_layers else 0, shared) if width]
+
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        """What the model keeps beside its parameters, by name and shape: no gradient changes it."""
+        if self.experts is None or not self.experts.balance_bias:
+            return {}
+        layers = range(self.dense_layers, self.layers)
+        return {f"layers.{layer}.mlp.router.balance": (self.experts.count,) for layer in layers}
 
     def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter once; a tied head is the embedding and is not repeated."""
@@ -100,10 +124,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(found)
 
     def _linear(self, layer: int, one: Matmul) -> Iterator[Parameter]:
-        name, residual = f"layers.{layer}.{one.branch}.{one.name}", one.writes_residual
-        yield Parameter(f"{name}.weight", (one.outputs, one.inputs), "linear", layer, one.tp, residual=residual)
+        name, facts = f"layers.{layer}.{one.branch}.{one.name}", {"residual": one.writes_residual}
+        shape, stack = (one.rows, one.inputs), one.experts
+        yield Parameter(f"{name}.weight", shape, "linear", layer, one.tp, **facts, experts=stack)
         if one.bias:  # of summands it is added once, to their sum
-            yield Parameter(f"{name}.bias", (one.outputs,), "bias", layer, "whole" if residual else one.tp)
+            rule = "whole" if one.tp == "columns" else one.tp
+            yield Parameter(f"{name}.bias", (one.rows,), "bias", layer, rule, experts=stack)
 
     def _norm(self, name: str, unit: int) -> Iterator[Parameter]:
         yield Parameter(f"{name}.weight", (self.hidden,), "norm", unit)
@@ -112,18 +138,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @cached_property
     def parameter_count(self) -> int:
-        one = msgspec.structs.replace(self, layers=1)
-        rest = sum(parameter.size for parameter in one.parameters()) - self.block_parameter_count
-        return rest + self.layers * self.block_parameter_count
+        bare = msgspec.structs.replace(self, layers=0)
+        rest = sum(parameter.size for parameter in bare.parameters())
+        few = self.dense_layers
+        dense = few * sum(parameter.size for parameter in self.block_parameters(0)) if few else 0
+        return rest + dense + (self.layers - few) * self.block_parameter_count
 
     @cached_property
     def block_parameter_count(self) -> int:
-        return sum(parameter.size for parameter in self.block_parameters(0))
+        """Of the last block: all are alike but the first ones of a model with experts, if those have none."""
+        return sum(parameter.size for parameter in self.block_parameters(self.layers - 1))
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: the linears and the head (tied or not), not the look-up tables."""
-        return self.layers * block(self).weights + head(self).size
+        """Weights that a token is multiplied with: the linears and the head (tied or not), not the look-up tables.
+
+        Of the experts of a layer those that the token visits.
+        """
+        few = self.dense_layers
+        return few * block(self, dense=True).active + (self.layers - few) * block(self).active + head(self).size
 
     def flops_per_token(self, seq: int, attention: Attention = "full") -> int:
         """Model FLOPs of one training token, forward and backward, without recomputation.
@@ -144,6 +177,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             *absurd.values(),
             *([] if absurd.keys() & {"hidden", "heads", "kv_heads", "head_dim"} else self._heads()),
         ]
+        if self.experts is not None and not absurd:
+            found += self.experts.problems(self.layers)
         if not 0 <= self.dropout < 1:
             found.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
         found += [

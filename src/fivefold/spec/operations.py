@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Matmul(NamedTuple):
-    """A token's `inputs` features times the weight [outputs, inputs] of one tp rank."""
+    """A token's `inputs` features times the weight [outputs, inputs] of one tp rank, or of each of several experts."""
 
     branch: Literal["attention", "mlp", "head"]
     name: str  # of its module in the branch
@@ -29,11 +29,23 @@ class Matmul(NamedTuple):
     outputs: int
     tp: TensorRule  # how tp divides the weight
     bias: bool = False  # whether a bias is added to its outputs
+    experts: int = 0  # that have such a weight each, one below the other; 0: it belongs to no expert
+    chosen: int = 0  # of those, how many a token visits
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return max(1, self.experts) * self.outputs
 
     @property
     def size(self) -> int:
         """Elements of the weight."""
-        return self.inputs * self.outputs
+        return self.inputs * self.rows
+
+    @property
+    def active(self) -> int:
+        """Elements of the weight that a token is multiplied with."""
+        return self.inputs * self.outputs * max(1, self.chosen)
 
     @property
     def writes_residual(self) -> bool:
@@ -41,7 +53,7 @@ class Matmul(NamedTuple):
 
         The stream is whole on every tp rank; with sp, a rank has its tokens of it.
         """
-        return self.tp == "columns"
+        return self.tp == "columns" or self.name == "experts.down"
 
 
 class Attention(NamedTuple):
@@ -113,6 +125,11 @@ class Block:
         """Elements of the matmuls' weights."""
         return sum(one.size for one in self.matmuls)
 
+    @cached_property
+    def active(self) -> int:
+        """Elements of the weights that a token is multiplied with: of the experts' those that it visits."""
+        return sum(one.active for one in self.matmuls)
+
     def gemms(self, tokens: int, apart: bool = False) -> list[tuple[int, int, int]]:
         """Rows, columns and inner dimension of the forward GEMMs; `apart`: none of them are joined."""
         if apart:
@@ -121,13 +138,16 @@ class Block:
 
 
 @lru_cache(maxsize=4096)
-def block(spec: "ModelSpec", tp: int = 1) -> Block:
-    """A block on one of `tp` ranks. Where these outnumber the kv heads, several ranks work with the same one."""
-    return Block(tuple(_block(spec, tp)))
+def block(spec: "ModelSpec", tp: int = 1, dense: bool = False) -> Block:
+    """A block on one of `tp` ranks. Where these outnumber the kv heads, several ranks work with the same one.
+
+    In a model with experts it is a block that has some, or (`dense`) one of the first that have none.
+    """
+    return Block(tuple(_block(spec, tp, dense)))
 
 
-def _block(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
-    hidden, ffn = spec.hidden, spec.ffn // tp
+def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
+    hidden = spec.hidden
     attention = Attention(spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim)
     every, qkv = spec.bias, spec.bias or spec.qkv_bias  # which linears have a bias
     yield Elementwise("norm", hidden, True, "attention_norm")
@@ -143,13 +163,34 @@ def _block(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
     yield Matmul("attention", "o", "attention", attention.width, hidden, "columns", every)
     yield from _residual(spec)
     yield Elementwise("norm", hidden, True, "mlp_norm")
-    gated = spec.activation == "swiglu"
-    if gated:
-        yield Matmul("mlp", "gate", "mlp_norm", hidden, ffn, "rows", every)
-    yield Matmul("mlp", "up", "mlp_norm", hidden, ffn, "rows", every)
-    yield Elementwise("swiglu" if gated else "gelu", spec.ffn)
-    yield Matmul("mlp", "down", "activation", ffn, hidden, "columns", every)
+    yield from _network(spec, "", spec.ffn, tp) if dense or spec.experts is None else _mixture(spec, tp)
     yield from _residual(spec)
+
+
+def _network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Operation]:
+    """A dense feed-forward network."""
+    hidden, ffn, gated = spec.hidden, width // tp, spec.activation.startswith("swiglu")
+    if gated:
+        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "rows", spec.bias)
+    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "rows", spec.bias)
+    yield Elementwise("swiglu" if gated else "gelu", width)
+    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "columns", spec.bias)
+
+
+def _mixture(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
+    """A router, the experts that it chooses, and those that all tokens visit. tp divides the latter alone."""
+    experts = spec.experts
+    assert experts is not None
+    hidden, of, every = spec.hidden, (experts.count, experts.top_k), spec.bias
+    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "tokens", every)
+    gated = spec.activation.startswith("swiglu")
+    if gated:
+        yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", every, *of)
+    yield Matmul("mlp", "experts.up", "dispatched", hidden, experts.ffn, "experts", every, *of)
+    yield Elementwise("swiglu" if gated else "gelu", experts.top_k * experts.ffn)
+    yield Matmul("mlp", "experts.down", "activation", experts.ffn, hidden, "experts", every, *of)
+    if experts.shared:
+        yield from _network(spec, "shared.", experts.shared_ffn, tp)
 
 
 def _residual(spec: "ModelSpec") -> Iterator[Operation]:

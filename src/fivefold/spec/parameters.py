@@ -7,7 +7,8 @@ Kind = Literal["embedding", "linear", "norm", "bias"]
 
 # How the tp axis divides a parameter. "kv rows": rows of whole kv heads; where ranks outnumber these heads, every rank
 # holds all of it and uses one head. "heads": every rank holds all of it and applies it to the rank's own heads only.
-TensorRule = Literal["rows", "kv rows", "columns", "heads", "whole"]
+# "tokens": the same, and to the rank's own tokens only. "experts": tp does not divide it; ep does, by whole experts.
+TensorRule = Literal["rows", "kv rows", "columns", "heads", "tokens", "whole", "experts"]
 
 # A unit is a part of the decoder: a layer by its number, or what lies below or above the layers. In the order of these
 # numbers forward needs the units, and in the opposite order backward finishes them.
@@ -22,6 +23,7 @@ class Parameter(NamedTuple):
     tp: TensorRule = "whole"
     tied: bool = False  # both ends of the pipeline hold it
     residual: bool = False  # it writes into the residual stream
+    experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
 
     @property
     def size(self) -> int:
@@ -39,4 +41,4 @@ class Parameter(NamedTuple):
     @property
     def deferred(self) -> bool:
         """Whether a schedule that splits backward computes its gradient apart."""
-        return self.kind == "linear"
+        return self.kind == "linear" and self.tp != "tokens"  # a router's is small, and comes with its input's

@@ -5,6 +5,7 @@ A preset has a line with its numbers, and its family a line that says where they
 
 from typing import Any
 
+from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec, RopeScaling
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
@@ -35,6 +36,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     "small": _BYTES | _shape(8, 512, 8, 4, 1536),
     "tiny-qwen2": _BYTES | _shape(4, 128, 4, 2, 384) | {"qkv_bias": True, "tied": True},
     "tiny-qwen3": _BYTES | _shape(4, 128, 4, 2, 384, 64) | {"qk_norm": True, "tied": True},
+    "tiny-moe": _BYTES | _shape(4, 128, 4, 2) | {"experts": Experts(count=8, top_k=2, ffn=128)},
+    "tiny-deepseek": _BYTES
+    | _shape(4, 128, 4, 4, 384)
+    | {
+        "experts": Experts(
+            count=8,
+            top_k=2,
+            ffn=64,
+            shared=1,
+            dense_layers=1,
+            scores="sigmoid",
+            scale=2.5,
+            groups=4,
+            top_groups=2,
+            balance_bias=True,
+        )
+    },
     "tiny-gpt": _BYTES | _GPT | _shape(4, 128, 4) | {"dropout": 0.1},
     "llama2-7b": _LLAMA2 | _shape(32, 4096, 32, 32, 11008),
     "llama2-13b": _LLAMA2 | _shape(40, 5120, 40, 40, 13824),
