@@ -49,7 +49,7 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
 
     Where all layers cost the same, trying every size of the first stage, dividing the rest evenly and trying the sizes
-    of the last one around that finds the best: from a stage that is larger than another by two layers, one can be moved.
+    of the last one around that finds the best: of a stage that is larger than another by two layers, one can be moved.
     """
     if stages == 1:
         return (spec.layers,)
@@ -78,7 +78,7 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
 
 
 def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
-    """The same for layers that differ: the best split of the last layers over the last stages, for ever more of both."""
+    """The same for layers that differ: the best split of the last layers over the last stages, for more and more."""
     _, bottom, top = costs(spec, seq)
     before = [0.0, *accumulate(layer_cost(spec, layer, seq) for layer in range(spec.layers))]
     inf = float("inf")

@@ -1,7 +1,7 @@
 """Experts: the numbers of a mixture of experts, and what its router does with them.
 
 A router gives every token a score for every expert. The `top_k` best ones compute it, and the sum of what they say,
-weighted by their scores, takes the place of the dense feed-forward network. Every published model here is one choice of:
+weighted by their scores, takes the place of the dense feed-forward network. Every published model is one choice of:
 
 scores          softmax over all experts (Mixtral, Qwen3, OLMoE), or a sigmoid for each (DeepSeek-V3)
 renormalise     the weights of the chosen are divided by their sum; a softmax over the chosen alone is the same
