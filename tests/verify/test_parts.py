@@ -231,6 +231,7 @@ def test_variants_are_the_known_ways_to_stumble() -> None:
     assert found["vocab 257"].vocab == 257
     assert (found["GPT block with dropout"].dropout, found["GPT block with dropout"].bias) == (0.1, True)
     assert found["q/k norm"].qk_norm
+    assert found["q/k norm over all heads"].qk_norm_over == "all"
     assert found["tied embeddings"].tied
     assert "two kv heads" not in found  # it is the model itself
 

@@ -26,6 +26,7 @@ def judge() -> Iterator[Judge]:
 GPT = preset("tiny-gpt", layers=2, hidden=32, ffn=24, vocab=37, context=16)
 QWEN = preset("tiny-qwen3", layers=2, hidden=32, head_dim=16, ffn=24, vocab=37)
 
+OLMOE = tiny(qk_norm=True, qk_norm_over="all")
 QWEN2 = preset("tiny-qwen2", layers=2, hidden=32, kv_heads=1, ffn=24, vocab=37)
 
 PROOFS = {
@@ -51,6 +52,8 @@ PROOFS = {
     "two kv heads, four ranks, label smoothing": job("tp=4,sp", label_smoothing=0.1, z_loss=1e-3),
     "GPT with dropout": job("tp=2,cp=2,sp,zero=2", GPT),
     "q/k norm, tied": job("dp=2,tp=2", QWEN),
+    "q/k norm over all heads": job("dp=2,tp=2,sp,zero=3,recompute=full", OLMOE),
+    "q/k norm over all heads, several ranks a kv head": job("tp=4,recompute=selective", OLMOE),
     "biases on q, k and v, one kv head": job("dp=2,tp=2,sp,zero=3", QWEN2),
     "float32": job("tp=2,cp=2,sp", dtype="float32"),
     "bfloat16": job("dp=2,tp=2,sp,zero=1", dtype="bfloat16"),

@@ -87,13 +87,20 @@ class Attention(nn.Module):
         self.q = Linear(spec.hidden, width, bias=qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
-        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        over_all = spec.qk_norm and spec.qk_norm_over == "all"
+        self.qk_norm_over = spec.qk_norm_over if spec.qk_norm else None
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(heads * spec.head_dim if over_all else spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+            for heads in (spec.heads, spec.kv_heads)
+        )
         self.o = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
-        q, k, v = (self.heads(y) for y in self.ops.columns(x, self.q, self.k, self.v))  # [B, H, S, D], K for k and v
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.ops.columns(x, self.q, self.k, self.v)
+        if self.qk_norm_over == "all":
+            q, k = self.ops.norm_of_all_heads(self.q_norm, q, self.k_norm, k)
+        q, k, v = (self.heads(y) for y in (q, k, v))  # [B, H, S, D], K for k and v
+        if self.qk_norm_over == "head":
             q, k = self.ops.norm(self.q_norm, q), self.ops.norm(self.k_norm, k)
         if rotation is not None:
             q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)

@@ -98,6 +98,18 @@ class TensorParallel(LocalOps):
         assert isinstance(norm, nn.RMSNorm)
         return F.rms_norm(x, norm.normalized_shape, self.local(norm), norm.eps)
 
+    def norm_of_all_heads(
+        self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        squares = torch.stack([x.to(wide).square().mean(-1) for x in (q, k)])
+        means = SumOverRanks.apply(self.axis, squares) / self.axis.size
+        scales = [(mean + norm.eps).rsqrt()[..., None] for mean, norm in zip(means, (q_norm, k_norm), strict=True)]
+        weights = [self._of_these_heads(norm, "weight") for norm in (q_norm, k_norm)]
+        q, k = ((x * scale * w).to(x.dtype) for x, scale, w in zip((q, k), scales, weights, strict=True))
+        return q, k
+
     def look_up(self, table: nn.Embedding, places: Tensor) -> Tensor:
         return F.embedding(places, self.local(table))
 
@@ -108,9 +120,9 @@ class TensorParallel(LocalOps):
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
         return Columns.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
-    def _of_these_heads(self, linear: nn.Linear, kind: str) -> Tensor:
+    def _of_these_heads(self, module: nn.Module, kind: str) -> Tensor:
         """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
-        local, (split, _) = self.local(linear, kind), linear.over_tp[kind]  # type: ignore[index]
+        local, (split, _) = self.local(module, kind), module.over_tp[kind]  # type: ignore[index]
         return local if split else local[self.kv_rows]
 
     def _deferral(self, *linears: nn.Linear) -> Deferral | None:
@@ -286,6 +298,21 @@ class Rows(Function):
             ctx.deferral.leave(lambda: x.flatten(0, 1), [dy])
             return None, None, None, dx, None
         return None, None, None, dx, dy.T @ x.flatten(0, 1)
+
+
+class SumOverRanks(Function):
+    """The sum over ranks, of which each rank uses all: gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, x: Tensor) -> Tensor:
+        ctx.axis = axis
+        (y,) = kept(lambda: (wait(all_reduce(x, axis), axis),), 1, x)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, wait(all_reduce(gradient, ctx.axis), ctx.axis)
 
 
 class Reduce(Function):

@@ -27,6 +27,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
 Attention = Literal["full", "causal"]
+QKNormOver = Literal["head", "all"]
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +58,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_scaling: RopeScaling | None = None
     bias: bool = False  # on every linear of the blocks (never on the head)
     qkv_bias: bool = False  # Qwen2.5: on q, k and v alone
-    qk_norm: bool = False  # Qwen3: RMSNorm over head_dim of q and k, before the rotation
+    qk_norm: bool = False  # Qwen3: RMSNorm of q and k, before the rotation
+    qk_norm_over: QKNormOver = "head"  # the features of a head; or of all heads together, as in OLMoE
     tied: bool = False  # the head is the embedding
     dropout: float = 0.0  # of the embedding and of each residual branch; attention probabilities are never dropped
     init_std: float = 0.02
@@ -82,7 +84,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             elif isinstance(one, Elementwise) and one.kind == "norm":
                 yield from self._norm(f"layers.{layer}.{one.name}", layer)
             elif isinstance(one, Elementwise) and one.kind == "qk_norm":
-                yield Parameter(f"layers.{layer}.{one.name}.weight", (self.head_dim,), "norm", layer, "heads")
+                yield self._qk_norm(layer, one)
 
     def dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""
@@ -135,6 +137,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         yield Parameter(f"{name}.weight", (self.hidden,), "norm", unit)
         if self.norm == "layernorm":
             yield Parameter(f"{name}.bias", (self.hidden,), "bias", unit)
+
+    def _qk_norm(self, layer: int, one: Elementwise) -> Parameter:
+        name = f"layers.{layer}.{one.name}.weight"
+        if self.qk_norm_over == "head":
+            return Parameter(name, (self.head_dim,), "norm", layer, "heads")
+        return Parameter(name, (one.width,), "norm", layer, "rows" if one.name == "attention.q_norm" else "kv rows")
 
     @cached_property
     def parameter_count(self) -> int:

@@ -110,6 +110,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         "vocab 257": {"vocab": 257},  # a prime: no tp divides it
         "GPT block with dropout": {**_GPT, "kv_heads": spec.heads},
         "q/k norm": {"qk_norm": True},  # one scale for heads on different ranks
+        "q/k norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},  # their squares add up over ranks
         "tied embeddings": {"tied": True},
     }
     made = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}

@@ -140,6 +140,8 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
     yield "tp", "reduce-scatter" if step.layout.sp else "all-reduce", layers * (2 * forwards + 2) + ends, step.states
     if step.layout.sp:
         yield "tp", "all-gather", layers * (2 * forwards + 4) + ends, step.states
+    if step.spec.qk_norm and step.spec.qk_norm_over == "all":  # a token's squares of q and of k, and their gradients
+        yield "tp", "all-reduce", layers * (forwards + 1), 2 * step.tokens * step.wide
     # The cross-entropy, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and
     # its target's logit, and for label smoothing the sum of its logits.
     for part in slices(step.tokens, -(-step.spec.vocab // step.layout.tp)):
