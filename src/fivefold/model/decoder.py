@@ -90,7 +90,9 @@ class Attention(nn.Module):
         over_all = spec.qk_norm and spec.qk_norm_over == "all"
         self.qk_norm_over = spec.qk_norm_over if spec.qk_norm else None
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(heads * spec.head_dim if over_all else spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+            nn.RMSNorm(heads * spec.head_dim if over_all else spec.head_dim, eps=spec.norm_eps)
+            if spec.qk_norm
+            else None
             for heads in (spec.heads, spec.kv_heads)
         )
         self.o = Linear(width, spec.hidden, bias=spec.bias)

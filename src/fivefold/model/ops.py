@@ -80,9 +80,7 @@ class LocalOps:
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         return norm(x)
 
-    def norm_of_all_heads(
-        self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""
         return q_norm(q), k_norm(k)
 

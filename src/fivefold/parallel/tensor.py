@@ -98,9 +98,7 @@ class TensorParallel(LocalOps):
         assert isinstance(norm, nn.RMSNorm)
         return F.rms_norm(x, norm.normalized_shape, self.local(norm), norm.eps)
 
-    def norm_of_all_heads(
-        self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
         wide = torch.promote_types(q.dtype, torch.float32)
         squares = torch.stack([x.to(wide).square().mean(-1) for x in (q, k)])
