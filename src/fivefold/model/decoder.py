@@ -14,19 +14,17 @@ from torch.nn import functional as F
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
 from fivefold.model import random, rope
+from fivefold.model.activations import ACTIVATIONS, gated
 from fivefold.model.compiled import compiled
 from fivefold.model.dtypes import wide
+from fivefold.model.experts.balance import Balance
+from fivefold.model.experts.mixture import Mixture
 from fivefold.model.head import Targets
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import recomputed
 from fivefold.spec.model import ModelSpec
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 AS_THEY_ARE = recomputed("none")
 
 
@@ -115,28 +113,41 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated (SwiGLU, arXiv 2002.05202) or plain, by the activation's name."""
+    """Gated or plain, by the activation's name."""
 
-    def __init__(self, spec: ModelSpec, ops: LocalOps):
+    def __init__(self, spec: ModelSpec, ops: LocalOps, width: int = 0):
+        """`width`: another than the model's."""
         super().__init__()
-        self.ops = ops
-        self.gate = Linear(spec.hidden, spec.ffn, bias=spec.bias) if spec.activation == "swiglu" else None
-        self.up = Linear(spec.hidden, spec.ffn, bias=spec.bias)
-        self.down = Linear(spec.ffn, spec.hidden, bias=spec.bias)
-        self.activation = _ACTIVATIONS[spec.activation]
+        self.ops, width = ops, width or spec.ffn
+        self.gate = Linear(spec.hidden, width, bias=spec.bias) if gated(spec.activation) else None
+        self.up = Linear(spec.hidden, width, bias=spec.bias)
+        self.down = Linear(width, spec.hidden, bias=spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            (up,) = self.ops.columns(x, self.up)
-            return self.ops.rows(self.activation(up), self.down)
-        gate, up = self.ops.columns(x, self.gate, self.up)
-        return self.ops.rows(self.activation(gate) * up, self.down)
+            return self.ops.rows(self.activation(*self.ops.columns(x, self.up)), self.down)
+        return self.ops.rows(self.activation(*self.ops.columns(x, self.gate, self.up)), self.down)
+
+
+def mixture(spec: ModelSpec, ops: LocalOps, balance: Balance) -> Mixture:
+    """Experts that a router chooses from, beside one that all tokens visit."""
+    assert spec.experts is not None
+    return Mixture(spec, ops, MLP(spec, ops, spec.experts.shared_ffn) if spec.experts.shared else None, balance)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, spec: ModelSpec, ops: LocalOps, layer: int, seed: int, run: Callable[..., Tensor] = AS_THEY_ARE):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: LocalOps,
+        layer: int,
+        seed: int,
+        run: Callable[..., Tensor] = AS_THEY_ARE,
+        balance: Balance = Balance(),
+    ):
         """`run` runs the steps: as they are, keeping less for the backward pass, or compiled."""
         super().__init__()
         self.ops, self.run = ops, run
@@ -144,7 +155,7 @@ class Block(nn.Module):
         self.attention = Attention(spec, ops)
         self.attention_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.attention")
         self.mlp_norm = norm(spec, spec.hidden)
-        self.mlp = MLP(spec, ops)
+        self.mlp = MLP(spec, ops) if spec.dense(layer) else mixture(spec, ops, balance)
         self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
 
     def forward(
@@ -156,7 +167,9 @@ class Block(nn.Module):
     def steps(self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
         seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
         x = x + self.attention_dropout(seen, positions)
-        return x + self.mlp_dropout(self.mlp(self.ops.norm(self.mlp_norm, x)), positions)
+        normed = self.ops.norm(self.mlp_norm, x)
+        made = self.mlp(normed, positions) if isinstance(self.mlp, Mixture) else self.mlp(normed)
+        return x + self.mlp_dropout(made, positions)
 
 
 class Decoder(nn.Module):
@@ -176,6 +189,7 @@ class Decoder(nn.Module):
         ops: LocalOps | None = None,
         stage: Stage | None = None,
         compile: bool = False,
+        balance: Balance = Balance(),
     ):
         super().__init__()
         stage = stage or Stage(0, range(spec.layers), first=True, last=True)
@@ -185,7 +199,7 @@ class Decoder(nn.Module):
         self.positions = Embedding(spec.context, spec.hidden) if learned else None
         self.dropout = Dropout(spec.dropout, seed, "embedding")
         run = _compiled_run(recompute, self.ops) if compile else recomputed(recompute)
-        self.layers = nn.ModuleDict({str(n): Block(spec, self.ops, n, seed, run) for n in stage.layers})
+        self.layers = nn.ModuleDict({str(n): Block(spec, self.ops, n, seed, run, balance) for n in stage.layers})
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)

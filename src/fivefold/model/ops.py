@@ -10,6 +10,7 @@ from fivefold.model import attention
 from fivefold.model import deterministic_attention as deterministic
 from fivefold.model.attention import AttentionMask
 from fivefold.model.deterministic_attention import Tiles
+from fivefold.model.experts.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.positions import TokenPositions
@@ -50,11 +51,18 @@ class LocalOps:
     sharded = False  # whether weights are DTensors
 
     def __init__(
-        self, *, attention: AttentionOps | None = None, compiled: bool = False, fp8: bool = False, breaks: bool = False
+        self,
+        *,
+        attention: AttentionOps | None = None,
+        dispatch: LocalDispatch | None = None,
+        compiled: bool = False,
+        fp8: bool = False,
+        breaks: bool = False,
     ):
-        """`compiled`: blocks are, and then the loss is too; `fp8`: the matmuls of blocks are in 8-bit floats; `breaks`:
-        a compiled block is several graphs."""
+        """`dispatch` brings tokens to experts; `compiled`: blocks are, and then the loss is too; `fp8`: the matmuls of
+        blocks are in 8-bit floats; `breaks`: a compiled block is several graphs."""
         self.attention = attention or LocalAttention()
+        self.dispatch = dispatch or LocalDispatch()
         self.compiled, self.fp8, self.breaks = compiled, fp8, breaks
 
     def between_graphs(self, *names: str) -> None:
@@ -64,6 +72,11 @@ class LocalOps:
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""
+        self.dispatch.adopt(model)
+
+    def weight(self, module: nn.Module, kind: str = "weight") -> Tensor:
+        """A parameter that every rank holds whole."""
+        return getattr(module, kind)
 
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
         """The rows of a table that is as tall as the vocabulary; [B, S] -> [B, S, E]."""

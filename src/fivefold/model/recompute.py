@@ -7,7 +7,7 @@ full       the block's input alone; the whole forward pass runs again (a third m
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
@@ -26,6 +26,7 @@ _EXPENSIVE = {
     _aten.bmm.default,
     _aten.linear.default,
     _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -40,6 +41,8 @@ _SUMS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_function
 
 # Where a selectively recomputed block is: in its first run, or in the one that backward asks for.
 _run: ContextVar[Literal["first", "again"] | None] = ContextVar("run", default=None)
+# True in the run that backward asks for, of either kind of recomputation.
+_again: ContextVar[bool] = ContextVar("again", default=False)
 # True while `kept` hands its results to the store.
 _keeping: ContextVar[bool] = ContextVar("keeping", default=False)
 
@@ -67,6 +70,11 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor
         _keeping.reset(token)
 
 
+def again() -> bool:
+    """Whether this is not the first forward pass of these inputs: what is counted has been."""
+    return _again.get()
+
+
 def recomputed(how: Recompute, compile: bool = False) -> Callable[..., Tensor]:
     """A function that runs (steps, *inputs) and keeps what `how` says.
 
@@ -76,7 +84,7 @@ def recomputed(how: Recompute, compile: bool = False) -> Callable[..., Tensor]:
         return _plain
     run: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if how == "full":
-        return run
+        return run if compile else partial(run, context_fn=lambda: (nullcontext(), _second()))
     in_a_graph = partial(create_selective_checkpoint_contexts, _policy_of_a_graph)
     return partial(run, context_fn=in_a_graph if compile else _contexts)
 
@@ -96,15 +104,24 @@ def _policy_of_a_graph(context: Any, op: Any, *args: Any, **kwargs: Any) -> Chec
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    first, again = create_selective_checkpoint_contexts(_policy)
-    return _during("first", first), _during("again", again)
+    first, second = create_selective_checkpoint_contexts(_policy)
+    return _during("first", first), _during("again", second)
+
+
+@contextmanager
+def _second() -> Iterator[None]:
+    token = _again.set(True)
+    try:
+        yield
+    finally:
+        _again.reset(token)
 
 
 @contextmanager
 def _during(run: Literal["first", "again"], context: AbstractContextManager[Any]) -> Iterator[None]:
     token = _run.set(run)
     try:
-        with context:
+        with context, _second() if run == "again" else nullcontext():
             yield
     finally:
         _run.reset(token)
