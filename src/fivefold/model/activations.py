@@ -1,4 +1,4 @@
-"""The activations of feed-forward networks, dense ones and experts'. A gated one takes the gate and what it lets pass."""
+"""The activations of feed-forward networks, dense ones and experts'. A gated one takes gate and input."""
 
 from collections.abc import Callable
 

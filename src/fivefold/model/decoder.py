@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
@@ -17,7 +16,7 @@ from fivefold.model import random, rope
 from fivefold.model.activations import ACTIVATIONS, gated
 from fivefold.model.compiled import compiled
 from fivefold.model.dtypes import wide
-from fivefold.model.experts.balance import Balance
+from fivefold.model.experts.balance import UNBALANCED, Balance
 from fivefold.model.experts.mixture import Mixture
 from fivefold.model.head import Targets
 from fivefold.model.ops import LocalOps
@@ -146,7 +145,7 @@ class Block(nn.Module):
         layer: int,
         seed: int,
         run: Callable[..., Tensor] = AS_THEY_ARE,
-        balance: Balance = Balance(),
+        balance: Balance = UNBALANCED,
     ):
         """`run` runs the steps: as they are, keeping less for the backward pass, or compiled."""
         super().__init__()
@@ -189,7 +188,7 @@ class Decoder(nn.Module):
         ops: LocalOps | None = None,
         stage: Stage | None = None,
         compile: bool = False,
-        balance: Balance = Balance(),
+        balance: Balance = UNBALANCED,
     ):
         super().__init__()
         stage = stage or Stage(0, range(spec.layers), first=True, last=True)

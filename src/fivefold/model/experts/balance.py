@@ -1,7 +1,7 @@
 """What keeps the load of experts even, in every layout alike.
 
-balance loss   of each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's slots that
-               an expert got, times the mean of its normalised scores, summed over experts. 1 where all are equal.
+balance loss   of each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's slots
+               that an expert got, times the mean of its normalised scores, summed over experts. 1 where all are equal.
 z loss         the squared log-partition of the router's logits (ST-MoE, arXiv 2202.08906), which keeps them small
 bias           added to the scores for the choice alone; after a step, up for experts below the mean load, down above
 
@@ -36,6 +36,9 @@ class Balance:
         return self.loss > 0 or self.z_loss > 0
 
 
+UNBALANCED = Balance()
+
+
 class AddLoss(Function):
     """x as it is; in the backward pass `loss` is differentiated too, as if it had been added to the end of all."""
 
@@ -51,7 +54,7 @@ class AddLoss(Function):
 
 
 def row_counts(routed: Routed, rows: Tensor, count: int) -> Tensor:
-    """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n] is where tokens stand."""
+    """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n]: the tokens'."""
     experts = routed.scores.shape[1]
     slots = rows[:, None] * experts + routed.chosen
     return torch.bincount(slots.flatten(), minlength=count * experts).view(count, experts)
