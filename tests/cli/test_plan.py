@@ -134,6 +134,15 @@ def test_a_job_in_fp8_is_one_or_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "b.toml").exists()
 
 
+def test_a_plan_is_in_the_precision_that_train_would_have(tmp_path: Path) -> None:
+    path, small = tmp_path / "a.toml", "plan tiny --seq 128 --batch 16 --cluster H100"
+    in_float32 = asked(f"{small} train.dtype=fp32 -o {path}")
+    assert read_job(path).train.dtype == "float32"
+    assert in_float32["best"] == asked(f"{small} --precision fp32")["best"] != asked(small)["best"]
+    eighths = asked(f"{small} train.fp8=true -o {path}")
+    assert eighths["best"] == asked(f"{small} --precision fp8")["best"] == asked(f"plan {path}")["best"]
+
+
 def test_a_plan_in_a_precision_that_no_run_has_becomes_no_job(tmp_path: Path) -> None:
     path, small = tmp_path / "a.toml", "plan tiny --seq 128 --batch 16"
     sentence = refusal(f"{small} --cluster V100 --precision fp16 -o {path}")
@@ -188,8 +197,19 @@ def test_serving() -> None:
         ("plan llama3-8b --tokens 100k --batch 512", "nearest: tokens=4194304, or a smaller batch"),
         ("plan llama3-8b --tokens 1T train.steps=5", "train.steps=5 and tokens=1T both say"),
         ("plan llama3-8b --tokens 1T --inference", "--tokens belongs to training"),
+        (
+            "plan llama3-8b layout.zero=3 layout.tp=2",
+            "layout.zero=3 layout.tp=2 would be ignored: write --fix zero=3,tp=2",
+        ),
+        ("plan llama3-8b layout=dp=8,zero=3", "layout=dp=8,zero=3 would be ignored: write --layout dp=8,zero=3"),
+        ("plan llama3-8b train.batch=8 --batch 16", "train.batch=8 and batch=16 say the same thing"),
+        ("plan llama3-8b train.dtype=fp32 --precision bf16", "train.dtype=fp32 and precision=bf16 say the same thing"),
+        ("plan llama3-8b run.cluster=8xB200 --cluster 8xH100", "run.cluster=8xB200 and cluster=8xH100 say the same"),
+        ("plan llama3-8b --inference layout.tp=8", "layout.tp=8 would be ignored: serving reads settings of the model"),
         ("plan gpt2-124m --seq 4096", "longer than the 1024 learned positions"),
         ("plan llama3-8b --batch 128 -o plan.json", "should end in .toml"),
+        ("simulate llama3-8b --layout dp=8 layout.zero=3", "would be ignored: write --layout dp=8,zero=3"),
+        ("dryrun llama3-8b --layout dp=8 layout.zero=3", "would be ignored: write --layout dp=8,zero=3"),
         ("simulate llama3-8b --layout dp=8 --batch 8 -o step.svg", "has one pipeline stage"),
         ("simulate llama3-8b --layout dp=8 --batch 8 -o step.gif", "should end in"),
         ("truth --data /nowhere", "has no .csv files"),

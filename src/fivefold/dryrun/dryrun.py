@@ -14,6 +14,7 @@ from fivefold.dryrun.result import DryRunResult
 from fivefold.dryrun.vs_plan import RankVsPlan, vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
+from fivefold.job.words import layout_changes
 from fivefold.layout.layout import Layout
 from fivefold.plan.plan import case_of
 from fivefold.spec.model import ModelSpec
@@ -71,6 +72,8 @@ def _job(
     batch: int | None,
     seq: int | None,
 ) -> Job:
+    if layout is not None and (wrong := layout_changes(changes, f"--layout {layout},")):
+        raise UserError(wrong)
     job, named = job_of(model, changes)
     chosen = job.layout if layout is None else layout if isinstance(layout, Layout) else Layout.parse(layout)
     if seq is None:

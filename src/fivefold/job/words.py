@@ -156,6 +156,14 @@ def apart(words: Sequence[str], layout: str, how: str = "--layout ") -> list[str
     return [f"{SPACED}; write {how}{whole}"] if parts or whole != layout.strip() else []
 
 
+def layout_changes(changes: Sequence[str], option: str) -> list[str]:
+    """Of changes to the layout, where a layout comes by an option alone and they would be ignored: what to write."""
+    ours = [change for change in changes if change.partition("=")[0].partition(".")[0] == "layout"]
+    write = ",".join(change.removeprefix("layout").lstrip(".=") for change in ours)
+    option = "--layout " if any(change.startswith("layout=") for change in ours) else option
+    return [f"{' '.join(ours)} would be ignored: write {option}{write}"] if ours else []
+
+
 def layout_parts(words: Sequence[str]) -> list[str]:
     """The words that belong to a layout, such as zero=3 and sp."""
     keys, bare = Layout.__struct_fields__, [word.strip(",") for word in words]

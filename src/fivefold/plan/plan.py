@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
+from fivefold.job.words import layout_changes
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.systems import software_of
@@ -64,6 +65,8 @@ def plan(
     checked("top", top, within(1, SEQUENCES))
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
+    if wrong := layout_changes(changes, "--fix "):
+        raise UserError(wrong)
     job, kept, case = _question(model, cluster, changes, batch, seq, precision, software, tokens)
     training = training_of(
         job, kept, case, tokens, _written(case.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
@@ -101,6 +104,8 @@ def simulate(
 
     Where it does not fit into the devices, the result says so and is not `ok`.
     """
+    if wrong := layout_changes(changes, f"--layout {layout},"):
+        raise UserError(wrong)
     *_, case = _question(model, cluster, changes, batch, seq, precision, software)
     option = _given(case, layout)
     return SimulateResult(option, None if option.fits else nearest_fit(option))
@@ -144,8 +149,16 @@ def _question(
     tokens: str | float | None = None,
 ) -> tuple[Job, set[str] | None, Case]:
     """The job behind the question; its settings that stay, None if all do; a checked case, whose layout is open."""
+    options = {"data.seq": ("seq", seq), "train.batch": ("batch", batch), "run.cluster": ("cluster", cluster)}
+    options |= dict.fromkeys(("train.dtype", "train.fp8"), ("precision", precision or None))
+    for change in changes:
+        option, value = options.get(change.partition("=")[0], ("", None))
+        if value is not None:
+            raise UserError(f"{change} and {option}={value} say the same thing; give one of them")
     job, named = job_of(model, changes)
     kept = None if isinstance(model, Job) or str(model).endswith(".toml") else named
+    if not precision and (job.train.fp8 or "train.dtype" in named):
+        precision = "fp8" if job.train.fp8 else precision_of(job.train.dtype)
     machines, spec = Cluster.read(cluster or job.run.cluster or USUAL_CLUSTER), job.model
     if wrong := spec.problems():
         raise UserError(wrong)

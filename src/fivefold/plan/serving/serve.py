@@ -131,6 +131,8 @@ def serve(
 ) -> ServePlan:
     """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it."""
     job, _ = job_of(model, changes)
+    if ignored := [change for change in changes if not change.startswith("model.")]:
+        raise UserError(f"{' '.join(ignored)} would be ignored: serving reads settings of the model alone")
     machines = Cluster.read(cluster)
     given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs)
     service = Service(job.model, machines.alike() or machines, *given)
