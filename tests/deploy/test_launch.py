@@ -65,6 +65,7 @@ def test_what_is_left_to_fill_in(job: Path) -> None:
     assert "fill in: FILL_IN_ACCOUNT in job.sbatch, or give --account" in both
     assert "fill in" not in said("job.toml --slurm --account lab --partition gpu")
     assert "fill in" not in said("job.toml --kubernetes --container lab/image:1 --claim shared")
+    assert "start it: on the node: the above" in " ".join(said("job.toml layout.dp=2 --nodes 1 --torchrun").split())
     large = said("model=llama3-8b layout=dp=4 data.seq=512 --nodes 1 --torchrun --host node1")
     assert "fill in: data.path=DIRECTORY: a directory that `fivefold data prepare` has made" in large
 

@@ -40,3 +40,10 @@ def test_torchrun_understands_the_line(tmp_path: Path) -> None:
     assert "NCCL_SOCKET_IFNAME" not in env or env["NCCL_SOCKET_IFNAME"] == os.environ.get("NCCL_SOCKET_IFNAME")
     assert '# export NCCL_IB_HCA="=mlx5_0,mlx5_1"' in lines(it, "node1", "run-1", 5)  # "mlx5" would be all of them
     assert int(env["OMP_NUM_THREADS"]) >= 1
+
+
+def test_one_node_is_spoken_to_as_one() -> None:
+    text = lines(Deployment(read_job(None, ["layout=dp=4"]), Machines(1, 4)), "", "run-1", 5)
+    assert "# Type this on the node. Its port 29400 must be free.\n" in text
+    assert "--rdzv-endpoint=localhost:29400" in text
+    assert "FILL_IN" not in text

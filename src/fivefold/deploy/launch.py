@@ -117,7 +117,8 @@ def written(kind: str, checked: Checked, output: Path | None, options: Options, 
         text, start = slurm.sbatch(it, name, options), [shlex.join(["sbatch", name])]
     elif kind == "torchrun":
         text = torchrun.lines(it, options.host or "", f"{it.plain_name}-{secrets.token_hex(4)}", restarts)
-        start = [f"on each of the {it.machines.nodes} nodes: " + (f"bash {shlex.quote(name)}" if name else "the above")]
+        nodes = f"each of the {it.machines.nodes} nodes" if it.machines.nodes > 1 else "the node"
+        start = [f"on {nodes}: " + (f"bash {shlex.quote(name)}" if name else "the above")]
     elif kind == "ssh":
         text, start = ssh.script(it, hosts, restarts), [shlex.join(["bash", name])]
     else:

@@ -5,6 +5,8 @@ comes back to it, and the others follow. (The static one takes numbers from the 
 the rendezvous must stay.
 """
 
+from itertools import chain
+
 from fivefold.deploy.deployment import Deployment
 from fivefold.deploy.environment import Variable, comment, exports, variables
 
@@ -36,23 +38,29 @@ def words(it: Deployment, endpoint: str, run: str, restarts: int, conf: str = ""
 
 def lines(it: Deployment, host: str, run: str, restarts: int) -> str:
     """What is typed on each node."""
-    where = f", in the directory that has {it.own_file}," if it.own_file else ""
-    endpoint = f"{host or HOST}:{PORT}"
+    host = host or (HOST if it.machines.nodes > 1 else "localhost")
     text = [
         *comment(f"{it.title}."),
-        *comment(
-            f"Type this on each of the {it.machines.nodes} nodes{where} within an hour; it is the same on all. "
-            f"{host or HOST} is one of them, by the name or address that the others reach it by, and its port {PORT} "
-            "is free. run.dir is a directory that all nodes share."
-        ),
-        *comment(
-            "Ranks prove that they belong together by a secret in run.dir. Where that is not shared, they need one of "
-            "16 characters or more, the same on all nodes: export FIVEFOLD_SECRET=..."
-        ),
+        *chain(*map(comment, _said(it, host))),
         *exports([*variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD"), saving(it)]),
-        " \\\n  ".join(words(it, endpoint, run, restarts)),
+        " \\\n  ".join(words(it, f"{host}:{PORT}", run, restarts)),
     ]
     return "\n".join(text) + "\n"
+
+
+def _said(it: Deployment, host: str) -> list[str]:
+    """To the person who types it."""
+    where = f", in the directory that has {it.own_file}" if it.own_file else ""
+    comma = "," if where else ""
+    if it.machines.nodes == 1:
+        return [f"Type this on the node{where}. Its port {PORT} must be free."]
+    return [
+        f"Type this on each of the {it.machines.nodes} nodes{where}{comma} within an hour; it is the same "
+        f"on all. {host} is one of them, by the name or address that the others reach it by, and its port {PORT} is "
+        "free. run.dir is a directory that all nodes share.",
+        "Ranks prove that they belong together by a secret in run.dir. Where that is not shared, they need one of 16 "
+        "characters or more, the same on all nodes: export FIVEFOLD_SECRET=...",
+    ]
 
 
 def threads(it: Deployment) -> str:
