@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.launch.faults import strike
 from fivefold.launch.meeting import Meeting
-from fivefold.launch.world import World, current_world, first_host
+from fivefold.launch.world import RESTARTS, World, current_world, first_host
 from fivefold.support.errors import UserError
 from tests.commands import fivefold
 
@@ -106,3 +107,23 @@ def test_launch_starts_ranks_that_meet_and_returns_the_exit_code(tmp_path: Path,
         assert found == [[3, 6, ["127.0.0.1"]]] * 3
     else:
         assert "rank 1 failed with exit code 7" in done.stderr
+
+
+def test_a_fault_finds_its_rank_and_its_start_under_every_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"}
+    for name in ("RANK", "WORLD_SIZE", RESTARTS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (step | {"FIVEFOLD_FAULT": "nan@rank=1,step=3"}).items():
+        monkeypatch.setenv(name, value)
+
+    def struck(rank: int, start: int) -> bool:
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
+        return strike("step", 3)
+
+    assert [struck(0, 0), struck(1, 0), struck(1, 1)] == [False, True, False]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert struck(0, 0)  # ranks of a torchrun that srun has started
+    monkeypatch.setenv(RESTARTS, "1")
+    assert not struck(0, 0)

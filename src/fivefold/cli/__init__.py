@@ -6,7 +6,6 @@ without torch.
 
 import errno
 import multiprocessing
-import os
 import sys
 import warnings
 from typing import Any
@@ -40,6 +39,7 @@ from fivefold.cli import (
 from fivefold.cli import huggingface as hf
 from fivefold.cli.unknown import Explaining
 from fivefold.launch.allocator import keep_freed_memory
+from fivefold.launch.world import rank_here
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
 
 app = typer.Typer(
@@ -109,7 +109,7 @@ def main() -> None:
         sys.exit(2)
     except TrainingError as error:
         # What all ranks have seen one says, and each who it was waiting for.
-        if isinstance(error, PeerLost) or os.environ.get("RANK", "0") == "0":
+        if isinstance(error, PeerLost) or rank_here() == 0:
             console.print(_error(str(error)))
         sys.exit(error.code)
 
@@ -129,7 +129,7 @@ def _speak_notes(console: Console) -> None:
     """Our own notes are a line; other warnings stay as Python shows them."""
     plain: Any = warnings.showwarning
     # What all ranks read one says: the process that starts ranks, or rank 0 where another launcher started them.
-    first = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
+    first = multiprocessing.parent_process() is None and rank_here() == 0
 
     def show(message: Any, *place: Any, **more: Any) -> None:
         if isinstance(message, Note):

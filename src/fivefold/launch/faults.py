@@ -21,7 +21,7 @@ import time
 from functools import cache
 from typing import NamedTuple
 
-from fivefold.launch.world import RESTARTS
+from fivefold.launch.world import rank_here, starts_before
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
@@ -59,9 +59,9 @@ def parse(text: str) -> Fault | None:
 def strike(at: str, step: int | None = None) -> bool:
     """Called where a fault may happen; True where the caller is to poison something."""
     fault = parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    if fault is None or fault.at != at or int(os.environ.get(RESTARTS, "0")) >= fault.starts:
+    if fault is None or fault.at != at or starts_before() >= fault.starts:
         return False
-    elsewhere = fault.rank not in (None, int(os.environ.get("RANK", "0")))
+    elsewhere = fault.rank not in (None, rank_here())
     if elsewhere or (step is not None and fault.step not in (None, step)):
         return False
     if fault.kind == "raise":

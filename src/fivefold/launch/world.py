@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # torchrun's words, and our launcher's.
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
+REQUEUES = "SLURM_RESTART_COUNT"  # how often Slurm has started the job again
 RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
 HERE = "LOCAL_WORLD_SIZE"  # ranks of this node
 STORE = "FIVEFOLD_STORE"  # the file at which the ranks of our launcher meet
@@ -71,6 +72,19 @@ def ranks_here(env: Mapping[str, str] = os.environ) -> int:
         return 1
 
 
+def rank_here(env: Mapping[str, str] = os.environ) -> int:
+    """This process's number; zero where the environment does not say."""
+    try:
+        return _from_environment(env).rank
+    except ValueError:
+        return 0
+
+
+def starts_before(env: Mapping[str, str] = os.environ) -> int:
+    """How often this run has been started again: torchrun's own restarts of ranks, and Slurm's of the whole job."""
+    return sum(int(env.get(name, 0)) for name in (RESTARTS, REQUEUES))
+
+
 def _from_environment(env: Mapping[str, str]) -> World:
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
@@ -97,7 +111,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
     size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
-    run, start = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}", int(env.get("SLURM_RESTART_COUNT", 0))
+    run, start = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}", int(env.get(REQUEUES, 0))
     # Equal on all ranks, apart between jobs, between the steps of a job, and between its starts.
     port = _PORTS[zlib.crc32(f"{run}.{start}".encode()) % len(_PORTS)]
     alone = first_host(nodes) == nodes

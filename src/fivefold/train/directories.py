@@ -22,7 +22,7 @@ import msgspec
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.job.config import Job
-from fivefold.launch.world import RESTARTS, RUN
+from fivefold.launch.world import REQUEUES, RESTARTS, RUN
 from fivefold.support.documents import path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.files import Regular, cannot_write, open_regular
@@ -55,7 +55,7 @@ def identities(job: Job, env: Mapping[str, str] = os.environ) -> dict[str, bool]
     short = _digest(job)
     step = f"{env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', 'batch')}"
     names = {f"torchrun {env.get(RUN)}": RESTARTS} if RUN in env else {}
-    names |= {f"slurm {step}": "SLURM_RESTART_COUNT"} if "SLURM_JOB_ID" in env else {}
+    names |= {f"slurm {step}": REQUEUES} if "SLURM_JOB_ID" in env else {}
     return {f"{name} {short}": bool(whole_number(env.get(count, "0"))) for name, count in names.items()}
 
 
