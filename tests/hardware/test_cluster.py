@@ -436,6 +436,8 @@ def test_every_accelerator_says_where_its_figures_come_from():
     found = {row["name"]: row for row in accelerators().to_dict()}
     assert found.keys() == ACCELERATORS.keys()
     assert all(len(source) > 10 for row in found.values() for source in row["sources"].values())
+    new = ("MI300X", "MI325X", "MI355X", "A10G", "RTX5090")
+    assert all("https://" in found[name]["sources"]["rates"] for name in new)
     assert found["MI300X"]["achieved"]["source"] == "a guess, as H100's"
     assert "measured by fivefold calibrate" in found["H200"]["achieved"]["source"]
     [one] = accelerators("h100-80gb").to_dict()

@@ -99,8 +99,12 @@ LINKS = {
     )
 }
 
-# What a Hopper, or another chip, computes at best, and the paper that says so.
+# What a Hopper, or another chip, computes at best, and the paper that says so. Papers with an address here were
+# read in what others quote of them, such as PyTorch's torch/_inductor/analysis/device_info.py of the MI300X's.
 Rated = tuple[Rates, str]
+_AMD = "https://www.amd.com/en/products/accelerators/instinct"
+_AWS = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
+_GEFORCE = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
 _A100: Rated = (
     Rates(fp64=19.5 * T, fp32=19.5 * T, tf32=156 * T, bf16=312 * T, fp16=312 * T),
     "A100 datasheet (SXM): dense, beside sparse; fp64 is the tensor-core line",
@@ -131,7 +135,7 @@ _L40S: Rated = (
 )
 _A10G: Rated = (
     Rates(fp64=0.55 * T, fp32=35 * T, tf32=35 * T, bf16=70 * T, fp16=70 * T),
-    "A10G datasheet (AWS, G5 instances): dense, beside sparse; fp64 is 1/64 of fp32",
+    f"A10G datasheet (AWS, G5 instances): dense, beside sparse; fp64 is 1/64 of fp32; {_AWS}",
 )
 _RTX4090: Rated = (
     Rates(fp64=1.29 * T, fp32=82.6 * T, tf32=82.6 * T, bf16=165.2 * T, fp16=165.2 * T, fp8=330.3 * T),
@@ -139,15 +143,15 @@ _RTX4090: Rated = (
 )
 _RTX5090: Rated = (
     Rates(fp64=1.64 * T, fp32=104.8 * T, tf32=104.8 * T, bf16=209.5 * T, fp16=209.5 * T, fp8=419 * T),
-    "RTX Blackwell whitepaper, appendix A: fp32 accumulation, dense; fp64 is 1/64 of fp32",
+    f"RTX Blackwell whitepaper, appendix A: fp32 accumulation, dense; fp64 is 1/64 of fp32; {_GEFORCE}",
 )
 _CDNA3: Rated = (
     Rates(fp64=163.4 * T, fp32=163.4 * T, tf32=653.7 * T, bf16=1307.4 * T, fp16=1307.4 * T, fp8=2614.9 * T),
-    "Instinct MI300X and MI325X datasheets: matrix cores, without sparsity",
+    f"Instinct MI300X and MI325X datasheets: matrix cores, without sparsity; {_AMD}/mi300/mi300x.html and mi325x.html",
 )
 _CDNA4: Rated = (
     Rates(fp64=78.6 * T, fp32=157.3 * T, bf16=2516.6 * T, fp16=2516.6 * T, fp8=5033.2 * T),
-    "Instinct MI355X datasheet: matrix cores, without sparsity, 2.5 and 5 PFLOPS; no tf32",
+    f"Instinct MI355X datasheet: matrix cores, without sparsity; no tf32; {_AMD}/mi350/mi355x.html",
 )
 _V100: Rated = (
     Rates(fp64=7.8 * T, fp32=15.7 * T, fp16=125 * T),
