@@ -15,14 +15,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fivefold.data.index import read_index
+from fivefold.job.changes import Table, apply
+from fivefold.job.model import model_of
 from fivefold.job.words import apart, dtype_problem, explain
 from fivefold.layout.layout import Layout
 from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
-from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.presets import PRESETS, TOYS, preset
-from fivefold.support.documents import Missing, parse_toml, path_of, read_toml
+from fivefold.support.documents import Missing, path_of, read_toml
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.places import remote_of
@@ -34,7 +33,6 @@ Compile = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Steps = Annotated[int, within(1, STEPS)]
 NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
-Table = dict[str, Any]
 EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
 RECIPES = EXAMPLES.parent / "recipes"
 
@@ -202,10 +200,10 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
     layouts = [change.removeprefix("layout=") for change in changes if change.startswith("layout=")]
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
     for change in [] if problems else changes:
-        _apply(table, change, problems)
+        apply(table, change, problems)
     explain(table, KEYS, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
-    model = _model(table.get("model", {}), of_its_own, table.get("data"), problems)
+    model = model_of(table.get("model", {}), of_its_own, table.get("data"), problems)
     sections = {name: _section(name, table.get(name, {}), problems) for name in SECTIONS}
     if problems or model is None:
         raise UserError(problems)
@@ -235,42 +233,6 @@ def _read_job(path: Path) -> Table:
         raise UserError(f"no job file {path}; {hint}") from None
 
 
-def _apply(table: Table, change: str, problems: list[str]) -> None:
-    """Lay one `section.key=value` of the command line over the table."""
-    key, equals, text = change.partition("=")
-    if not equals or not key:
-        problems.append(f"{change!r} is not of the form section.key=value")
-        return
-    *sections, last = key.split(".")
-    for section in sections:
-        if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
-            table[section] = _spread(section, table[section], problems)
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            problems.append(f"{key}: {section} is a value, not a table")
-            return
-    table[last] = _value(text)
-
-
-def _value(text: str) -> Any:
-    """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
-
-
-def _spread(section: str, text: str, problems: list[str]) -> Table:
-    """The table that a short string stands for."""
-    if section == "layout":
-        try:
-            return Layout.parse(text).given()
-        except UserError as error:
-            problems += error.problems
-            return {}
-    return {"preset": text} if section == "model" else {}
-
-
 def _section(section: str, value: Any, problems: list[str]) -> Any:
     """An object of the section's class; None where there are problems."""
     kind = SECTIONS[section]
@@ -298,48 +260,6 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
 def job_from(table: Table) -> Job:
     """A job as a checkpoint has it. The first releases knew one optimizer, and did not name it."""
     return msgspec.convert(table | {"optimizer": {"name": AdamW().name} | table.get("optimizer", {})}, Job)
-
-
-def _model(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
-    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
-
-    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the
-    vocabulary of the job's data, unless it is given.
-    """
-    table = {"preset": value} if isinstance(value, str) else value
-    if not isinstance(table, dict):
-        problems.append(f"model={value!r} is neither a preset's name nor a table")
-        return None
-    bases = [key for key in ("preset", "config") if key in table]
-    if len(bases) > 1:
-        problems.append(f"model.preset={table['preset']!r} and model.config={table['config']!r} exclude each other")
-        return None
-    if not bases and not of_its_own:
-        bases, table = ["preset"], {"preset": "tiny"} | table
-    known = ["preset", "config", *ModelSpec.__struct_fields__]
-    problems += [unknown_key("model", key, known) for key in table if key not in known]
-    fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
-    try:
-        base: Table = {}
-        if "config" in bases:
-            base = msgspec.structs.asdict(read_hf_config(path_of(str(table["config"]))))
-        elif bases:  # a preset leaves out what is derived from others, so that it follows them
-            name = str(table["preset"])
-            preset(name)  # names the nearest where there is none
-            base = {"name": name} | PRESETS[name] | (_vocabulary(data) if name in TOYS else {})
-    except UserError as error:
-        problems += error.problems
-        return None
-    return read(ModelSpec, base | fields, "model", problems)
-
-
-def _vocabulary(data: Any) -> Table:
-    """Of prepared data, if it can be read; what is wrong with it is told where the data is opened."""
-    path = data.get("path") if isinstance(data, dict) else None
-    try:
-        return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}
-    except UserError:
-        return {}
 
 
 def to_toml(job: Job) -> str:

@@ -1,0 +1,56 @@
+"""The model of a job: a preset, a Hugging Face config, or all its numbers."""
+
+from typing import Any
+
+import msgspec
+
+from fivefold.data.index import read_index
+from fivefold.job.changes import Table
+from fivefold.spec.hf_config import read_hf_config
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import PRESETS, TOYS, preset
+from fivefold.support.documents import path_of
+from fivefold.support.errors import UserError
+from fivefold.support.reading import read, unknown_key
+
+
+def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
+    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
+
+    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the
+    vocabulary of the job's data, unless it is given.
+    """
+    table = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        problems.append(f"model={value!r} is neither a preset's name nor a table")
+        return None
+    bases = [key for key in ("preset", "config") if key in table]
+    if len(bases) > 1:
+        problems.append(f"model.preset={table['preset']!r} and model.config={table['config']!r} exclude each other")
+        return None
+    if not bases and not of_its_own:
+        bases, table = ["preset"], {"preset": "tiny"} | table
+    known = ["preset", "config", *ModelSpec.__struct_fields__]
+    problems += [unknown_key("model", key, known) for key in table if key not in known]
+    fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
+    try:
+        base: Table = {}
+        if "config" in bases:
+            base = msgspec.structs.asdict(read_hf_config(path_of(str(table["config"]))))
+        elif bases:  # a preset leaves out what is derived from others, so that it follows them
+            name = str(table["preset"])
+            preset(name)  # names the nearest where there is none
+            base = {"name": name} | PRESETS[name] | (_vocabulary(data) if name in TOYS else {})
+    except UserError as error:
+        problems += error.problems
+        return None
+    return read(ModelSpec, base | fields, "model", problems)
+
+
+def _vocabulary(data: Any) -> Table:
+    """Of prepared data, if it can be read; what is wrong with it is told where the data is opened."""
+    path = data.get("path") if isinstance(data, dict) else None
+    try:
+        return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}
+    except UserError:
+        return {}
