@@ -99,12 +99,8 @@ LINKS = {
     )
 }
 
-# What a Hopper, or another chip, computes at best, and the paper that says so. Papers with an address here were
-# read in what others quote of them, such as PyTorch's torch/_inductor/analysis/device_info.py of the MI300X's.
+# What a Hopper, or another chip, computes at best, and the paper that says so.
 Rated = tuple[Rates, str]
-_AMD = "https://www.amd.com/en/products/accelerators/instinct"
-_AWS = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
-_GEFORCE = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
 _A100: Rated = (
     Rates(fp64=19.5 * T, fp32=19.5 * T, tf32=156 * T, bf16=312 * T, fp16=312 * T),
     "A100 datasheet (SXM): dense, beside sparse; fp64 is the tensor-core line",
@@ -135,7 +131,7 @@ _L40S: Rated = (
 )
 _A10G: Rated = (
     Rates(fp64=0.55 * T, fp32=35 * T, tf32=35 * T, bf16=70 * T, fp16=70 * T),
-    f"A10G datasheet (AWS, G5 instances): dense, beside sparse; fp64 is 1/64 of fp32; {_AWS}",
+    "A10G datasheet (AWS, G5 instances): dense, beside sparse; fp64 is 1/64 of fp32",
 )
 _RTX4090: Rated = (
     Rates(fp64=1.29 * T, fp32=82.6 * T, tf32=82.6 * T, bf16=165.2 * T, fp16=165.2 * T, fp8=330.3 * T),
@@ -143,15 +139,15 @@ _RTX4090: Rated = (
 )
 _RTX5090: Rated = (
     Rates(fp64=1.64 * T, fp32=104.8 * T, tf32=104.8 * T, bf16=209.5 * T, fp16=209.5 * T, fp8=419 * T),
-    f"RTX Blackwell whitepaper, appendix A: fp32 accumulation, dense; fp64 is 1/64 of fp32; {_GEFORCE}",
+    "RTX Blackwell whitepaper, appendix A: fp32 accumulation, dense; fp64 is 1/64 of fp32",
 )
 _CDNA3: Rated = (
     Rates(fp64=163.4 * T, fp32=163.4 * T, tf32=653.7 * T, bf16=1307.4 * T, fp16=1307.4 * T, fp8=2614.9 * T),
-    f"Instinct MI300X and MI325X datasheets: matrix cores, without sparsity; {_AMD}/mi300/mi300x.html and mi325x.html",
+    "Instinct MI300X and MI325X datasheets: matrix cores, without sparsity",
 )
 _CDNA4: Rated = (
     Rates(fp64=78.6 * T, fp32=157.3 * T, bf16=2516.6 * T, fp16=2516.6 * T, fp8=5033.2 * T),
-    f"Instinct MI355X datasheet: matrix cores, without sparsity; no tf32; {_AMD}/mi350/mi355x.html",
+    "Instinct MI355X datasheet: matrix cores, without sparsity; no tf32",
 )
 _V100: Rated = (
     Rates(fp64=7.8 * T, fp32=15.7 * T, fp16=125 * T),
@@ -167,6 +163,15 @@ _NVLINK2 = Link(150 * GB, _NVLINK, "NVLink2")
 _TORUS = Link(150 * GB, 2 * us, "ICI")
 
 SOURCES: dict[str, tuple[str, str]] = {}  # by accelerator: of its rates; of its memory and links
+# Where such a paper is. These were read in what others quote of them, as PyTorch does of the MI300X's in
+# torch/_inductor/analysis/device_info.py.
+PAGES = {
+    "MI300X": "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+    "MI325X": "https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html",
+    "MI355X": "https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html",
+    "A10G": "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf",
+    "RTX5090": "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
+}
 
 
 def _device(name: str, rated: Rated, memory: int, bandwidth: float, *links: Link | str, source: str) -> Accelerator:

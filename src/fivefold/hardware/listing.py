@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import structs, to_builtins
 
-from fivefold.hardware.accelerators import ACCELERATORS, PRECISIONS, SOURCES, Accelerator, Link, find_accelerator
+from fivefold.hardware.accelerators import ACCELERATORS, PAGES, PRECISIONS, SOURCES, Accelerator, Link, find_accelerator
 from fivefold.hardware.efficiency import achieved, source_of
 from fivefold.report import Block, Result, Table, Text
 from fivefold.support.formatting import bytes_text
@@ -23,6 +23,7 @@ class AcceleratorList(Result):
             to_builtins(device)
             | {"achieved": to_builtins(achieved(device.name)) | {"source": source_of(device.name)}}
             | {"sources": dict(zip(("rates", "memory and links"), SOURCES[device.name], strict=True))}
+            | ({"page": PAGES[device.name]} if device.name in PAGES else {})
             for device in self.devices
         ]
 
@@ -64,6 +65,8 @@ def _one(device: Accelerator) -> Iterator[Block]:
     shares = structs.asdict(achieved(device.name))
     shown = [(name, f"{value:.3g}") for name, value in shares.items() if isinstance(value, float) and 0.01 < value <= 1]
     yield Table(["share of a ceiling", ">reached"], shown, "What software reaches", source_of(device.name))
+    if device.name in PAGES:
+        yield Text(f"\nthe maker's paper: {PAGES[device.name]}")
     yield Text(f"\nwritten in a cluster as 8x{device.name} or 4x8x{device.name}; --json has all figures")
 
 
