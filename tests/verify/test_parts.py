@@ -242,10 +242,10 @@ def test_a_sample_meets_every_pair_of_settings() -> None:
     sample = pairwise(cases)
     assert covered(sample, cases) == 1.0
     assert len(sample) < len(cases) / 6
-    assert len(pairwise(cases, 10)) == 10
-    assert 0.5 < covered(pairwise(cases, 10), cases) < 1.0
-    assert len(set(map(id, pairwise(cases, 60)))) == 60
-    assert len(pairwise(cases, 10_000)) == len(cases)
+    few = pairwise(cases, 10)
+    assert len(set(map(id, few))) == 10
+    assert 0.5 < covered(few, cases) < 1.0
+    assert len(pairwise(cases[:40], 10_000)) == 40  # several covers
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
