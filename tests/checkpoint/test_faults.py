@@ -22,15 +22,24 @@ from fivefold.train import checkpointing as checkpointing
 from tests.checkpoint.runs import Run, loaded, resealed, small_job, train
 from tests.ranks import run_ranks
 
+TWO_STEPS = ["layout=dp=2,zero=1", "train.steps=2", "checkpoint.every=1"]
+
 
 def fault(text: str) -> dict[str, str]:
     return dict(os.environ) | {"FIVEFOLD_FAULT": text}
 
 
+@pytest.fixture(scope="module")
+def saved(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of two steps of two ranks; for a test to copy."""
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(2, train, small_job(tokens, *TWO_STEPS), directory)
+    return directory
+
+
 @pytest.mark.parametrize("at", ["write", "commit"])
-def test_killed_while_saving_the_one_before_is_used(tokens: Path, tmp_path: Path, at: str) -> None:
-    job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2", "checkpoint.every=1")
-    run_ranks(2, train, job, tmp_path)
+def test_killed_while_saving_the_one_before_is_used(tokens: Path, saved: Path, tmp_path: Path, at: str) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     more = small_job(tokens, "layout=dp=2,zero=1", "train.steps=3", "checkpoint.every=1")
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(2, train, more, tmp_path, env=fault(f"kill@at={at},rank=0"))
@@ -84,9 +93,11 @@ HARM = {
 
 @pytest.mark.parametrize("how", HARM)
 @pytest.mark.parametrize("name", ["rank-1.tensors", "tensors.json"])
-def test_a_harmed_file_is_named_and_the_one_before_is_used(tokens: Path, tmp_path: Path, how: str, name: str) -> None:
-    job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=2", "checkpoint.every=1")
-    run_ranks(2, train, job, tmp_path)
+def test_a_harmed_file_is_named_and_the_one_before_is_used(
+    tokens: Path, saved: Path, tmp_path: Path, how: str, name: str
+) -> None:
+    job = small_job(tokens, *TWO_STEPS)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     newest = Store(tmp_path).complete()[0].path
     harm, said = HARM[how]
     harm(newest / name)

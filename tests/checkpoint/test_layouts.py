@@ -35,11 +35,11 @@ RING = [pytest.param(index, marks=[pytest.mark.slow] * (index % 2)) for index in
 def test_the_state_of_one_layout_is_that_of_the_next(tokens: Path, tmp_path: Path, index: int) -> None:
     """In a ring: every layout writes one checkpoint and reads one."""
     writer, reader = LAYOUTS[index], LAYOUTS[(index + 1) % len(LAYOUTS)]
-    job = small_job(tokens, *ODD, "train.steps=2", f"layout={writer}")
+    job = small_job(tokens, *ODD, "train.steps=1", f"layout={writer}")
     written = run_ranks(job.layout.world, train, job, tmp_path)
-    other = small_job(tokens, *ODD, "train.steps=2", f"layout={reader}")
+    other = small_job(tokens, *ODD, "train.steps=1", f"layout={reader}")
     read = run_ranks(other.layout.world, loaded, other, tmp_path)
-    assert {step for step, _, _ in read} == {2}
+    assert {step for step, _, _ in read} == {1}
     state = gathered([state for _, state, _ in written])
     assert len(state) == 3 * len(list(job.model.parameters()))
     assert gathered([state for _, state, _ in read]) == state
@@ -59,17 +59,17 @@ def test_a_run_that_was_cut_is_the_run_that_was_not_to_the_bit(
     tokens: Path, tmp_path: Path, layout: str, dtype: str
 ) -> None:
     settings = [f"layout={layout}", f"train.dtype={dtype}", "model.dropout=0.1", "optimizer.schedule=constant"]
-    whole = small_job(tokens, *settings, "train.steps=6")
+    whole = small_job(tokens, *settings, "train.steps=4")
     world = whole.layout.world
     want = run_ranks(world, train, whole, tmp_path / "whole")
-    cut = small_job(tokens, *settings, "train.steps=3")
+    cut = small_job(tokens, *settings, "train.steps=2")
     first = run_ranks(world, train, cut, tmp_path / "cut")
     second = run_ranks(world, train, whole, tmp_path / "cut")
     for one, two, three in zip(want, first, second, strict=True):
         assert two[0] | three[0] == one[0]  # losses and norms, by step
-        assert set(three[0]) == {4, 5, 6}
+        assert set(three[0]) == {3, 4}
         assert three[1] == one[1]
-        assert two[2] + three[2] == one[2] == list(range(48))
+        assert two[2] + three[2] == one[2] == list(range(32))
 
 
 def test_the_mean_of_both_moments_is_not_zero_after_a_load(tokens: Path, tmp_path: Path) -> None:

@@ -107,24 +107,22 @@ def assert_same(got: list[tuple[float, dict[str, Tensor]]], want: tuple[float, d
                 assert (gradient - want[1][name]).abs().max() <= BOUND * want[1][name].abs().max(), name
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(("sp", "recompute"), [(False, "none"), (True, "selective"), (True, "full")])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_compute_what_one_does(name: str, sp: bool, recompute: str) -> None:
     spec, layout = MODELS[name], Layout.from_dict({"tp": 2, "sp": sp, "recompute": recompute})
     assert_same(run_ranks(2, losses_and_gradients, spec, layout, {}), whole(spec))
 
 
-@pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt", "qwen2.5", "qwen3"]
+    ("name", "sp"), [("llama", True), ("gpt", False), ("qwen2.5", True), ("qwen3", False)]
 )  # two kv heads for four ranks; a vocabulary of 10, 10, 10, 7
 def test_four_ranks_compute_what_one_does(name: str, sp: bool) -> None:
     spec, layout = MODELS[name], Layout(tp=4, sp=sp)
     assert_same(run_ranks(4, losses_and_gradients, spec, layout, {}), whole(spec))
 
 
-@pytest.mark.parametrize("loss", [{"smoothing": 0.1}, {"z_loss": 0.01}, {"smoothing": 0.2, "z_loss": 0.1}])
+@pytest.mark.parametrize("loss", [{"smoothing": 0.1}, {"smoothing": 0.2, "z_loss": 0.1}])
 def test_label_smoothing_and_z_loss_over_a_sharded_vocabulary(loss: dict[str, float]) -> None:
     spec = MODELS["llama"]
     assert_same(run_ranks(2, losses_and_gradients, spec, Layout(tp=2), loss), whole(spec, **loss))
