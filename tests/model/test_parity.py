@@ -8,6 +8,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
@@ -38,6 +41,13 @@ LLAMA31_ROPE = {
     "original_max_position_embeddings": 16,
     "rope_theta": 500.0,
 }
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "original_max_position_embeddings": 16, "rope_theta": 300.0,
+}  # fmt: skip
+DEEPSEEK = LLAMA | {  # dense MLPs throughout
+    "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8, "v_head_dim": 5, "first_k_dense_replace": 3,
+}  # fmt: skip
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CASES: dict[str, Any] = {
     "llama-gqa": transformers.LlamaConfig(**LLAMA),
@@ -55,12 +65,29 @@ CASES: dict[str, Any] = {
     "qwen2.5-tied": transformers.Qwen2Config(**LLAMA | {"num_key_value_heads": 1}, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**LLAMA, head_dim=16),
     "qwen3-tied": transformers.Qwen3Config(**LLAMA, head_dim=16, tie_word_embeddings=True),
+    "deepseek-v2": transformers.DeepseekV2Config(**DEEPSEEK),
+    "deepseek-v2-lite": transformers.DeepseekV2Config(
+        **DEEPSEEK | {"q_lora_rank": None}, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config(
+        **DEEPSEEK, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, rms_norm_eps=1e-5
+    ),
+    "glm4-moe": transformers.Glm4MoeConfig(
+        **LLAMA, head_dim=12, first_k_dense_replace=3, attention_bias=True, use_qk_norm=True
+    ),
+    "yarn": transformers.LlamaConfig(**LLAMA, rope_parameters=YARN | {"truncate": False}),
     "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=48, n_layer=3, n_head=6, n_positions=64, **NO_DROPOUT),
     "gpt2-untied": transformers.GPT2Config(
         vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=False,
         activation_function="gelu", **NO_DROPOUT,
     ),
 }  # fmt: skip
+
+
+_MODULES = (
+    modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3, modeling_deepseek_v2, modeling_deepseek_v3,
+    modeling_glm4_moe,
+)  # fmt: skip
 
 
 class _InFloat64:
@@ -78,7 +105,7 @@ def unrounded(dtype: torch.dtype) -> Iterator[None]:
     them compute the same formulas in float64, however they spell the rounding."""
     with pytest.MonkeyPatch.context() as patch:
         if dtype == torch.float64:
-            for module in (modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3):
+            for module in _MODULES:
                 patch.setattr(module, "torch", _InFloat64())
             patch.setattr(Tensor, "float", Tensor.double)
         yield

@@ -6,8 +6,9 @@ import warnings
 import pytest
 import transformers
 
+from fivefold.spec.attention import RopeScaling
 from fivefold.spec.hf_config import read_hf_config, spec_from_hf
-from fivefold.spec.model import ModelSpec, RopeScaling
+from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError
 
@@ -244,7 +245,8 @@ def test_old_and_new_spellings_of_rope_agree() -> None:
         ({"attention_bias": True}, "attention_bias=True is not supported for llama"),
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' has no factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3' has no low_freq_factor"),
         ({"rms_norm_eps": "small"}, "model.norm_eps='small' is not a number"),
         ({"model_type": ["llama"]}, "is not of the family"),

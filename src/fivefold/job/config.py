@@ -258,8 +258,12 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
 
 
 def job_from(table: Table) -> Job:
-    """A job as a checkpoint has it. The first releases knew one optimizer, and did not name it."""
-    return msgspec.convert(table | {"optimizer": {"name": AdamW().name} | table.get("optimizer", {})}, Job)
+    """A job as a checkpoint has it. The first releases knew one optimizer and one scaling of the rotary positions, and
+    did not name them."""
+    model, optimizer = table["model"], {"name": AdamW().name} | table.get("optimizer", {})
+    if scaling := model.get("rope_scaling"):
+        model = model | {"rope_scaling": {"kind": "llama3"} | scaling}
+    return msgspec.convert(table | {"model": model, "optimizer": optimizer}, Job)
 
 
 def to_toml(job: Job) -> str:

@@ -1,6 +1,6 @@
 """Our parameter names and Hugging Face's: where each parameter lives in the other's files.
 
-Llama, Mistral and Qwen only rename. GPT-2 also keeps matrices transposed and q, k, v in one.
+Llama, Mistral, Qwen and DeepSeek only rename. GPT-2 also keeps matrices transposed and q, k, v in one.
 """
 
 from typing import NamedTuple
@@ -26,6 +26,14 @@ _LLAMA = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+}
+_LATENT = _LLAMA | {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
 }
 _GPT2 = {
     "embedding": "transformer.wte",
@@ -64,7 +72,7 @@ class Source(NamedTuple):
 def source(spec: ModelSpec, parameter: Parameter) -> Source:
     """The Hugging Face home of our parameter."""
     gpt, layer = spec.positions == "learned", parameter.layer
-    names, prefix = (_GPT2, "transformer.h") if gpt else (_LLAMA, "model.layers")
+    names, prefix = (_GPT2, "transformer.h") if gpt else (_LATENT if spec.mla else _LLAMA, "model.layers")
     module, _, leaf = parameter.name.removeprefix(f"layers.{layer}.").rpartition(".")
     if layer is None:
         return Source(f"{names[module]}.{leaf}")

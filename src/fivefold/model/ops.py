@@ -105,6 +105,18 @@ class LocalOps:
         """A linear that writes into the residual stream."""
         return self.product(x, linear)
 
+    def whole(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Linears from the residual stream to latents, which are narrow and the same for all heads."""
+        return self.columns(x, *linears)
+
+    def spread(self, latents: Tensor) -> Tensor:
+        """Latents of this rank's tokens -> of all tokens whose heads it makes of them."""
+        return latents
+
+    def up(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Linears from latents to heads."""
+        return self.columns(x, *linears)
+
     def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 

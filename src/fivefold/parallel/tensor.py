@@ -7,6 +7,8 @@ up), rows of the inputs that they feed (o, down), and a range of the vocabulary.
   forward    2 all-reduces          2 all-gathers, 2 reduce-scatters
   backward   2 all-reduces          2 all-gathers, 2 reduce-scatters, and 2 all-gathers of the saved inputs
 
+Latent attention (MLA) has no gather of [B, S, E] before its heads: the linears to the latents run on the tokens at
+hand, and what travels is the latents, gathered once in forward (sp), summed once in backward.
 Full recompute adds the forward's once more, selective recompute adds none. With sp the residual stream between them is
 sharded over the sequence, and so are the inputs that the column linears save.
 """
@@ -56,7 +58,9 @@ class TensorParallel(LocalOps):
         self.held = held(spec, mesh.layout, mesh.tp.rank)
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
         if later is not None:
-            self.between_graphs("columns", "rows")  # with the names of what they put off, which are a layer's own
+            self.between_graphs(
+                "columns", "rows", "whole", "up"
+            )  # with the names of what they put off, which are a layer's own
 
     def adopt(self, model: nn.Module) -> None:
         """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
@@ -117,6 +121,27 @@ class TensorParallel(LocalOps):
         weights = [self._of_these_heads(linear, "weight") for linear in linears]
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
         return Columns.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
+
+    def whole(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Every rank has these weights and, of the same input, the same outputs; under sp those of its tokens."""
+        return self._alone(x, *linears)
+
+    def up(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Each rank its heads: `spread` has brought what they read, and adds up its gradient."""
+        return self._alone(x, *linears)
+
+    def _alone(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Nothing is sent."""
+        weights, biases = (
+            [self.local(linear, kind) if getattr(linear, kind) is not None else None for linear in linears]
+            for kind in ("weight", "bias")
+        )
+        targets = tuple(Target(f"{self.names[linear]}.weight") for linear in linears)
+        deferral = None if self.later is None else Deferral(self.later, targets)
+        return Columns.apply(Axis("tp"), False, deferral, x, *weights, *biases)
+
+    def spread(self, latents: Tensor) -> Tensor:
+        return Spread.apply(self.axis, self.sp, latents)
 
     def _of_these_heads(self, module: nn.Module, kind: str) -> Tensor:
         """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
@@ -190,7 +215,7 @@ class DeferredLocalOps(LocalOps):
         super().__init__(**options)
         self.later, self.axis = later, Axis("tp")
         self.names: dict[nn.Module, str] = {}
-        self.between_graphs("columns")
+        self.between_graphs("columns", "whole", "up")
 
     def adopt(self, model: nn.Module) -> None:
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -325,6 +350,23 @@ class Reduce(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, None, gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
+
+
+class Spread(Function):
+    """What every rank reads for its own heads: whole, or (sp) gathered; the gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor) -> Tensor:
+        ctx.axis, ctx.sp = axis, sp
+        if not sp:
+            return x.view_as(x)
+        (whole,) = kept(lambda: (gather_sequence(x, axis),), 1, x)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, _reduce(ctx.axis, ctx.sp, gradient)
 
 
 def _reduce(axis: Axis, sp: bool, x: Tensor) -> Tensor:

@@ -4,16 +4,23 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fivefold.spec.model import Activation, ModelSpec, RopeScaling
+from fivefold.spec.hf_attention import (
+    LATENT,
+    Config,
+    Numbers,
+    read_latent,
+    read_partial,
+    read_rope,
+    write_latent,
+    write_rope,
+)
+from fivefold.spec.model import Activation, ModelSpec
 from fivefold.support.documents import path_of, read_json
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.reading import read
 
-Config = dict[str, Any]
-Numbers = dict[str, Any]  # the fields of a ModelSpec, not yet checked
 HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
 
 # Our fields in Hugging Face's words. A config without one of these is refused.
@@ -27,6 +34,10 @@ _LLAMA = {
 }
 _QWEN3 = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}  # a Llama may leave them to its rule
 _GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "context": "n_positions"}
+
+
+_BLOCK: Config = {"norm": "rmsnorm", "bias": False, "activation": "swiglu"}
+_CLASSES = {"gpt2": "GPT2LMHeadModel", "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
 
 
 def read_hf_config(path: str | Path) -> ModelSpec:
@@ -66,11 +77,14 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
 def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     """The `config.json` under which `transformers` has this model, with weights of `dtype`, if it has it at all."""
     kind = "qwen3" if spec.qk_norm else "qwen2" if spec.qkv_bias else "llama"  # Mistral's weights are a Llama's
-    kind = "gpt2" if spec.positions == "learned" else kind
-    write = {"gpt2": _to_gpt2}.get(kind, _to_llama)
+    if spec.positions == "learned" or spec.mla or spec.rope_dim:
+        kind = "gpt2" if spec.positions == "learned" else "deepseek_v3" if spec.mla else "glm4_moe"
+    write = {"gpt2": _to_gpt2, "deepseek_v3": _to_deepseek, "glm4_moe": _to_glm}.get(kind, _to_llama)
     wanted: Config = {
-        "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads}
-    }.get(kind, {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "qkv_bias": kind == "qwen2"})
+        "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads},
+        "deepseek_v3": _BLOCK,
+        "glm4_moe": _BLOCK | {"rope_interleaved": False},
+    }.get(kind, _BLOCK | {"qkv_bias": kind == "qwen2", "rope_interleaved": False})
     problems = [
         f"{kind} of transformers has {key}={only!r}, and {spec.name} has {key}={getattr(spec, key)!r}"
         for key, only in wanted.items()
@@ -82,7 +96,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
         raise UserError(problems)
     shared = {
         "model_type": kind,
-        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{kind.title()}ForCausalLM"],
+        "architectures": [_CLASSES.get(kind, f"{kind.title()}ForCausalLM")],
         "vocab_size": spec.vocab,
         "tie_word_embeddings": spec.tied,
         "initializer_range": spec.init_std,
@@ -97,25 +111,22 @@ def _written(spec: ModelSpec, names: dict[str, str]) -> Config:
 
 
 def _to_llama(spec: ModelSpec) -> Config:
-    rope: Config = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    if (stretch := spec.rope_scaling) is not None:
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": stretch.original_context}
-        rope |= {key: getattr(stretch, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-    # Both spellings: releases before 5 read rope_theta and rope_scaling, later ones rope_parameters.
-    older = {key: value for key, value in rope.items() if key != "rope_theta"} if spec.rope_scaling else None
     return (
         _written(spec, _LLAMA | _QWEN3)
-        | {
-            "rms_norm_eps": spec.norm_eps,
-            "rope_theta": spec.rope_theta,
-            "rope_scaling": older,
-            "rope_parameters": rope,
-            "hidden_act": "silu",
-            "attention_dropout": 0.0,
-        }
+        | write_rope(spec)
+        | {"rms_norm_eps": spec.norm_eps, "hidden_act": "silu", "attention_dropout": 0.0}
         | ({"use_sliding_window": False} if spec.qk_norm or spec.qkv_bias else {"mlp_bias": False})
         | ({} if spec.qkv_bias else {"attention_bias": False})  # Qwen2 has no such setting: its q, k and v have biases
     )
+
+
+def _to_deepseek(spec: ModelSpec) -> Config:
+    return _to_llama(spec) | write_latent(spec) | {"first_k_dense_replace": spec.layers}
+
+
+def _to_glm(spec: ModelSpec) -> Config:
+    own = {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm, "first_k_dense_replace": spec.layers}
+    return _to_llama(spec) | own
 
 
 def _to_gpt2(spec: ModelSpec) -> Config:
@@ -129,11 +140,9 @@ def _to_gpt2(spec: ModelSpec) -> Config:
 
 
 def _llama(config: Config) -> Numbers:
-    theta, scaling = _rope(config)
     return {field: config.get(key) or 0 for field, key in (_LLAMA | _QWEN3).items()} | {
+        **read_rope(config),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "tied": bool(config.get("tie_word_embeddings", False)),
         "qkv_bias": config["model_type"] == "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
@@ -146,6 +155,26 @@ def _mistral(config: Config) -> Numbers:
     if window is not None:
         raise UserError(f"sliding_window={window!r} is not supported for mistral; only null is, as in Mistral 7B v0.3")
     return _llama(config)
+
+
+def _deepseek(config: Config) -> Numbers:
+    """DeepSeek-V2 and V3, and Kimi K2, which is a V3. What they call head_dim is that of positions."""
+    own = {"kv_heads": 0, "head_dim": 0, "qkv_bias": False, "qk_norm": False}
+    return _llama(config) | own | read_latent(config) | _dense(config, 0)
+
+
+def _glm(config: Config) -> Numbers:
+    biased, normed = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
+    own = {"norm_eps": config.get("rms_norm_eps", 1e-5), "qkv_bias": biased, "qk_norm": normed}
+    return _llama(config) | own | read_partial(config, 0.5) | _dense(config, 1)
+
+
+def _dense(config: Config, default: int) -> Numbers:
+    """Layers whose MLP is dense come first."""
+    dense, layers = config.get("first_k_dense_replace", default), config["num_hidden_layers"]
+    if type(dense) is not int or dense < layers:
+        raise UserError(f"first_k_dense_replace={dense!r} of {layers} layers: mixtures of experts are not read yet")
+    return {}
 
 
 def _gpt2(config: Config) -> Numbers:
@@ -171,24 +200,6 @@ def _gpt2(config: Config) -> Numbers:
     }
 
 
-def _rope(config: Config) -> tuple[Any, Numbers | None]:
-    """Theta and scaling, from either spelling: `rope_theta` + `rope_scaling`, or the newer `rope_parameters`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"rope scaling is {rope!r}, not a table")
-    theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(f"rope type {kind!r} is not supported; 'default' and 'llama3' are")
-    names = {"original_context": "original_max_position_embeddings"}
-    keys = {field: names.get(field, field) for field in RopeScaling.__struct_fields__}
-    if missing := [key for key in keys.values() if key not in rope]:
-        raise UserError(f"rope scaling 'llama3' has no {key}" for key in missing)
-    return theta, {field: rope[key] for field, key in keys.items()}
-
-
 _GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
     "llama": (_llama, _LLAMA),
@@ -196,6 +207,10 @@ _READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
     "qwen2": (_llama, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     # What Hugging Face would fill in for an absent head_dim or number of kv heads is not what Llama's rule gives.
     "qwen3": (_llama, _LLAMA | _QWEN3),
+    "deepseek_v2": (_deepseek, _LLAMA | LATENT),
+    "deepseek_v3": (_deepseek, _LLAMA | LATENT),
+    "kimi_k2": (_deepseek, _LLAMA | LATENT),
+    "glm4_moe": (_glm, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     "gpt2": (_gpt2, _GPT2),
 }
 # Settings that would change the arithmetic: anything but these values is refused, never ignored.
@@ -204,5 +219,9 @@ _ONLY: dict[str, Config] = {
     "mistral": {"hidden_act": "silu"},
     "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
     "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "deepseek_v2": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "deepseek_v3": {"hidden_act": "silu", "attention_bias": False},
+    "kimi_k2": {"hidden_act": "silu", "attention_bias": False},
+    "glm4_moe": {"hidden_act": "silu"},
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
 }

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
 from fivefold.spec.experts import Experts
 from fivefold.spec.operations import Elementwise, Matmul, block, head
 from fivefold.spec.parameters import BOTTOM, TOP, Parameter
@@ -28,15 +29,6 @@ Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
 Attention = Literal["full", "causal"]
 QKNormOver = Literal["head", "all"]
-
-
-class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Llama 3.1's stretch of the rotary wavelengths: long ones by `factor`, short ones not, a ramp between."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: Annotated[int, within(1, TOKENS)] = 8192
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -55,7 +47,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     activation: Activation = "swiglu"
     positions: Positions = "rope"
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None  # Llama 3's, or with kind = "yarn" that of DeepSeek and gpt-oss
+    rope_dim: Annotated[int, within(0, 100_000)] = 0  # dims of a head that positions turn, the first ones; 0: all
+    rope_interleaved: bool = False  # DeepSeek: neighbouring dims make a pair, not dims half a head apart
+    mla: LatentAttention | None = None  # DeepSeek: keys and values are made of one latent of the token
     bias: bool = False  # on every linear of the blocks (never on the head)
     qkv_bias: bool = False  # Qwen2.5: on q, k and v alone
     qk_norm: bool = False  # Qwen3: RMSNorm of q and k, before the rotation
@@ -66,9 +61,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         divides = self.heads > 0 and self.hidden % self.heads == 0
+        own = self.mla.head_dim if self.mla else 0
         derived = {
             "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or (self.hidden // self.heads if divides else 0),  # 0 is refused as a problem
+            "head_dim": self.head_dim or own or (self.hidden // self.heads if divides else 0),  # 0 is a problem
             "ffn": self.ffn or 4 * self.hidden,
         }
         for field, value in derived.items():
@@ -76,13 +72,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     # ---- what follows from the numbers -------------------------------------------------------------------------
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that positions turn."""
+        return self.mla.rope_dim if self.mla else self.rope_dim or self.head_dim
+
     def block_parameters(self, layer: int) -> Iterator[Parameter]:
         """One block, in the order of its forward pass."""
         for one in block(self, dense=self.dense(layer)).operations:
             if isinstance(one, Matmul):
                 yield from self._linear(layer, one)
             elif isinstance(one, Elementwise) and one.kind == "norm":
-                yield from self._norm(f"layers.{layer}.{one.name}", layer)
+                yield from self._norm(f"layers.{layer}.{one.name}", layer, one.width)
             elif isinstance(one, Elementwise) and one.kind == "qk_norm":
                 yield self._qk_norm(layer, one)
 
@@ -120,7 +121,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             found.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", BOTTOM))
         for layer in range(self.layers):
             found += self.block_parameters(layer)
-        found += self._norm("norm", TOP)
+        found += self._norm("norm", TOP, self.hidden)
         if not self.tied:
             found.append(Parameter("head.weight", table, "linear", TOP, "rows"))
         return tuple(found)
@@ -133,10 +134,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             rule = "whole" if one.tp == "columns" else one.tp
             yield Parameter(f"{name}.bias", (one.rows,), "bias", layer, rule, experts=stack)
 
-    def _norm(self, name: str, unit: int) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (self.hidden,), "norm", unit)
+    def _norm(self, name: str, unit: int, width: int) -> Iterator[Parameter]:
+        yield Parameter(f"{name}.weight", (width,), "norm", unit)
         if self.norm == "layernorm":
-            yield Parameter(f"{name}.bias", (self.hidden,), "bias", unit)
+            yield Parameter(f"{name}.bias", (width,), "bias", unit)
 
     def _qk_norm(self, layer: int, one: Elementwise) -> Parameter:
         name = f"layers.{layer}.{one.name}.weight"
@@ -194,15 +195,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for field in ("norm_eps", "init_std", "rope_theta")
             if not 0 < getattr(self, field) < math.inf
         ]
-        if (scaling := self.rope_scaling) is not None:
-            found += outside(scaling, "model.rope_scaling").values()
-            factors = scaling.factor, scaling.high_freq_factor, scaling.low_freq_factor
-            if not (0 < factors[0] < math.inf and math.inf > factors[1] > factors[2] > 0):
-                found.append(
-                    "model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
-                    f"{factors[0]}, {factors[1]} and {factors[2]}"
-                )
-        return found
+        found += self.rope_scaling.problems() if self.rope_scaling else []
+        return [*found, *self._latent()]
+
+    def _latent(self) -> list[str]:
+        """What does not go with latent attention."""
+        if self.mla is None:
+            return []
+        rules = {"norm": "rmsnorm", "positions": "rope", "kv_heads": self.heads, "head_dim": self.mla.head_dim}
+        rules |= {"rope_dim": 0, "bias": False, "qkv_bias": False, "qk_norm": False}
+        return self.mla.problems() + [
+            f"model.{field}={getattr(self, field)}, and model.mla has {field}={only}"
+            for field, only in rules.items()
+            if getattr(self, field) != only
+        ]
 
     def _heads(self) -> list[str]:
         """Where the width, the heads and the kv heads do not divide."""
@@ -221,9 +227,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: each kv head serves an "
                 f"equal group of query heads; nearest: kv_heads={near}"
             )
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and not self.rope_dim and self.head_dim % 2:
             found.append(
                 f"model.head_dim={self.head_dim} is odd and rotary positions turn pairs of dims; "
                 f"nearest: head_dim={self.head_dim + 1}"
+            )
+        if self.rope_dim and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
+            near = min(self.rope_dim + self.rope_dim % 2, self.head_dim // 2 * 2)
+            found.append(
+                f"model.rope_dim={self.rope_dim} must be even and at most head_dim={self.head_dim}; nearest: "
+                f"rope_dim={near}"
             )
         return found

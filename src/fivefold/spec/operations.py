@@ -7,7 +7,7 @@
 serving read it too. So another kind of block is a change here, and its kernels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -49,11 +49,21 @@ class Matmul(NamedTuple):
 
     @property
     def writes_residual(self) -> bool:
-        """Whether its outputs are added to the residual stream; all other matmuls read that stream, normed.
+        """Whether its outputs are added to the residual stream.
 
         The stream is whole on every tp rank; with sp, a rank has its tokens of it.
         """
         return self.tp == "columns" or self.name == "experts.down"
+
+    @property
+    def reads_residual(self) -> bool:
+        """Whether its inputs are the residual stream, normed."""
+        return self.reads in ("attention_norm", "mlp_norm", "norm")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every tp rank has all of its outputs; with sp, those of its tokens."""
+        return self.writes_residual or self.tp == "whole"
 
 
 class Attention(NamedTuple):
@@ -61,11 +71,12 @@ class Attention(NamedTuple):
 
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys; values are padded to it, where theirs is less
+    v_dim: int
 
     @property
     def width(self) -> int:
-        """Features of the queries, and of the output."""
+        """Features of the queries."""
         return self.heads * self.head_dim
 
     @property
@@ -73,9 +84,14 @@ class Attention(NamedTuple):
         """Features of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def seen(self) -> int:
+        """Features of the output."""
+        return self.heads * self.v_dim
+
     def flops(self, keys: float) -> float:
         """Forward FLOPs of a query that sees so many keys; a causal mask leaves half of the sequence on average."""
-        return 4 * keys * self.width
+        return 2 * keys * (self.width + self.seen)
 
 
 class Elementwise(NamedTuple):
@@ -147,24 +163,49 @@ def block(spec: "ModelSpec", tp: int = 1, dense: bool = False) -> Block:
 
 
 def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
-    hidden = spec.hidden
-    attention = Attention(spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim)
-    every, qkv = spec.bias, spec.bias or spec.qkv_bias  # which linears have a bias
+    hidden, every = spec.hidden, spec.bias
     yield Elementwise("norm", hidden, True, "attention_norm")
-    yield Matmul("attention", "q", "attention_norm", hidden, attention.width, "rows", qkv)
-    yield Matmul("attention", "k", "attention_norm", hidden, attention.kv_width, "kv rows", qkv)
-    yield Matmul("attention", "v", "attention_norm", hidden, attention.kv_width, "kv rows", qkv)
-    if spec.qk_norm:
-        yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
-        yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
-    if spec.positions == "rope":
-        yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.head_dim)
+    attention = yield from (_latent if spec.mla else _heads)(spec, tp)
     yield attention
-    yield Matmul("attention", "o", "attention", attention.width, hidden, "columns", every)
+    yield Matmul("attention", "o", "attention", attention.seen, hidden, "columns", every)
     yield from _residual(spec)
     yield Elementwise("norm", hidden, True, "mlp_norm")
     yield from _network(spec, "", spec.ffn, tp) if dense or spec.experts is None else _mixture(spec, tp)
     yield from _residual(spec)
+
+
+def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
+    """Queries, keys and values of the stream."""
+    attention = Attention(spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim, spec.head_dim)
+    bias = spec.bias or spec.qkv_bias
+    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows", bias)
+    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
+    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
+    if spec.qk_norm:
+        yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
+        yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
+    if spec.positions == "rope":
+        yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.rotary_dim)
+    return attention
+
+
+def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
+    """MLA: the latents are the same on every tp rank, which makes its heads of them."""
+    assert spec.mla is not None
+    mla, heads = spec.mla, spec.heads // tp
+    attention = Attention(heads, heads, mla.head_dim, mla.v_dim)
+    if mla.q_rank:
+        yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "whole")
+    else:
+        yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows")
+    yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "whole")
+    if mla.q_rank:
+        yield Elementwise("norm", mla.q_rank, True, "attention.q_norm")
+        yield Matmul("attention", "q_up", "q_latent", mla.q_rank, attention.width, "rows")
+    yield Elementwise("norm", mla.kv_rank, True, "attention.kv_norm")
+    yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "rows")
+    yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
+    return attention
 
 
 def _network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Operation]:

@@ -5,8 +5,9 @@ A preset has a line with its numbers, and its family a line that says where they
 
 from typing import Any
 
+from fivefold.spec.attention import LatentAttention, RopeScaling
 from fivefold.spec.experts import Experts
-from fivefold.spec.model import ModelSpec, RopeScaling
+from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 
@@ -30,12 +31,14 @@ def _shape(*numbers: int) -> dict[str, int]:
 
 # For laptops and tests: 257 is 256 bytes and an end of document.
 _BYTES = {"vocab": 257, "context": 2048}
+_TINY_LATENTS = LatentAttention(q_rank=48, kv_rank=32, nope_dim=24, rope_dim=16, v_dim=32)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _BYTES | _shape(4, 128, 4, 2, 384),
     "small": _BYTES | _shape(8, 512, 8, 4, 1536),
     "tiny-qwen2": _BYTES | _shape(4, 128, 4, 2, 384) | {"qkv_bias": True, "tied": True},
     "tiny-qwen3": _BYTES | _shape(4, 128, 4, 2, 384, 64) | {"qk_norm": True, "tied": True},
+    "tiny-mla": _BYTES | _shape(4, 128, 4, 4, 384) | {"mla": _TINY_LATENTS, "rope_interleaved": True},
     "tiny-moe": _BYTES | _shape(4, 128, 4, 2) | {"experts": Experts(count=8, top_k=2, ffn=128)},
     "tiny-deepseek": _BYTES
     | _shape(4, 128, 4, 4, 384)

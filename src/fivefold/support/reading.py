@@ -39,6 +39,7 @@ def read(kind: type[T], value: Any, path: str, problems: list[str]) -> T | None:
 def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]) -> S | None:
     before = len(problems)
     known = {field.name: field for field in msgspec.structs.fields(kind)}
+    table = {key: value for key, value in table.items() if key != kind.__struct_config__.tag_field}
     problems += [unknown_key(path, key, list(known)) for key in table if key not in known]
     values: dict[str, Any] = {}
     for name, field in known.items():
@@ -46,11 +47,26 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
             optional, inner = _plain(field.type)
             if table[name] is None and optional:
                 values[name] = None
+            elif isinstance(inner, tuple):
+                values[name] = _one_of(inner, table[name], join(path, name), problems)
             else:
                 values[name] = read(inner, table[name], join(path, name), problems)
         elif field.required:
             problems.append(f"{join(path, name)} is missing: it has no default")
     return kind(**values) if len(problems) == before else None
+
+
+def _one_of(kinds: tuple[type[msgspec.Struct], ...], value: Any, path: str, problems: list[str]) -> Any:
+    """One of several kinds of table, told apart by their tag; without one it is the first."""
+    if isinstance(value, kinds):
+        return value
+    tags = {str(kind.__struct_config__.tag): kind for kind in kinds}
+    first, field = kinds[0], kinds[0].__struct_config__.tag_field
+    tag = value.get(field, first.__struct_config__.tag) if isinstance(value, dict) else first.__struct_config__.tag
+    if tag not in tags:
+        problems.append(f"{path}.{field}={tag!r} is not a choice; {did_you_mean(str(tag), list(tags))}")
+        return None
+    return read(tags[tag], value, path, problems)
 
 
 def unknown_key(path: str, key: str, known: list[str]) -> str:
@@ -72,7 +88,11 @@ def _misfit(kind: Any, value: Any, path: str) -> str:
 
 
 def _plain(kind: Any) -> tuple[bool, Any]:
-    """Whether a type allows None, and the rest of it, without its range: a number outside of one is still a number."""
+    """Whether a type allows None, and the rest of it, without its range: a number outside of one is still a number.
+
+    Where several kinds of table are allowed, the rest is all of them.
+    """
     if get_origin(kind) in (types.UnionType, Union):
-        return True, _plain(next(option for option in get_args(kind) if option is not type(None)))[1]
+        first, *others = (option for option in get_args(kind) if option is not type(None))
+        return True, (first, *others) if others else _plain(first)[1]
     return False, kind.__origin__ if get_origin(kind) is Annotated else kind

@@ -57,8 +57,8 @@ def kept(spec: ModelSpec, layout: Layout, stack: Stack, samples: int, seq: int, 
 def put_off(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2) -> float:
     """Bytes of a block between its I and its W: what the linears read, and the gradients of what they wrote."""
     own, part = _block(spec, layout), layout.tp if layout.sp else 1
-    read = sum(group[0].inputs / (1 if group[0].writes_residual else part) for group in own.groups)
-    return tokens * wide * (read + sum(one.outputs for one in own.matmuls))
+    read = sum(group[0].inputs / (part if group[0].reads_residual else 1) for group in own.groups)
+    return tokens * wide * (read + sum(one.outputs / (part if one.tp == "whole" else 1) for one in own.matmuls))
 
 
 def _block(spec: ModelSpec, layout: Layout) -> Block:
@@ -70,9 +70,9 @@ def _block(spec: ModelSpec, layout: Layout) -> Block:
 
 
 def _outputs(own: Block, branch: str, layout: Layout) -> float:
-    """Features that the matmuls of a branch write; of those in the residual stream, sp leaves a rank its part."""
+    """Features that the matmuls of a branch write; of those that every rank has, sp leaves a rank its part."""
     part = layout.tp if layout.sp else 1
-    return sum(one.outputs / (part if one.writes_residual else 1) for one in own.of(branch))
+    return sum(one.outputs / (part if one.whole else 1) for one in own.of(branch))
 
 
 def _everything(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int, seq: int, wide: int) -> Kept:

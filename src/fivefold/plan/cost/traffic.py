@@ -131,15 +131,23 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
     A layer has two column groups (q, k, v; gate, up) and two row linears (o, down). Forward sums the rows' outputs,
     backward the columns' input gradients; with sp a sum leaves each rank its part of the sequence, and what a group
     reads, forward or backward, is gathered first, the columns' saved input once more in backward.
+    Latent attention gathers and sums latents instead of the stream (but for queries that have none), the former once.
     The embedding sums like a row linear; the head reads like a column group, forward and backward in one. Neither is
     recomputed. A backward pass in two halves sends the same: the saved input is gathered by the half that needs it, the
     weights'.
     """
     layers, forwards, last = step.layers, step.forwards, any(stage.last for stage in step.stages)
     ends = any(stage.first for stage in step.stages) + last
-    yield "tp", "reduce-scatter" if step.layout.sp else "all-reduce", layers * (2 * forwards + 2) + ends, step.states
+    mla, sums = step.spec.mla, "reduce-scatter" if step.layout.sp else "all-reduce"
+    groups = layers * (1 if mla and mla.q_rank else 2)  # of columns that read the stream
+    yield "tp", sums, layers * 2 * forwards + groups + ends, step.states
     if step.layout.sp:
-        yield "tp", "all-gather", layers * (2 * forwards + 4) + ends, step.states
+        yield "tp", "all-gather", groups * (forwards + 1) + 2 * layers + ends, step.states
+    if mla:  # what all heads read: queries' latents, keys' and values', the key of positions
+        latents = step.tokens * (mla.q_rank + mla.kv_rank + mla.rope_dim) * step.narrow
+        yield "tp", sums, layers, latents
+        if step.layout.sp:
+            yield "tp", "all-gather", layers * forwards, latents
     if step.spec.qk_norm and step.spec.qk_norm_over == "all":  # a token's squares of q and of k, and their gradients
         yield "tp", "all-reduce", layers * (forwards + 1), 2 * step.tokens * step.wide
     # The cross-entropy, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and

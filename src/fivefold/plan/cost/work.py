@@ -139,7 +139,8 @@ class Work:
         whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
         wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
-        case = context.LayerAttention(self.seq, *self.operations.attention, self.device, wires, whole, partial, *sizes)
+        heads = self.operations.attention[:3]
+        case = context.LayerAttention(self.seq, *heads, self.device, wires, whole, partial, *sizes)
         return _method(self.layout.cp_kind, case)
 
     @cached_property
