@@ -28,6 +28,7 @@ from fivefold.job.config import Job
 from fivefold.layout.axes import AXES
 from fivefold.layout.layout import ContextKind, Layout, Recompute
 from fivefold.schedule.catalogue import CATALOGUE
+from fivefold.spec.attention import LatentAttention
 from fivefold.spec.model import ModelSpec
 from fivefold.support.numbers import divisors
 
@@ -104,6 +105,7 @@ def deep_enough(spec: ModelSpec, layout: Layout) -> ModelSpec:
 
 def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
     """Models that differ from `spec` in one way that layouts have to get right."""
+    mla = LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=8)
     changes: dict[str, dict[str, object]] = {
         "one kv head": {"kv_heads": 1},  # fewer than tp: shared by ranks, whose gradients add up
         "two kv heads": {"kv_heads": 2},
@@ -112,6 +114,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         "q/k norm": {"qk_norm": True},  # one scale for heads on different ranks
         "q/k norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},  # their squares add up over ranks
         "tied embeddings": {"tied": True},
+        "latent attention": {"mla": mla, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True},  # MLA
     }
     made = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}
     return {name: variant for name, variant in made.items() if variant != spec and not variant.problems()}
