@@ -22,7 +22,16 @@ def tokens(tmp_path_factory) -> Path:
 
 
 def test_the_toys_are_those_without_a_published_vocabulary() -> None:
-    assert set(TOYS) == {"tiny", "small", "tiny-qwen2", "tiny-qwen3", "tiny-moe", "tiny-deepseek", "tiny-gpt"}
+    assert set(TOYS) == {
+        "tiny",
+        "small",
+        "tiny-qwen2",
+        "tiny-qwen3",
+        "tiny-mla",
+        "tiny-moe",
+        "tiny-deepseek",
+        "tiny-gpt",
+    }
 
 
 def test_a_toy_has_the_vocabulary_of_the_data_unless_it_is_given(tokens: Path) -> None:

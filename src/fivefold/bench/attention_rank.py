@@ -9,8 +9,9 @@ from fivefold.launch.cores import cores
 from fivefold.launch.device import DTYPES
 from fivefold.launch.ranks import Rank
 from fivefold.layout.layout import Layout
-from fivefold.model.decoder import Attention, Decoder
+from fivefold.model.decoder import Decoder
 from fivefold.model.positions import TokenPositions
+from fivefold.model.self_attention import Attention
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel, ops_of

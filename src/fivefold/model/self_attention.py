@@ -1,0 +1,110 @@
+"""Attention as a block has it: plain, or of latents. It is written in ops, which know where the tokens are.
+
+Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fivefold.model import rope
+from fivefold.model.linear import Linear
+from fivefold.model.ops import LocalOps
+from fivefold.spec.attention import Yarn
+from fivefold.spec.model import ModelSpec
+
+LATENT_EPS = 1e-6  # of DeepSeek's norms of latents, whatever that of the others
+
+
+def self_attention(spec: ModelSpec, ops: LocalOps) -> nn.Module:
+    return LatentAttention(spec, ops) if spec.mla else Attention(spec, ops)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, ops: LocalOps):
+        super().__init__()
+        self.ops = ops
+        self.head_dim, width, self.interleaved = spec.head_dim, spec.heads * spec.head_dim, spec.rope_interleaved
+        qkv_bias = spec.bias or spec.qkv_bias
+        self.q = Linear(spec.hidden, width, bias=qkv_bias)
+        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
+        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
+        over_all = spec.qk_norm and spec.qk_norm_over == "all"
+        self.qk_norm_over = spec.qk_norm_over if spec.qk_norm else None
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(heads * spec.head_dim if over_all else spec.head_dim, eps=spec.norm_eps)
+            if spec.qk_norm
+            else None
+            for heads in (spec.heads, spec.kv_heads)
+        )
+        self.o = Linear(width, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+        q, k, v = self.ops.columns(x, self.q, self.k, self.v)
+        if self.qk_norm_over == "all":
+            q, k = self.ops.norm_of_all_heads(self.q_norm, q, self.k_norm, k)
+        q, k, v = (self.heads(y) for y in (q, k, v))  # [B, H, S, D], K for k and v
+        if self.qk_norm_over == "head":
+            q, k = self.ops.norm(self.q_norm, q), self.ops.norm(self.k_norm, k)
+        if rotation is not None:
+            q, k = (rope.rotate(x, *rotation, self.interleaved) for x in (q, k))
+        seen = self.ops.attend(q, k, v, mask)
+        return self.ops.rows(seen.transpose(1, 2).flatten(2), self.o)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads x D] -> [B, heads, S, D]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class LatentAttention(nn.Module):
+    """MLA (DeepSeek-V2, arXiv 2405.04434): heads are made of a latent for queries and one for keys and values.
+
+    Shapes: N and R dims of a head without and with positions, D = N + R; V dims of its value.
+    """
+
+    def __init__(self, spec: ModelSpec, ops: LocalOps):
+        super().__init__()
+        assert spec.mla is not None
+        self.ops, self.mla, self.interleaved = ops, spec.mla, spec.rope_interleaved
+        self.scale = spec.rope_scaling.scores if isinstance(spec.rope_scaling, Yarn) else 1.0
+        mla, width = spec.mla, spec.heads * spec.mla.head_dim
+        self.q = None if mla.q_rank else Linear(spec.hidden, width, bias=False)
+        self.q_down = Linear(spec.hidden, mla.q_rank, bias=False) if mla.q_rank else None
+        self.q_norm = nn.RMSNorm(mla.q_rank, eps=LATENT_EPS) if mla.q_rank else None
+        self.q_up = Linear(mla.q_rank, width, bias=False) if mla.q_rank else None
+        self.kv_down = Linear(spec.hidden, mla.cached, bias=False)
+        self.kv_norm = nn.RMSNorm(mla.kv_rank, eps=LATENT_EPS)
+        self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_dim + mla.v_dim), bias=False)
+        self.o = Linear(spec.heads * mla.v_dim, spec.hidden, bias=False)
+
+    def forward(self, x: Tensor, rotation: rope.Rotation, mask: Any) -> Tensor:
+        mla = self.mla
+        q, latent, shared_key = self.latents(x)
+        q_plain, q_turned = self.heads(q, mla.nope_dim, mla.rope_dim)
+        turned = rope.rotate(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
+        (kv,) = self.ops.up(latent, self.kv_up)
+        k_plain, v = self.heads(kv, mla.nope_dim, mla.v_dim)
+        q = torch.cat((q_plain, rope.rotate(q_turned, *rotation, self.interleaved)), dim=-1) * self.scale
+        k = torch.cat((k_plain, turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
+        seen = self.ops.attend(q, k, F.pad(v, (0, mla.head_dim - mla.v_dim)), mask)[..., : mla.v_dim]
+        return self.ops.rows(seen.transpose(1, 2).flatten(2), self.o)
+
+    def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, H x D], the latent of keys and values [B, S, kv_rank], the key of positions [B, S, R]."""
+        ops, sizes = self.ops, [self.mla.kv_rank, self.mla.rope_dim]
+        if self.q_down is None or self.q_norm is None or self.q_up is None:
+            assert self.q is not None
+            (q,), (kv,) = ops.columns(x, self.q), ops.whole(x, self.kv_down)
+            latent, shared_key = kv.split(sizes, dim=-1)
+            return q, *ops.spread(torch.cat((ops.norm(self.kv_norm, latent), shared_key), dim=-1)).split(sizes, dim=-1)
+        q, kv = ops.whole(x, self.q_down, self.kv_down)
+        latent, shared_key = kv.split(sizes, dim=-1)
+        parts = ops.norm(self.q_norm, q), ops.norm(self.kv_norm, latent), shared_key
+        q, latent, shared_key = ops.spread(torch.cat(parts, dim=-1)).split([self.mla.q_rank, *sizes], dim=-1)
+        return *ops.up(q, self.q_up), latent, shared_key
+
+    def heads(self, x: Tensor, *dims: int) -> tuple[Tensor, ...]:
+        """[B, S, heads x sum of dims] -> [B, heads, S, dim] each"""
+        return x.unflatten(-1, (-1, sum(dims))).transpose(1, 2).split(dims, dim=-1)
