@@ -35,7 +35,7 @@ from fivefold.train.loop import Trainer
 def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> CheckpointResult:
     if rank.world > 1:
         rank.join("gloo")
-    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number))
+    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
     control = Control(mesh)
     trainer = Trainer(job, preflight(job, rank.world), mesh)
     checkpointing = Checkpoints(Store(Path(directory) / "run"), control, trainer, lambda _: None)

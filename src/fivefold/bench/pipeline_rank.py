@@ -37,7 +37,7 @@ class Ours:
         self.timing = False
         # Seconds of compute on this rank, by kind and stage.
         self.durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-        self.engine, self.batch = Engine(job, Mesh.of(job.layout, CPU), self._watch), batch
+        self.engine, self.batch = Engine(job, Mesh.of(job.layout, CPU, spec=job.model), self._watch), batch
 
     @contextmanager
     def _watch(self, action: Action) -> Iterator[None]:

@@ -62,7 +62,10 @@ class Ours:
     sums = False  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
 
     def __init__(self, job: Job, layout: Layout, batch: Batch):
-        self.engine, self.batch = Engine(structs.replace(job, layout=layout), Mesh.of(layout, CPU)), batch
+        self.engine, self.batch = (
+            Engine(structs.replace(job, layout=layout), Mesh.of(layout, CPU, spec=job.model)),
+            batch,
+        )
 
     def step(self) -> float:
         """Take a training step; return its loss."""

@@ -35,7 +35,7 @@ def here(rank: ranks.Rank, table: dict[str, object]) -> RankReport:
     bind(device, worlds.World(rank.number, rank.world, rank.number, rank.world))
     if rank.world > 1:
         rank.join(backend(device, rank.world))
-    return examine(job, Mesh.of(job.layout, device), rank.number == 0)
+    return examine(job, Mesh.of(job.layout, device, spec=job.model), rank.number == 0)
 
 
 def joined(job: Job, world: worlds.World) -> list[RankReport]:
@@ -46,7 +46,7 @@ def joined(job: Job, world: worlds.World) -> list[RankReport]:
         proof = claim(job, Path(), world, PURPOSE)
         worlds.join(world, backend(device, world.local_size), job.train.timeout, proof)
         try:
-            mesh = Mesh.of(job.layout, device, job.train.timeout)
+            mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
             mine = examine(job, mesh, world.local_rank == 0)
             return to_first(mine, RankReport, mesh.world.group) if world.size > 1 else [mine]
         finally:

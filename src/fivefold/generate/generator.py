@@ -139,7 +139,7 @@ def generate_rank(
 ) -> list[list[int]]:
     """One of several ranks that generate together."""
     rank.join("gloo")
-    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number))
+    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
     generator = Generator(job, mesh, weights, max(map(len, prompts)) + count)
     return [list(generator.generate(prompt, count, Chooser(sampling), ends)) for prompt in prompts]
 

@@ -183,9 +183,10 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         """The dimensions of a grid whose product an axis is."""
         return _divided(self.table[axis])
 
-    def grid_of(self, axis: str) -> tuple[str, ...]:
-        """The grid that has the axis's factors."""
-        return next(grid for grid in self.grids if set(self.factors(axis)) <= set(grid))
+    def grid_of(self, *axes: str) -> tuple[str, ...]:
+        """The grid that has the axes' factors."""
+        factors = {factor for axis in axes for factor in self.factors(axis)}
+        return next(grid for grid in self.grids if factors <= set(grid))
 
     def by_stage(self) -> list[int]:
         """The ranks' numbers stage by stage: the order in which grids factor them."""

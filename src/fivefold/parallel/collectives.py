@@ -47,12 +47,13 @@ def _resized(collective: Any, x: Tensor, axis: Axis, *how: str) -> Tensor:
     return collective(x.contiguous(), *how, axis.size, axis.group_name)
 
 
-def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[size, n, ...] -> [size, n, ...]: part i goes to rank i, and part i of the result came from rank i."""
+def all_to_all(x: Tensor, axis: Axis, out: list[int] | None = None, back: list[int] | None = None) -> Tensor:
+    """Part i goes to rank i, and part i of the result came from rank i. The parts are equal, or have `out` and `back`
+    rows."""
     if axis.size == 1:
         return x
-    one_each = [x.shape[0] // axis.size] * axis.size
-    return _ops.all_to_all_single(x.contiguous(), one_each, one_each, axis.group_name)
+    equal = [x.shape[0] // axis.size] * axis.size
+    return _ops.all_to_all_single(x.contiguous(), back or equal, out or equal, axis.group_name)
 
 
 # ---- along the sequence: dim 1 of [B, S, ...] ----------------------------------------------------------------------

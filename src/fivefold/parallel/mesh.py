@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fivefold.layout.axes import EXPERT_AXES, SPARSE
 from fivefold.layout.layout import Layout
+from fivefold.spec.model import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -60,21 +62,29 @@ class Mesh:
     def __getattr__(self, name: str) -> Axis:
         if name.startswith("__") or name not in self.layout.table:
             raise AttributeError(f"the mesh has no axis {name}")
+        if name in EXPERT_AXES and self.axes and name not in self.axes:
+            raise AttributeError(f"this mesh was made for a model without experts, and has no axis {name}")
         return self.axes.get(name) or Axis(name)
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, timeout: float | None = None) -> Self:
+    def of(
+        cls, layout: Layout, device: torch.device, timeout: float | None = None, *, spec: ModelSpec | None = None
+    ) -> Self:
         """The mesh of `layout` over the process group, which all its ranks have joined.
 
-        `timeout`: seconds after which a collective or message that a peer does not take part in is an error.
+        `timeout`: seconds after which a collective or message that a peer does not take part in is an error. `spec`:
+        the model; one with experts has axes of its own.
         """
         if layout.world == 1:
             return cls(layout, device)
-        roots = {grid: _root(layout, grid, device) for grid in layout.grids}
+        dense = spec is None or spec.experts is None
+        roots = {grid: _root(layout, grid, device) for grid in layout.grids if grid != SPARSE or not dense}
         rank, staged = dist.get_rank(), device.type == "cuda" and dist.get_backend() == "gloo"
         axes = {"world": Axis("world", layout.world, rank, staged=staged, bare=dist.group.WORLD)}
         joined: dict[tuple[str, ...], DeviceMesh] = {}  # axes of the same dimensions share a group
         for name in sorted(layout.table, key=lambda name: name in layout.degrees):  # all ranks make groups in one order
+            if dense and name in EXPERT_AXES:
+                continue
             root = roots[layout.grid_of(name)]
             names = tuple(factor for factor in layout.factors(name) if factor in (root.mesh_dim_names or ()))
             if name in ("world", "ends") or not names:
@@ -90,6 +100,10 @@ class Mesh:
             axes = _limited(axes, lanes, timedelta(seconds=timeout))
         return cls(layout, device, axes, roots, lanes)
 
+    def of_experts(self) -> list[Axis]:
+        """The axes that experts have of their own; none where there are no experts."""
+        return [self.axes[name] for name in EXPERT_AXES if name in self.axes]
+
     def lane(self, number: int) -> dist.ProcessGroup:
         """The group for the messages of one channel: NCCL matches in order, gloo by tag."""
         return self.lanes[number] if self.lanes else self.pp.group
@@ -99,7 +113,7 @@ class Mesh:
         if len(names) > 1 and names not in self.planes:  # a slice takes milliseconds, and every parameter asks for one
             with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
                 warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-                self.planes[names] = self.roots[self.layout.grid_of(names[0])][names]
+                self.planes[names] = self.roots[self.layout.grid_of(*names)][names]
         return self.planes[names] if len(names) > 1 else getattr(self, names[0]).mesh
 
 

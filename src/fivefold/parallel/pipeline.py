@@ -110,7 +110,7 @@ class Pipeline:
         """Errors inside say what this rank was doing; an error for want of a peer becomes one sentence."""
         mesh = self.channels.mesh
         try:
-            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.data):  # what collectives there are within an action
+            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.data, *mesh.of_experts()):  # of collectives in an action
                 yield
         except Silence as error:
             raise PeerLost(f"{who(mesh)}: {what} {error}") from error.__cause__

@@ -39,6 +39,7 @@ from fivefold.parallel.collectives import (
 )
 from fivefold.parallel.context import Context
 from fivefold.parallel.deferred_wgrad import Deferral, Target, WeightGradQueue
+from fivefold.parallel.experts import dispatch_of
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.spec.model import ModelSpec
 
@@ -55,7 +56,7 @@ class TensorParallel(LocalOps):
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
-        self.held = held(spec, mesh.layout, mesh.tp.rank)
+        self.held = held(spec, mesh.layout, mesh.tp.rank)  # of experts `dispatch` knows
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
         if later is not None:
             self.between_graphs(
@@ -69,6 +70,8 @@ class TensorParallel(LocalOps):
             known: dict[str, tuple[bool, bool]] = {}
             for kind, whole in list(module.named_parameters(recurse=False)):
                 one = self.held[f"{owner}.{kind}"]
+                if one.tp.axis != "tp":
+                    continue
                 placement: Placement = Replicate() if one.tp.dim is None else Shard(one.tp.dim)
                 local = torch.empty(one.shape, dtype=whole.dtype, device="meta")
                 weight = DTensor.from_local(
@@ -80,6 +83,10 @@ class TensorParallel(LocalOps):
                 # On the module: a table by module would be another graph for every block that is compiled.
                 vars(module)["over_tp"] = known
                 self.names[module] = owner
+        super().adopt(model)
+
+    def weight(self, module: nn.Module, kind: str = "weight") -> Tensor:
+        return self.local(module, kind)
 
     def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
         """This rank's part of a parameter; a gradient that is a summand says so, and whoever gathers it adds up."""
@@ -219,6 +226,7 @@ class DeferredLocalOps(LocalOps):
 
     def adopt(self, model: nn.Module) -> None:
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        super().adopt(model)
 
     def _deferral(self, *linears: nn.Linear) -> Deferral:
         return Deferral(self.later, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
@@ -253,7 +261,10 @@ def ops_of(
     With `later`, linears can put off the gradients of their weights; `attention`: in place of the layout's.
     """
     attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
-    options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8, "breaks": mesh.layout.breaks_graphs}
+    options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
+    # What a dispatch sends depends on the data: it stands between the graphs of a compiled block.
+    options["breaks"] = mesh.layout.breaks_graphs or spec.experts is not None
+    options["dispatch"] = dispatch_of(spec, mesh, later)
     if mesh.tp.size > 1:
         return TensorParallel(spec, mesh, later, **options)
     return LocalOps(**options) if later is None else DeferredLocalOps(later, **options)

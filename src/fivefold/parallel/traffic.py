@@ -52,8 +52,8 @@ class TrafficCounter(TorchDispatchMode):
         self.events: list[Event] = []
         self.axes: dict[tuple[int, ...], str] = {}
         for name in reversed(list(mesh.layout.table)):  # of axes with the same ranks, the first name of the table stays
-            axis = getattr(mesh, name)
-            if axis.size > 1:
+            axis = mesh.axes.get(name)
+            if axis is not None and axis.size > 1:
                 self.axes[_ranks(axis.group)] = name
 
     @classmethod

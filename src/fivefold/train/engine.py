@@ -97,7 +97,7 @@ class Engine(Network):
         sums: list[Tensor] = []
         self.pipeline.run([self._microbatch(part, **extras) for part in mine], loss_of)
         ends = [self.mesh.ends] if self.job.model.tied else []
-        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends):
+        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.of_experts()):
             self.weights.finish()
         return self._everywhere(sums) / count
 

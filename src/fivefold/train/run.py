@@ -80,7 +80,7 @@ def _run_job(
 
     with ExitStack() as leaving:
         leaving.callback(worlds.leave, world)
-        mesh = Mesh.of(job.layout, device, job.train.timeout)
+        mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
         control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
         directory = control.from_first(_agreed(control, lambda: _begun(job, sources, start)) or Path(), Path)
         if world.apart and job.checkpoint.save and not job.checkpoint.url:

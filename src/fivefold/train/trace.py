@@ -50,5 +50,5 @@ def trace_rank(rank: ranks.Rank, job: Job) -> Trace | None:
     if rank.world > 1:
         rank.join(backend(device, rank.world))
     kept: list[Trace] = []
-    Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device)).run([], kept.append)
+    Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model)).run([], kept.append)
     return kept[0] if kept else None

@@ -39,7 +39,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         rank.join(backend(device, rank.world))
     if hook:
         named(hook)()
-    mesh = Mesh.of(job.layout, device)
+    mesh = Mesh.of(job.layout, device, spec=job.model)
     engine, wanted = Engine(job, mesh), Reference.load(reference)
     bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
@@ -91,7 +91,7 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], dict[str, 
     make_repeatable(job.train)
     if rank.world > 1:
         rank.join(backend(device, rank.world))
-    trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device))
+    trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model))
     start = {name: digest(weight) for name, weight in _whole(trainer.engine.parameters()).items()}
     losses = []
     for step, read in enumerate(trainer.reads(whole=shuffled), start=1):

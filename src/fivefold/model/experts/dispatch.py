@@ -38,8 +38,8 @@ class LocalDispatch:
         """Numbers of rows, summed over the ranks that share these rows."""
         return counts
 
-    def run(self, x: Tensor, routed: Routed, compute: Compute) -> Tensor:
-        """x [n, E] -> [n, E]."""
+    def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
+        """x [n, E] -> [n, E]; `stream` is the number of tokens that the residual stream has here."""
         order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
         groups = Groups(tuple(counts.tolist()), x.device)
         out = compute(x[order // routed.chosen.shape[1]], groups)

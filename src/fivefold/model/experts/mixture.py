@@ -50,6 +50,8 @@ class Mixture(nn.Module):
         self.experts = ExpertNetworks(spec, ops)
         self.shared = shared
         self.losses: Tensor | None = None  # [2] balance loss and z loss since the step began
+        if ops.compiled:  # how many tokens go where is no constant of a graph
+            self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
         """x [B, S, E]; `positions` are those of its tokens."""
@@ -59,7 +61,7 @@ class Mixture(nn.Module):
         routed = self.router(tokens, self.ops.weight(self.router), bias)
         if self.training and self.balance.wanted:
             routed = self._with_losses(routed, x, positions)
-        y = dispatch.all_tokens(dispatch.run(tokens, routed, self.experts), x)
+        y = dispatch.all_tokens(dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1]), x)
         return y if self.shared is None else y + self.shared(x)
 
     def _with_losses(self, routed: Routed, x: Tensor, positions: TokenPositions) -> Routed:

@@ -33,6 +33,6 @@ def spread(
     Afterwards they are on the mesh's device, compute in `compute`, and report their gradients. With `split`, whoever
     computes the gradients of linears reports them.
     """
-    if mesh.layout.zero == 3 and mesh.zero.size * mesh.replicate.size > 1:
+    if mesh.layout.fully_shards(spec):
         return FullySharded(stages, spec, mesh, compute, seed, split=split)
     return Replicated(stages, spec, mesh, compute, seed, split=split)

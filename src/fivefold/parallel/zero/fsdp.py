@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.buckets import MINIMUM, Grouping, buckets, layers_of
+from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of
 from fivefold.model.dtypes import wide
+from fivefold.model.experts.mixture import ExpertNetworks
 from fivefold.model.init import draw
 from fivefold.parallel.host_staging import stage
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
 from fivefold.parallel.zero.reducer import Part, Reducer
-from fivefold.parallel.zero.weights import Weights, held_by, remake
+from fivefold.parallel.zero.weights import Weights, held_by, remake, remake_buffers
 from fivefold.spec.model import ModelSpec
 
 
@@ -41,7 +42,7 @@ class FullySharded(Weights):
         minimum: int = MINIMUM,
         split: bool = False,
     ):
-        self.mesh, self.halves, self.sharded = mesh, split, True
+        self.mesh, self.halves = mesh, split
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
         self.modules: list[FSDPModule] = []
@@ -53,6 +54,7 @@ class FullySharded(Weights):
             self.modules += _shard(model, layers_of(one.parameter.unit for one in held.values()), mesh, compute)
             self.roots.append(self.modules[-1])
             model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
+            remake_buffers(model, mesh.device)
             for name, parameter in model.named_parameters():
                 assert isinstance(parameter, DTensor)
                 self.parameters[name] = parameter
@@ -72,8 +74,12 @@ class FullySharded(Weights):
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
         # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
         shapes = {one.name: torch.empty(one.shape, device="meta") for one in group.held}
-        slots = slots_of(group, shapes, self.masters, self.mesh.zero.size)
-        return Bucket(slots, self.mesh.zero, self.mesh.tp if group.partial else None, 2, compute)
+        zero = self.zero(group)
+        slots = slots_of(group, shapes, self.masters, zero.size)
+        return Bucket(slots, zero, self.mesh.tp if group.partial else None, 2, compute)
+
+    def sharded(self, one: Held) -> bool:
+        return True
 
     @contextmanager
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
@@ -125,11 +131,13 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype) -> list[FSDPModule]:
-    """The model in FSDP2's hands, block by block; itself the last."""
+    """The model in FSDP2's hands, block by block; a block's experts before the rest of it, over ranks of their own;
+    itself the last."""
     found: list[FSDPModule] = []
-    plane = mesh.plane("replicate", "zero") if mesh.replicate.size > 1 else mesh.plane("zero")
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide(compute), cast_forward_inputs=False)
-    for module in (*(model.get_submodule(f"layers.{layer}") for layer in layers), model):
+    for module in _units(model, layers):
+        axes = ("ezero" if isinstance(module, ExpertNetworks) else "zero",)
+        plane = mesh.plane(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
         sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True)
         assert isinstance(sharded, FSDPModule)
         # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
@@ -143,6 +151,14 @@ def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype
     for below, sharded in zip((found[0], *found), found, strict=False):
         sharded.set_modules_to_backward_prefetch([below])
     return found
+
+
+def _units(model: nn.Module, layers: list[int]) -> Iterator[nn.Module]:
+    """What is gathered at a time, in the order of the forward pass."""
+    for block in (model.get_submodule(f"layers.{layer}") for layer in layers):
+        yield from (module for module in block.modules() if isinstance(module, ExpertNetworks))
+        yield block
+    yield model
 
 
 def _groups(modules: list[FSDPModule]) -> Iterator[Any]:

@@ -78,8 +78,6 @@ class Replicated(Weights):
     ):
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
         self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
-        self.stage = mesh.layout.zero if mesh.zero.size > 1 else 0  # nothing to shard over: nothing is
-        self.sharded = self.stage > 0
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
         for model in stages:
@@ -94,14 +92,15 @@ class Replicated(Weights):
             fresh = [one for name, one in held.items() if name not in seen]
             seen |= held.keys()
             groups += [(number, group) for group in buckets(fresh, minimum, split, mesh.ends.size > 1)]
-        unsharded: list[str] = []
-        if mesh.zero.size == 1:  # nobody to shard over: only gradients that others have a part in need a bucket
-            unsharded = [name for _, group in groups if not (group.partial or group.shared) for name in group.names]
-            groups = [(number, group) for number, group in groups if group.partial or group.shared]
+        # Nobody to shard over: only gradients that others have a part in need a bucket.
+        alone = [not (group.partial or group.shared or self.zero(group).size > 1) for _, group in groups]
+        unsharded = [name for (_, group), lonely in zip(groups, alone, strict=True) if lonely for name in group.names]
+        groups = [pair for pair, lonely in zip(groups, alone, strict=True) if not lonely]
         self.unsharded = Unsharded(
             {name: self.weights[name] for name in unsharded}, {name: self.masters[name] for name in unsharded}
         )
         self.buckets = [self._bucket(group, compute) for _, group in groups]
+        self.stage = max((bucket.stage for bucket in self.buckets), default=0)
         self.reducer = Reducer(self.buckets, groups, always=self.stage == 2)
         # Forward meets the stages in order; within a stage, buckets stand in backward's.
         order = sorted(range(len(groups)), key=lambda index: (groups[index][0], -index))
@@ -116,6 +115,12 @@ class Replicated(Weights):
 
     # ---- making --------------------------------------------------------------------------------------------------
 
+    def stage_of(self, one: Held | Grouping) -> int:
+        return self.mesh.layout.zero if self.zero(one).size > 1 else 0  # nothing to shard over: nothing is
+
+    def sharded(self, one: Held) -> bool:
+        return self.stage_of(one) > 0
+
     def _draw(self, spec: ModelSpec, one: Held, seed: int) -> nn.Parameter:
         """Fill the weight, by way of full precision, and return this rank's master of it."""
         weight = self.weights[one.name]
@@ -125,15 +130,16 @@ class Replicated(Weights):
         draw(spec, one.parameter, exact, seed, one.box)
         if exact is weight:
             parameter = self.parameters[one.name]
-            own = self.mesh.zero.size == 1 and not isinstance(parameter, DTensor) and not self.shared(one)
+            own = self.zero(one).size == 1 and not isinstance(parameter, DTensor) and not self.shared(one)
             return parameter if own else nn.Parameter(weight[rows])
         weight.copy_(exact)
-        return nn.Parameter(exact[rows].clone() if self.stage else exact)
+        return nn.Parameter(exact[rows].clone() if self.sharded(one) else exact)
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
-        slots = slots_of(group, self.weights, self.masters, self.mesh.zero.size if self.stage else 1)
+        zero, stage = self.zero(group), self.stage_of(group)
+        slots = slots_of(group, self.weights, self.masters, zero.size if stage else 1)
         also = self.mesh.tp if group.partial else self.mesh.ends if group.shared else None
-        return Bucket(slots, self.mesh.zero, also, self.stage, compute)
+        return Bucket(slots, zero, also, stage, compute)
 
     def _listen(self, name: str) -> None:
         parameter = self.parameters[name]

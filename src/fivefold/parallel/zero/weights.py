@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fivefold.layout.buckets import Held, held
+from fivefold.layout.buckets import Grouping, Held, held
 from fivefold.layout.sharding import Box
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.zero.reducer import Part, Reducer
 from fivefold.spec.model import ModelSpec
 
@@ -27,8 +27,6 @@ class Weights(Protocol):
     held: dict[str, Held]
     masters: dict[str, nn.Parameter]
     """By global name, this rank's shard in full precision. `finish` sets `grad` and `publish` deletes it."""
-    sharded: bool
-    """Whether a master is the share of the rows that ZeRO gives to this rank, or all rows that its tp rank holds."""
     halves: bool
     """Whether every backward pass must come in two halves, because some passes of this schedule do."""
     reducer: Reducer
@@ -65,10 +63,18 @@ class Weights(Protocol):
         """Memory of the weights that the model computes with, as far as it is held right now."""
         ...
 
+    def sharded(self, one: Held) -> bool:
+        """Whether its master is the share of the rows that ZeRO gives to this rank, or all rows that it computes with."""
+        ...
+
+    def zero(self, one: Held | Grouping) -> Axis:
+        """The ranks that ZeRO divides it over."""
+        return getattr(self.mesh, one.zero_axis)
+
     def copies(self, name: str) -> tuple[int, int]:
         """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
         one, mesh = self.held[name], self.mesh
-        axes = [mesh.replicate] if self.sharded else [mesh.replicate, mesh.zero]
+        axes = [mesh.replicate] if self.sharded(one) else [mesh.replicate, self.zero(one)]
         axes += [mesh.tp] if one.tp.dim is None else []
         axes += [mesh.ends] if one.parameter.tied else []
         number = 0
@@ -82,22 +88,25 @@ class Weights(Protocol):
 
     def block(self, name: str) -> Box:
         """The part of the whole parameter that this rank's master is."""
-        one, zero = self.held[name], self.mesh.zero
-        return one.share(zero.size, zero.rank) if self.sharded else one.box
+        one = self.held[name]
+        zero = self.zero(one)
+        return one.share(zero.size, zero.rank) if self.sharded(one) else one.box
 
     def globally(self, name: str, local: Tensor) -> Tensor:
-        """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp."""
+        """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp, or of experts
+        over ezero x ep."""
         one, mesh = self.held[name], self.mesh
         if mesh.world.size == 1:
             return local
-        over_tp: Placement = Replicate() if one.tp.dim is None or mesh.tp.size == 1 else Shard(one.tp.dim)
+        inner: Axis = getattr(mesh, one.tp.axis)
+        over_tp: Placement = Replicate() if one.tp.dim is None or inner.size == 1 else Shard(one.tp.dim)
         over_zero: Placement = Replicate()
-        if self.sharded:
+        if self.sharded(one):
             # The rows are cut over tp first and over zero second, though zero is the outer axis of the mesh.
-            over_zero = _StridedShard(0, split_factor=mesh.tp.size) if over_tp == Shard(0) else Shard(0)
+            over_zero = _StridedShard(0, split_factor=inner.size) if over_tp == Shard(0) else Shard(0)
         shape = torch.Size(one.parameter.shape)
         stride = torch.empty(shape, device="meta").stride()
-        plane = mesh.plane("zero", "tp")
+        plane = mesh.plane(one.zero_axis, one.tp.axis)
         return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
 
     def buffers(self) -> Iterator[Tensor]:
@@ -146,9 +155,19 @@ def remake(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
                     new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
                 )
             setattr(module, name, nn.Parameter(new))
+    remake_buffers(model, device)
+
+
+def remake_buffers(model: nn.Module, device: torch.device) -> None:
+    """They all begin at zero."""
+    for module in model.modules():
+        for name, old in list(module._buffers.items()):
+            if old is not None:
+                module._buffers[name] = torch.zeros(old.shape, dtype=torch.float32, device=device)
 
 
 def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
     """The parameters of one of this rank's stages."""
     here = {name for name, _ in model.named_parameters()}
-    return {name: one for name, one in held(spec, mesh.layout, mesh.tp.rank).items() if name in here}
+    ep = mesh.ep.rank if spec.experts is not None else 0
+    return {name: one for name, one in held(spec, mesh.layout, mesh.tp.rank, ep).items() if name in here}

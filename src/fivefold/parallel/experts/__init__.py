@@ -1,0 +1,25 @@
+"""Expert parallelism: the experts of a layer are dealt out over the ep axis, and tokens travel to them and back.
+
+slices       which tokens a rank routes: without sp every tp rank has all tokens, and routes its slice of them
+alltoall     counts first, then each token to the ranks of its experts, and what they said back
+allgather    every rank gets all tokens, computes those of its experts, and the sum goes back: for few ranks
+
+`dispatch_of` chooses.
+"""
+
+from fivefold.model.experts.dispatch import LocalDispatch
+from fivefold.parallel.deferred_wgrad import WeightGradQueue
+from fivefold.parallel.experts.allgather import AllGatherDispatch
+from fivefold.parallel.experts.alltoall import AllToAllDispatch
+from fivefold.parallel.mesh import Mesh
+from fivefold.spec.model import ModelSpec
+
+__all__ = ["AllGatherDispatch", "AllToAllDispatch", "dispatch_of"]
+
+
+def dispatch_of(spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None) -> LocalDispatch:
+    """How tokens reach the experts of a layout. With `later`, experts can put off the gradients of their weights."""
+    if spec.experts is None:
+        return LocalDispatch()
+    kind = AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch
+    return kind(mesh, later)

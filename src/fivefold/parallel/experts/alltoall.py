@@ -1,0 +1,63 @@
+"""Tokens to their experts by all-to-all: how many first, then the tokens, and back.
+
+Per layer and microbatch, with n tokens on this rank, K slots each, N rows for this rank's experts, X experts in all:
+
+    forward     X int64 counts; n K rows of E elements out and N in; N out and n K in
+    backward    the two of rows again, the other way around
+
+A row is sent once for each slot, to whichever rank has the expert. Full recompute sends forward's again; selective
+recompute keeps what came. A rank without tokens, or whose experts got none, takes part like any other.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fivefold.model.experts.dispatch import Compute, places, sorted_slots, weighted
+from fivefold.model.experts.grouped import Groups
+from fivefold.model.experts.router import Routed
+from fivefold.model.recompute import kept
+from fivefold.parallel.collectives import all_to_all, wait
+from fivefold.parallel.experts.slices import SlicedDispatch
+from fivefold.parallel.mesh import Axis
+
+
+class AllToAllDispatch(SlicedDispatch):
+    def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
+        if self.ep.size == 1:
+            return super().run(x, routed, compute, stream)
+        order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
+        (coming,) = kept(lambda: (wait(all_to_all(counts, self.ep), self.ep),), 1, counts)
+        going, coming = counts.view(self.ep.size, -1), coming.view(self.ep.size, -1)  # by rank and expert there
+        out, back = going.sum(1).tolist(), coming.sum(1).tolist()
+        arrived = AllToAll.apply(x[order // routed.chosen.shape[1]], out, back, self.ep)
+        # They lie rank by rank, and the experts want them expert by expert.
+        by_expert = _experts_of(coming).sort(dim=0, stable=True).indices
+        groups = Groups(tuple(coming.sum(0).tolist()), x.device)
+        made = compute(arrived[by_expert], groups)
+        returned = AllToAll.apply(made[places(by_expert)], back, out, self.ep)
+        return weighted(returned[places(order)], routed.weights)
+
+
+def _experts_of(coming: Tensor) -> Tensor:
+    """Which of this rank's experts each row is for; `coming` [ranks, experts here] are numbers of rows."""
+    ranks, here = coming.shape
+    return torch.arange(here, device=coming.device).repeat(ranks).repeat_interleave(coming.flatten())
+
+
+class AllToAll(Function):
+    """Rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: list[int], back: list[int], axis: Axis) -> Tensor:
+        ctx.out, ctx.back, ctx.axis = out, back, axis
+        (rows,) = kept(lambda: (wait(all_to_all(x, axis, out, back), axis),), 1, x)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return wait(all_to_all(gradient, ctx.axis, ctx.back, ctx.out), ctx.axis), None, None, None
