@@ -17,6 +17,8 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
 from fivefold.spec.parameters import BOTTOM, TOP, Parameter
 
+Split = tuple[float, tuple[int, ...]]  # what some stages cost, and the layers of each
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -86,13 +88,13 @@ def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     def cost(stage: int, start: int, end: int) -> float:
         return before[end] - before[start] + bottom * (stage == 0) + top * (stage == stages - 1)
 
-    def best(most: float) -> tuple[float, tuple[int, ...]]:
+    def best(most: float) -> Split:
         """Of stages that take at most that: the least slowest (`most` infinite), or the least sum of squares."""
-        after: list[tuple[float, tuple[int, ...]]] = [(inf, ())] * spec.layers + [(0.0, ())]
+        after: list[Split] = [*[(inf, ())] * spec.layers, (0.0, ())]
         for stage in reversed(range(stages)):
-            row: list[tuple[float, tuple[int, ...]]] = []
+            row: list[Split] = []
             for start in range(spec.layers + 1):
-                found: tuple[float, tuple[int, ...]] = (inf, ())
+                found: Split = (inf, ())
                 for end in range(start, spec.layers + 1):
                     own, (rest, sizes) = cost(stage, start, end), after[end]
                     if own > most * (1 + 1e-12) or rest == inf:

@@ -64,7 +64,7 @@ class Weights(Protocol):
         ...
 
     def sharded(self, one: Held) -> bool:
-        """Whether its master is the share of the rows that ZeRO gives to this rank, or all rows that it computes with."""
+        """Whether its master is the share of rows that ZeRO gives to this rank, or all that it computes with."""
         ...
 
     def zero(self, one: Held | Grouping) -> Axis:
