@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from fivefold.checkpoint import hf
 from fivefold.checkpoint.find import find
-from fivefold.checkpoint.hf import HuggingFace, export_hf, import_hf
+from fivefold.checkpoint.hf import export_hf, import_hf
+from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.job import job_of
 from fivefold.checkpoint.store import Store
 from fivefold.generate.generator import alone

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from fivefold.checkpoint.hf import HuggingFace, own_file
+from fivefold.checkpoint.hf_files import HuggingFace, own_file
 from fivefold.cli import app
-from fivefold.model.hf import source
+from fivefold.model.hf import sources
 from fivefold.spec.hf_config import to_hf_config
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 def directory(tmp_path: Path) -> Path:
     """A sound one."""
     (tmp_path / "hf").mkdir()
-    tensors = {source(SPEC, one).name: torch.zeros(one.shape) for one in SPEC.parameters()}
+    tensors = {next(sources(SPEC, one)).name: torch.zeros(one.shape) for one in SPEC.parameters()}
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(to_hf_config(SPEC, "float32")))
     return tmp_path / "hf"
@@ -57,7 +57,7 @@ def test_a_weight_map_does_not_lead_out_of_the_directory(directory: Path, name: 
     (directory / "model.safetensors").rename(directory.parent / "away.safetensors")
     name = str(directory.parent / "away.safetensors") if name == "ABSOLUTE" else name
     (directory / "sub").mkdir()
-    names = {source(SPEC, one).name: name for one in SPEC.parameters()}
+    names = {next(sources(SPEC, one)).name: name for one in SPEC.parameters()}
     (directory / INDEX).write_text(json.dumps({"weight_map": names}))
     refused(directory, f"names the file {name!r}, which is not one of its own")
 

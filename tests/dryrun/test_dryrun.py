@@ -18,7 +18,7 @@ from fivefold.dryrun.run import dry_run
 from fivefold.dryrun.vs_plan import vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, read_job
-from fivefold.model.hf import source
+from fivefold.model.hf import sources
 from fivefold.spec.hf_config import to_hf_config
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -83,7 +83,7 @@ def weights_of(directory: Path, **changes: int) -> Path:
     spec = preset("tiny", **changes)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(to_hf_config(spec, "float32")))
-    state = {source(spec, parameter).name: torch.zeros(parameter.shape) for parameter in spec.parameters()}
+    state = {next(sources(spec, parameter)).name: torch.zeros(parameter.shape) for parameter in spec.parameters()}
     save_file(state, directory / "model.safetensors")
     return directory
 

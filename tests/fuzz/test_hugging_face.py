@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.checkpoint.hf import HuggingFace
+from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.generate.request import _ends
 from fivefold.generate.text import text_of
-from fivefold.model.hf import source
+from fivefold.model.hf import sources
 from fivefold.spec.hf_config import spec_from_hf
 from tests.fuzz.cases import changed, damaged, documents, fuzz, survives
 
@@ -35,7 +35,7 @@ def header() -> dict[str, Any]:
     spec, end, found = spec_from_hf(LLAMA), 0, {}
     for parameter in spec.parameters():
         start, end = end, end + 4 * parameter.size
-        name = source(spec, parameter).name
+        name = next(sources(spec, parameter)).name
         found[name] = {"dtype": "F32", "shape": list(parameter.shape), "data_offsets": [start, end]}
     return found
 

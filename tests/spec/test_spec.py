@@ -40,12 +40,24 @@ PUBLISHED = {  # from the releases' own weights
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "gpt2-124m": 124_439_808,
+    # counted by transformers' own classes, which have no weights to download
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert preset(name).parameter_count == PUBLISHED[name]
+
+
+def test_active_parameters_are_those_of_the_model_cards() -> None:
+    """In billions: Mixtral 12.9, OLMoE 1.3, Qwen3 3.3 and 22; of a dense model all are."""
+    for name, billions in (("mixtral-8x7b", 12.88), ("olmoe-1b-7b", 1.28), ("qwen3-30b-a3b", 3.35)):
+        assert round(preset(name).active_parameters / 1e9, 2) == billions
+    assert preset("llama3-8b").active_parameters == preset("llama3-8b").parameter_count
 
 
 def test_qwen_counts_without_embeddings_are_those_of_the_model_cards() -> None:

@@ -31,7 +31,7 @@ from fivefold.launch.ranks import Rank
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf import source
+from fivefold.model.hf import sources
 from fivefold.model.init import draw, initialise
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
@@ -151,7 +151,7 @@ class HuggingFace(Loop):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=DTYPES[job.train.dtype])
         weights = model.state_dict()
         for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
-            draw(job.model, parameter, weights[source(job.model, parameter).name], job.train.seed)
+            draw(job.model, parameter, weights[next(sources(job.model, parameter)).name], job.train.seed)
         self.called = torch.compile(model) if compiles(job.train, device) else model
         super().__init__(model, part, job, rate=rate)
 

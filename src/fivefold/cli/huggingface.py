@@ -54,8 +54,8 @@ def import_hf(
 
       fivefold generate runs/llama --prompt "Once upon a time"
     """
-    from fivefold.checkpoint.hf import HuggingFace
     from fivefold.checkpoint.hf import import_hf as take
+    from fivefold.checkpoint.hf_files import HuggingFace
 
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory")

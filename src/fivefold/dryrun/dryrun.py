@@ -124,7 +124,7 @@ def _ranks(
 
 def _check_weights(job: Job, directory: Path) -> None:
     """Every parameter of the model is in the directory, in its shape; else one sentence for all that are not."""
-    from fivefold.checkpoint.hf import HuggingFace
+    from fivefold.checkpoint.hf_files import HuggingFace
 
     found = HuggingFace(directory)  # names what is missing or misshapen
     theirs, mine = (msgspec.to_builtins(spec) for spec in (found.spec, job.model))

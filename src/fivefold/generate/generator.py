@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold.checkpoint.hf import HuggingFace
+from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.state import held
 from fivefold.checkpoint.store import MANIFEST, Checkpoint

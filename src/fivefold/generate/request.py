@@ -126,7 +126,7 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, Text | None,
     weights: Place
     directory: Place
     if isinstance(source, Path) and (source / "config.json").is_file():
-        from fivefold.checkpoint.hf import HuggingFace
+        from fivefold.checkpoint.hf_files import HuggingFace
 
         spec, weights, directory = HuggingFace(source).spec, source, source
         words = text_of(source, None, spec.vocab) if needs_text else None

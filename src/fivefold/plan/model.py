@@ -19,6 +19,8 @@ from fivefold.support.errors import UserError
 from fivefold.support.formatting import si
 from fivefold.support.ranges import TOKENS, checked, within
 
+_PARTS = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
+_ORDER = ("embedding", "attention", "mlp", "experts", "norms", "biases", "head")
 DTYPES = ("bfloat16", "float32")
 
 
@@ -31,13 +33,17 @@ class ModelResult(Result):
     @property
     def parts(self) -> dict[str, int]:
         """Parameters by the part of the decoder that they belong to."""
-        spec, kinds = self.spec, Counter[str]()
-        for one in msgspec.structs.replace(spec, layers=1).parameters():
-            kinds[one.kind] += one.size * (1 if one.layer is None else spec.layers)
-        branches = {name: spec.layers * sum(one.size for one in block(spec).of(name)) for name in ("attention", "mlp")}
-        found = {"embedding": kinds["embedding"], **branches, "norms": kinds["norm"], "biases": kinds["bias"]}
-        found["head"] = spec.parameter_count - sum(found.values())
-        return {name: count for name, count in found.items() if count}
+        spec, parts = self.spec, Counter[str]()
+        few = spec.dense_layers
+        for one in msgspec.structs.replace(spec, layers=0).parameters():
+            parts["head" if one.kind == "linear" else _PARTS[one.kind]] += one.size
+        for layer, times in ((0, few), (spec.layers - 1, spec.layers - few)):
+            for one in spec.block_parameters(layer) if times else ():
+                if one.kind in ("norm", "bias"):
+                    parts[_PARTS[one.kind]] += times * one.size
+            for matmul in block(spec, dense=spec.dense(layer)).matmuls if times else ():
+                parts["experts" if matmul.experts else matmul.branch] += times * matmul.size
+        return {name: parts[name] for name in _ORDER if parts[name]}
 
     @property
     def states(self) -> dict[str, State]:
@@ -50,6 +56,7 @@ class ModelResult(Result):
             "source": self.source,
             "parameters": spec.parameter_count,
             "parameters_by_part": self.parts,
+            "active_parameters": spec.active_parameters,
             "matmul_parameters": spec.matmul_parameters,
             "seq": self.seq,
             "flops_per_token_full": spec.flops_per_token(self.seq, "full"),
@@ -59,11 +66,11 @@ class ModelResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         spec, total = self.spec, self.spec.parameter_count
-        yield Text(f"{spec.name}: {total:,} parameters", "bold")
+        active = f", {spec.active_parameters:,} of them active for a token" if spec.experts else ""
+        yield Text(f"{spec.name}: {total:,} parameters{active}", "bold")
         yield Text(f"numbers: {self.source}")
-        numbers = msgspec.to_builtins(spec)
-        rows = [(key.replace("_", " "), _shown(value)) for key, value in numbers.items() if key != "name" and value]
-        yield Table(["", "~value"], rows, "Numbers")
+        numbers = msgspec.to_builtins(spec) | {"name": None} | ({} if spec.qk_norm else {"qk_norm_over": None})
+        yield Table(["", "~value"], [*_rows(numbers)], "Numbers")
         parts = [(name, f"{count:,}", f"{count / total:.1%}") for name, count in self.parts.items()]
         caption = "the head is the embedding" if spec.tied else ""
         yield Table(["part", ">parameters", ">share"], parts, "Parameters", caption, totals=[("total", f"{total:,}")])
@@ -75,9 +82,16 @@ class ModelResult(Result):
         yield Table(heads, held, "GB of training state, AdamW, all on one device", "activations come on top")
 
 
+def _rows(numbers: dict[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
+    """What is given, a line for each number; those of a table within begin with its name."""
+    for key, value in numbers.items():
+        if isinstance(value, dict):
+            yield from _rows(value, f"{key} ")
+        elif value:
+            yield (of + key).replace("_", " "), _shown(value)
+
+
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(one)}" for key, one in value.items())
     return "yes" if value is True else f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.report import Block, Result, Table
+from fivefold.spec.experts import Experts
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
@@ -25,6 +26,7 @@ class ModelList(Result):
             {
                 "model": spec.name,
                 "parameters": spec.parameter_count,
+                "active_parameters": spec.active_parameters,
                 "matmul_parameters": spec.matmul_parameters,
                 "seq": seq,
                 "flops_per_token_full": spec.flops_per_token(seq, "full"),
@@ -48,6 +50,18 @@ class ModelList(Result):
         )
         shapes = [[spec.name, *(str(getattr(spec, name)) for name in SHAPE)] for spec in self.specs]
         yield Table(["model", *(f">{name.replace('_', ' ')}" for name in SHAPE)], shapes, title="Shapes")
+        yield Table(
+            ["model", ">active", ">experts", ">shared", ">top k", ">expert ffn", ">dense layers", "scores"],
+            [[spec.name, si(spec.active_parameters, 3), *_mixture(spec.experts)]
+             for spec in self.specs if spec.experts is not None],
+            title="Mixtures of experts",
+            caption="active: parameters without those of experts that a token does not visit",
+        )  # fmt: skip
+
+
+def _mixture(experts: Experts) -> list[str]:
+    numbers = experts.count, experts.shared, experts.top_k, experts.ffn, experts.dense_layers
+    return [*map(str, numbers), experts.scores]
 
 
 def models(config: str | Path | None = None, *, seq: int | None = None) -> ModelList:

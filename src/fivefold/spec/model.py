@@ -153,6 +153,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         dense = few * sum(parameter.size for parameter in self.block_parameters(0)) if few else 0
         return rest + dense + (self.layers - few) * self.block_parameter_count
 
+    @property
+    def active_parameters(self) -> int:
+        """All but those of experts that a token does not visit."""
+        matmuls = block(self).matmuls
+        idle = sum(one.size - one.active + one.bias * (one.rows - one.outputs * max(1, one.chosen)) for one in matmuls)
+        return self.parameter_count - (self.layers - self.dense_layers) * idle
+
     @cached_property
     def block_parameter_count(self) -> int:
         """Of the last block: all are alike but the first ones of a model with experts, if those have none."""

@@ -85,6 +85,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _QWEN3 | _shape(36, 4096, 32, 8, 12288, 128),
     "qwen3-14b": _QWEN3 | _shape(40, 5120, 40, 8, 17408, 128),
     "qwen3-32b": _QWEN3 | _shape(64, 5120, 64, 8, 25600, 128),
+    "mixtral-8x7b": _shape(32, 4096, 32, 8, 14336)
+    | {"vocab": 32_000, "context": 32_768, "rope_theta": 1e6, "experts": Experts(count=8, top_k=2, ffn=14336)},
+    "olmoe-1b-7b": _shape(16, 2048, 16, 16, 1024)
+    | {"vocab": 50_304, "context": 4096, "qk_norm": True, "qk_norm_over": "all"}
+    | {"experts": Experts(count=64, top_k=8, ffn=1024, renormalise=False)},
+    "qwen3-30b-a3b": _QWEN3 | _shape(48, 2048, 32, 4, 6144, 128) | {"experts": Experts(count=128, top_k=8, ffn=768)},
+    "qwen3-235b-a22b": _QWEN3
+    | _shape(94, 4096, 64, 4, 12288, 128)
+    | {"experts": Experts(count=128, top_k=8, ffn=1536)},
+    "grok-1": _shape(64, 6144, 48, 8, 32768, 128)
+    | {"vocab": 131_072, "context": 8192, "tied": True, "experts": Experts(count=8, top_k=2, ffn=32768)},
     "gpt2-124m": _GPT | _shape(12, 768, 12) | {"vocab": 50_257, "context": 1024, "activation": "gelu_tanh"},
     "gpt3-175b": _GPT | _shape(96, 12288, 96) | {"vocab": 50_257, "context": 2048},
 }
@@ -118,6 +129,10 @@ SOURCES = {  # by how a name begins
     "smollm2-": "config.json of HuggingFaceTB/SmolLM2-* on huggingface.co",
     "qwen2.5-": "config.json of Qwen/Qwen2.5-* (the base models) on huggingface.co",
     "qwen3-": "config.json of Qwen/Qwen3-* on huggingface.co",
+    "mixtral-": "config.json of mistralai/Mixtral-8x7B-v0.1 on huggingface.co",
+    "olmoe-": "config.json of allenai/OLMoE-1B-7B-0924 on huggingface.co",
+    "grok-": "run.py of github.com/xai-org/grok-1; for planning: shapes are Grok's, and its further norms and factors "
+    "are left out",
     "gpt2-": "config.json of openai-community/gpt2 on huggingface.co",
     "gpt3-": "table 2.1 of arXiv 2005.14165",
     "megatron-": "table 1 of arXiv 2104.04473; vocabulary 51,200, sequence 2,048",

@@ -1,0 +1,198 @@
+"""Hugging Face directories: what is in their files, read box by box. Quantised weights are read as the numbers they
+stand for."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fivefold.checkpoint import quantised
+from fivefold.checkpoint.pieces import Pieces
+from fivefold.checkpoint.tensors import MODEL
+from fivefold.layout.sharding import Box
+from fivefold.model.hf import BLOCK_SCALES, BLOCKS, Source, sources, style_in, tensors
+from fivefold.spec.hf_config import read_hf_config
+from fivefold.spec.parameters import Parameter
+from fivefold.support.documents import read_json
+from fivefold.support.errors import UserError
+from fivefold.support.files import plain_name
+
+INDEX = "model.safetensors.index.json"
+_LISTED = 1000  # layers of a model of which every parameter is looked for by its name
+# Tensors of others' files that are made of the configuration, or are the embedding once more.
+_NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+FP8, INVERSE = "F8_E4M3", "_scale_inv"
+
+
+class HuggingFace:
+    """A directory with config.json and safetensors, in one file or many; every tensor is there and has its shape."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        config = own_file(directory, "config.json")
+        self.spec = read_hf_config(directory)
+        self.files = _files(directory)
+        settings = read_json(config)
+        self.tile = quantised.tile(directory, settings.get("quantization_config"))
+        if self.spec.layers > max(_LISTED, len(self.files)):
+            raise UserError(f"{config} means {self.spec.layers} layers, and {directory} has {len(self.files)} tensors")
+        self.open: dict[Path, Any] = {}
+        style = style_in(self.spec, self.files)
+        held = tensors(self.spec)
+        self.homes = {one.name: list(sources(self.spec, one, style)) for one in held}
+        problems = [problem for one in held if (problem := self._misfit(one))]
+        if left := self._left(settings.get("num_nextn_predict_layers")):
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            problems.append(f"tensor {left[0]}{more} of {directory} has no place in the model of its config.json")
+        if problems:
+            raise UserError(problems)
+
+    def _left(self, further: object) -> list[str]:
+        """Tensors that nothing reads, but for those of layers that predict `further` tokens than the next."""
+        used = {name for homes in self.homes.values() for home in homes if (name := self._name(home))}
+        used |= {beside for name in used if (beside := self._scales(name))}
+        beyond = range(self.spec.layers, self.spec.layers + (further if isinstance(further, int) else 0))
+        left = sorted(name for name in set(self.files) - used if not _NEEDLESS.search(name))
+        return [name for name in left if not ((found := _LAYER.match(name)) and int(found[1]) in beyond)]
+
+    def _misfit(self, parameter: Parameter) -> str | None:
+        """The first thing that is wrong with a parameter's tensors."""
+        seen = set[str]()
+        for home in self.homes[parameter.name]:
+            name = self._name(home)
+            if name is None:
+                shape = list(parameter.shape)
+                return f"{self.directory} has no tensor {home.name} (our {parameter.name}, shape {shape})"
+            if name not in seen and (problem := self._misshapen(parameter, home, name)):
+                return problem
+            seen.add(name)
+        return None
+
+    def _misshapen(self, parameter: Parameter, home: Source, name: str) -> str | None:
+        file, beside = self.files[name].name, self._scales(name)
+        try:
+            lies = self._slice(name)
+            scales = tuple(self._slice(beside).get_shape()) if beside else None
+        except SafetensorError:
+            return f"{self.files[name]} has no tensor {name}, and {INDEX} says so"
+        kind, found, wanted = lies.get_dtype(), tuple(lies.get_shape()), home.shape(parameter)
+        right: tuple[int, ...] | None = None
+        if name.endswith(BLOCKS) and kind == "U8":
+            found, right = quantised.unblocked(found), (*wanted[:-1], -(-wanted[-1] // quantised.BLOCK))
+        elif kind == FP8 and self.tile is not None:
+            right = quantised.tiles(wanted, self.tile)
+        elif kind not in _FLOATS:
+            return f"tensor {name} of {file} is of {kind}, which is no kind of weight"
+        if found != wanted:
+            means = f"for our {parameter.name}, and config.json means {list(wanted)}"
+            return f"tensor {name} of {file} gives shape {list(found)} {means}"
+        if scales != right:
+            has, needs = (f"scales of shape {list(one)}" if one else "no scales" for one in (scales, right))
+            return f"tensor {name} of {file} is of {kind} with {has}, and config.json means {needs}"
+        return None
+
+    def _name(self, home: Source) -> str | None:
+        """As the files spell it: a model without its head is saved without the first word of its names."""
+        short = home.name.partition(".")[2]
+        return next((name for name in (home.name, short) if name in self.files), None)
+
+    def _scales(self, name: str) -> str | None:
+        """The tensor with the scales of a quantised one."""
+        beside = name.removesuffix(BLOCKS) + BLOCK_SCALES if name.endswith(BLOCKS) else name + INVERSE
+        return beside if beside in self.files else None
+
+    def _slice(self, name: str) -> Any:
+        path = self.files[name]
+        if path not in self.open:
+            self.open[path] = _opened(path)
+        return self.open[path].get_slice(name)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of our parameter. Of experts no other's numbers are read, and of the rest no others at all, where they
+        lie in their tensor as they do in ours."""
+        parts = [part for home in self.homes[name] if (part := self._part(home, box)) is not None]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, home: Source, box: Box) -> Tensor | None:
+        """What a home has of a box; None: nothing."""
+        rows = range(max(box[0].start, home.rows.start), min(box[0].stop, home.rows.stop))
+        if not rows and len(home.rows):
+            return None
+        own = (slice(rows.start - home.rows.start, rows.stop - home.rows.start),
+               *(slice(side.start, side.stop) for side in box[1:]))  # fmt: skip
+        name = self._name(home)
+        assert name is not None
+        at = (slice(home.expert, home.expert + 1),) if home.stack else ()
+        if home.transposed or home.parts > 1:
+            whole = self._numbers(name, (*at, *[slice(None)] * len(box)))
+            return home.of_matrix(whole[0] if at else whole)[own].contiguous()
+        found = self._numbers(name, (*at, *own))
+        return found[0] if at else found
+
+    def _numbers(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of their tensor, as the numbers that it stands for."""
+        beside, lies = self._scales(name), self._slice(name)
+        if beside is None:
+            return lies[box]
+        if name.endswith(BLOCKS):
+            return quantised.mxfp4(lies[box[:-1]], self._slice(beside)[box[:-1]])[..., box[-1]]
+        assert self.tile is not None
+        return quantised.fp8(lies[box], self._slice(beside)[:], box, self.tile)
+
+    def fill(self, pieces: Pieces) -> None:
+        """The `model.` pieces of a rank, each its box."""
+        for key, piece in pieces.items():
+            piece.make().copy_(self.read(key.removeprefix(f"{MODEL}."), piece.box))
+
+
+def own_file(directory: Path, name: str) -> Path:
+    """A file of a directory that others made: nothing elsewhere, and nothing that is no file. It may be missing.
+
+    The hub's cache has links in its directories, to the `blobs` beside them.
+    """
+    if not plain_name(name):
+        raise UserError(f"{directory} names the file {name[:200]!r}, which is not one of its own")
+    place, home = directory / name, directory.resolve()
+    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    try:
+        real = place.resolve()
+    except RuntimeError:  # a link to itself
+        real = Path()
+    if not any(real.is_relative_to(one) for one in homes):
+        raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
+    if real.exists() and not real.is_file():
+        raise UserError(f"{place} is no regular file")
+    return place
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """By tensor, the file that has it."""
+    index = own_file(directory, INDEX)
+    if index.is_file():
+        try:
+            names = msgspec.convert(read_json(index)["weight_map"], dict[str, str])
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is not an index of tensors: {error}") from None
+        places = {name: own_file(directory, name) for name in sorted(set(names.values()))}
+        if missing := [place for place in places.values() if not place.is_file()]:
+            raise UserError(f"{place} is missing, and {INDEX} names it" for place in missing)
+        return {tensor: places[name] for tensor, name in names.items()}
+    found = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]
+    if not found:
+        others = [path.name for pattern in ("*.bin", "*.pth") for path in directory.glob(pattern)]
+        hint = f"; it has {others[0]}: save it with safetensors first" if others else ""
+        raise UserError(f"{directory} has no *.safetensors{hint}")
+    return {tensor: path for path in found for tensor in _opened(path).keys()}  # noqa: SIM118 - it is no dict
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a safetensors file that can be read: {error}") from None
