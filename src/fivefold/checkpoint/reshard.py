@@ -14,7 +14,6 @@ from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import Box
 from fivefold.layout.stages import stages_of
-from fivefold.plan.cost.traffic import Seat
 from fivefold.spec.model import ModelSpec
 from fivefold.support.files import Progress
 from fivefold.support.places import Place
@@ -42,15 +41,15 @@ def reshard(
 def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
     """By rank of the layout, what it would write: each element of the model once."""
     stages, owner = stages_of(spec, layout, seq), layout.placement.owner
-    parts = layout.size("zero") if layout.zero else 1
     boxes: list[dict[str, Box]] = []
     taken: set[tuple[str, Box]] = set()
     for rank in range(layout.world):
-        seat = Seat.of(layout, rank)
-        here = [stage for stage in stages if owner[stage.index] == seat.pp]
+        pp, tp, ep = (layout.position(axis, rank) for axis in ("pp", "tp", "ep"))
+        shares = {axis: (layout.size(axis), layout.position(axis, rank)) for axis in ("zero", "ezero")}
+        here = [stage for stage in stages if owner[stage.index] == pp]
         mine: dict[str, Box] = {}
-        for name, one in held(spec, layout, seat.tp).items():
-            box = one.share(parts, seat.zero if layout.zero else 0)
+        for name, one in held(spec, layout, tp, ep).items():
+            box = one.share(*shares[one.zero_axis]) if layout.zero else one.box
             holds = any(stage.holds(one.parameter) for stage in here)
             if holds and all(map(len, box)) and (name, box) not in taken:
                 taken.add((name, box))

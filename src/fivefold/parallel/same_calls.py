@@ -48,7 +48,9 @@ class _Compare(TorchDispatchMode):
         number = self.calls[group] = self.calls[group] + 1
         if len(ranks) == 1 or number > self.most:
             return
-        mine = f"{name_of(func)} of {', '.join(filter(None, map(_shape, given.values())))}"
+        uneven = kind_of(func) == "all-to-all"  # ranks may have other numbers of rows, which they told each other
+        shapes = filter(None, (_shape(value, uneven) for value in given.values()))
+        mine = f"{name_of(func)} of {', '.join(shapes)}"
         known = self.post.first(f"{group} {ranks[0]} {number}", f"{self.rank}|{mine}".encode()).decode()
         rank, _, theirs = known.partition("|")
         if theirs != mine:
@@ -58,8 +60,10 @@ class _Compare(TorchDispatchMode):
             )
 
 
-def _shape(value: Any) -> str:
-    """'float32[2, 3]' of a tensor or of a list of them; nothing of what is neither."""
+def _shape(value: Any, uneven: bool = False) -> str:
+    """'float32[2, 3]' of a tensor or of a list of them, '[*, 3]' if rows may differ; nothing of what is neither."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return " ".join(filter(None, map(_shape, value))) if isinstance(value, list | tuple) else ""
+        sides = [*(["*"] if uneven and value.ndim else []), *map(str, value.shape[int(uneven) :])]
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sides)}]"
+    inside = (_shape(one, uneven) for one in value) if isinstance(value, list | tuple) else ()
+    return " ".join(filter(None, inside))
