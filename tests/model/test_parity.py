@@ -13,11 +13,14 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.olmoe import modeling_olmoe
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf import sources, style_in, tensors
+from fivefold.model.hf import BALANCE, sources, style_in, tensors
 from fivefold.model.loss import loss_sum
 from fivefold.model.rope import frequencies
 from fivefold.spec.hf_config import spec_from_hf
@@ -85,7 +88,7 @@ CASES: dict[str, Any] = {
 
 _MODULES = (
     modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3, modeling_deepseek_v2, modeling_deepseek_v3,
-    modeling_glm4_moe,
+    modeling_glm4_moe, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe,
 )  # fmt: skip
 
 
@@ -112,7 +115,8 @@ def unrounded(dtype: torch.dtype) -> Iterator[None]:
 
 def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    how = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_config(config, **how).to(dtype)
     with torch.no_grad():  # norms and biases start at 1 and 0, where a mix-up would not show
         for name, parameter in theirs.named_parameters():
             if parameter.ndim == 1:
@@ -121,13 +125,18 @@ def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
                 parameter.mul_(3.0)
             assert parameter.dtype == dtype, name
     for name, buffer in theirs.named_buffers():
+        if name.endswith(BALANCE):
+            buffer.normal_(std=0.3)
         if name.endswith("inv_freq") and dtype == torch.float64:  # made in float32 by their constructor
             exact = frequencies(spec_from_hf(config.to_dict()))
             assert torch.allclose(buffer.double(), exact, rtol=1e-6)
             buffer.data = exact.to(dtype)
     spec = spec_from_hf(config.to_dict())
     ours = Decoder(spec).to(dtype)
-    ours.load_state_dict(by_our_names(spec, theirs.state_dict()))
+    state, buffers = by_our_names(spec, theirs.state_dict()), dict(ours.named_buffers())
+    for name in spec.buffers():
+        buffers[name].copy_(state.pop(name))
+    ours.load_state_dict(state)
     return theirs, ours
 
 

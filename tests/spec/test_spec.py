@@ -45,6 +45,10 @@ PUBLISHED = {  # from the releases' own weights
     "olmoe-1b-7b": 6_919_161_856,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "glm-4.5-air": 106_852_245_504,
 }
 
 

@@ -15,6 +15,7 @@ from fivefold.spec.hf_attention import (
     write_latent,
     write_rope,
 )
+from fivefold.spec.hf_experts import KINDS, kind_of, misfits, read_experts, write_experts
 from fivefold.spec.model import Activation, ModelSpec
 from fivefold.support.documents import path_of, read_json
 from fivefold.support.errors import Note, UserError
@@ -37,7 +38,8 @@ _GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "v
 
 
 _BLOCK: Config = {"norm": "rmsnorm", "bias": False, "activation": "swiglu"}
-_CLASSES = {"gpt2": "GPT2LMHeadModel", "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+_PLAIN = _BLOCK | {"rope_interleaved": False, "rope_dim": 0, "qkv_bias": False}
+_CLASSES = {"gpt2": "GPT2LMHeadModel"}
 
 
 def read_hf_config(path: str | Path) -> ModelSpec:
@@ -62,7 +64,7 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     if missing:
         raise UserError(f"{key} is missing or not a whole number" for key in missing)
     problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
-                for key, only in _ONLY[kind].items() if config.get(key) not in (None, only)]  # fmt: skip
+                for key, only in _only(kind).items() if config.get(key) not in (None, only)]  # fmt: skip
     if problems:
         raise UserError(problems)
     for key, default in (("attn_pdrop", 0.1 if kind == "gpt2" else 0.0), ("attention_dropout", 0.0)):
@@ -79,31 +81,37 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     kind = "qwen3" if spec.qk_norm else "qwen2" if spec.qkv_bias else "llama"  # Mistral's weights are a Llama's
     if spec.positions == "learned" or spec.mla or spec.rope_dim:
         kind = "gpt2" if spec.positions == "learned" else "deepseek_v3" if spec.mla else "glm4_moe"
-    write = {"gpt2": _to_gpt2, "deepseek_v3": _to_deepseek, "glm4_moe": _to_glm}.get(kind, _to_llama)
+    kind = kind_of(spec) if spec.experts else kind
+    write = _WRITERS.get(kind, _to_llama)
     wanted: Config = {
         "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads},
+        "deepseek_v2": _BLOCK | {"rope_interleaved": True},
         "deepseek_v3": _BLOCK,
-        "glm4_moe": _BLOCK | {"rope_interleaved": False},
-    }.get(kind, _BLOCK | {"qkv_bias": kind == "qwen2", "rope_interleaved": False})
+        "glm4_moe": _BLOCK | {"rope_interleaved": False, "qk_norm_over": "head"},
+        "mixtral": _PLAIN | {"qk_norm": False},
+        "olmoe": _PLAIN | {"qk_norm": True, "qk_norm_over": "all", "head_dim": spec.hidden // spec.heads},
+        "qwen3_moe": _PLAIN | {"qk_norm": True, "qk_norm_over": "head"},
+    }.get(kind, _PLAIN | {"qkv_bias": kind == "qwen2", "qk_norm_over": "head"})
     problems = [
         f"{kind} of transformers has {key}={only!r}, and {spec.name} has {key}={getattr(spec, key)!r}"
         for key, only in wanted.items()
         if getattr(spec, key) != only
     ]
+    problems += misfits(spec, kind)
     if kind == "gpt2" and spec.activation == "swiglu":
         problems.append(f"gpt2 of transformers has no activation='swiglu', and {spec.name} has")
     if problems:
         raise UserError(problems)
     shared = {
         "model_type": kind,
-        "architectures": [_CLASSES.get(kind, f"{kind.title()}ForCausalLM")],
+        "architectures": [_CLASSES.get(kind, f"{kind.title().replace('_', '')}ForCausalLM")],
         "vocab_size": spec.vocab,
         "tie_word_embeddings": spec.tied,
         "initializer_range": spec.init_std,
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return shared | write(spec)
+    return shared | write(spec) | (write_experts(spec, kind) if kind in KINDS else {})
 
 
 def _written(spec: ModelSpec, names: dict[str, str]) -> Config:
@@ -121,12 +129,11 @@ def _to_llama(spec: ModelSpec) -> Config:
 
 
 def _to_deepseek(spec: ModelSpec) -> Config:
-    return _to_llama(spec) | write_latent(spec) | {"first_k_dense_replace": spec.layers}
+    return _to_llama(spec) | write_latent(spec)
 
 
 def _to_glm(spec: ModelSpec) -> Config:
-    own = {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm, "first_k_dense_replace": spec.layers}
-    return _to_llama(spec) | own
+    return _to_llama(spec) | {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm}
 
 
 def _to_gpt2(spec: ModelSpec) -> Config:
@@ -160,21 +167,20 @@ def _mistral(config: Config) -> Numbers:
 def _deepseek(config: Config) -> Numbers:
     """DeepSeek-V2 and V3, and Kimi K2, which is a V3. What they call head_dim is that of positions."""
     own = {"kv_heads": 0, "head_dim": 0, "qkv_bias": False, "qk_norm": False}
-    return _llama(config) | own | read_latent(config) | _dense(config, 0)
+    return _llama(config) | own | read_latent(config) | read_experts(config)
 
 
 def _glm(config: Config) -> Numbers:
     biased, normed = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
     own = {"norm_eps": config.get("rms_norm_eps", 1e-5), "qkv_bias": biased, "qk_norm": normed}
-    return _llama(config) | own | read_partial(config, 0.5) | _dense(config, 1)
+    return _llama(config) | own | read_partial(config, 0.5) | read_experts(config)
 
 
-def _dense(config: Config, default: int) -> Numbers:
-    """Layers whose MLP is dense come first."""
-    dense, layers = config.get("first_k_dense_replace", default), config["num_hidden_layers"]
-    if type(dense) is not int or dense < layers:
-        raise UserError(f"first_k_dense_replace={dense!r} of {layers} layers: mixtures of experts are not read yet")
-    return {}
+def _mixture(config: Config) -> Numbers:
+    """Mixtral, OLMoE and Qwen3's: Llamas with experts, some of them with a q/k norm."""
+    kind = config["model_type"]
+    own = {"qk_norm": kind != "mixtral", "qk_norm_over": "all" if kind == "olmoe" else "head"}
+    return _llama(config) | own | read_experts(config)
 
 
 def _gpt2(config: Config) -> Numbers:
@@ -211,7 +217,16 @@ _READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
     "deepseek_v3": (_deepseek, _LLAMA | LATENT),
     "kimi_k2": (_deepseek, _LLAMA | LATENT),
     "glm4_moe": (_glm, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "mixtral": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "olmoe": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "qwen3_moe": (_mixture, _LLAMA | _QWEN3),
     "gpt2": (_gpt2, _GPT2),
+}
+_WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
+    "gpt2": _to_gpt2,
+    "deepseek_v2": _to_deepseek,
+    "deepseek_v3": _to_deepseek,
+    "glm4_moe": _to_glm,
 }
 # Settings that would change the arithmetic: anything but these values is refused, never ignored.
 _ONLY: dict[str, Config] = {
@@ -223,5 +238,12 @@ _ONLY: dict[str, Config] = {
     "deepseek_v3": {"hidden_act": "silu", "attention_bias": False},
     "kimi_k2": {"hidden_act": "silu", "attention_bias": False},
     "glm4_moe": {"hidden_act": "silu"},
+    "mixtral": {"hidden_act": "silu", "sliding_window": None},
+    "olmoe": {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+    "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
 }
+
+
+def _only(kind: str) -> Config:
+    return _ONLY[kind] | (KINDS[kind].spelled if kind in KINDS else {})

@@ -5,7 +5,7 @@ A preset has a line with its numbers, and its family a line that says where they
 
 from typing import Any
 
-from fivefold.spec.attention import LatentAttention, RopeScaling
+from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
 from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -28,6 +28,15 @@ def _shape(*numbers: int) -> dict[str, int]:
     """The numbers in this order; those at the end that are left out are derived."""
     return dict(zip(("layers", "hidden", "heads", "kv_heads", "ffn", "head_dim"), numbers, strict=False))
 
+
+def _sigmoid(count: int, top_k: int, ffn: int, **others: Any) -> Experts:
+    """DeepSeek-V3's way to choose, with one shared expert."""
+    return Experts(count=count, top_k=top_k, ffn=ffn, shared=1, scores="sigmoid", balance_bias=True, **others)
+
+
+_DEEPSEEK = {"context": 163_840, "norm_eps": 1e-6, "rope_interleaved": True}
+_LATENTS = LatentAttention(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+_LATENTS_OF_Q = LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
 # For laptops and tests: 257 is 256 bytes and an end of document.
 _BYTES = {"vocab": 257, "context": 2048}
@@ -94,6 +103,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _QWEN3
     | _shape(94, 4096, 64, 4, 12288, 128)
     | {"experts": Experts(count=128, top_k=8, ffn=1536)},
+    "deepseek-v2-lite": _DEEPSEEK
+    | _shape(27, 2048, 16, 16, 10944)
+    | {"vocab": 102_400, "mla": _LATENTS, "rope_scaling": Yarn(factor=40.0, mscale=0.707, mscale_all_dim=0.707)}
+    | {"experts": Experts(count=64, top_k=6, ffn=1408, shared=2, dense_layers=1, renormalise=False)},
+    "deepseek-v3": _DEEPSEEK
+    | _shape(61, 7168, 128, 128, 18432)
+    | {"vocab": 129_280, "mla": _LATENTS_OF_Q, "rope_scaling": Yarn(factor=40.0, mscale=1.0, mscale_all_dim=1.0)}
+    | {"experts": _sigmoid(256, 8, 2048, dense_layers=3, scale=2.5, groups=8, top_groups=4)},
+    "kimi-k2": _DEEPSEEK
+    | _shape(61, 7168, 64, 64, 18432)
+    | {"vocab": 163_840, "context": 131_072, "rope_theta": 50_000.0, "mla": _LATENTS_OF_Q}
+    | {"rope_scaling": Yarn(factor=32.0, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0)}
+    | {"experts": _sigmoid(384, 8, 2048, dense_layers=1, scale=2.827)},
+    "glm-4.5-air": _shape(46, 4096, 96, 8, 10944, 128)
+    | {"vocab": 151_552, "context": 131_072, "rope_theta": 1e6, "rope_dim": 64, "qkv_bias": True}
+    | {"experts": _sigmoid(128, 8, 1408, dense_layers=1)},
     "grok-1": _shape(64, 6144, 48, 8, 32768, 128)
     | {"vocab": 131_072, "context": 8192, "tied": True, "experts": Experts(count=8, top_k=2, ffn=32768)},
     "gpt2-124m": _GPT | _shape(12, 768, 12) | {"vocab": 50_257, "context": 1024, "activation": "gelu_tanh"},
@@ -131,6 +156,10 @@ SOURCES = {  # by how a name begins
     "qwen3-": "config.json of Qwen/Qwen3-* on huggingface.co",
     "mixtral-": "config.json of mistralai/Mixtral-8x7B-v0.1 on huggingface.co",
     "olmoe-": "config.json of allenai/OLMoE-1B-7B-0924 on huggingface.co",
+    "deepseek-v2-": "config.json of deepseek-ai/DeepSeek-V2-Lite on huggingface.co",
+    "deepseek-v3": "config.json of deepseek-ai/DeepSeek-V3 on huggingface.co, without its layer for later tokens",
+    "kimi-": "config.json of moonshotai/Kimi-K2-Instruct on huggingface.co",
+    "glm-": "config.json of zai-org/GLM-4.5-Air on huggingface.co, without its layer for later tokens",
     "grok-": "run.py of github.com/xai-org/grok-1; for planning: shapes are Grok's, and its further norms and factors "
     "are left out",
     "gpt2-": "config.json of openai-community/gpt2 on huggingface.co",
