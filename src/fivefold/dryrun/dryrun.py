@@ -17,6 +17,7 @@ from fivefold.job.config import Job, job_of
 from fivefold.job.words import layout_changes
 from fivefold.layout.layout import Layout
 from fivefold.plan.plan import case_of
+from fivefold.plan.unplanned import refuse_unplanned
 from fivefold.spec.model import ModelSpec
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
@@ -90,6 +91,7 @@ def _job(
     )
     if problems := job.problems(world=chosen.world):
         raise UserError(problems)
+    refuse_unplanned(job.model)
     return job
 
 

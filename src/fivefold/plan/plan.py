@@ -24,6 +24,7 @@ from fivefold.plan.search.explain import RANKS_BY, better_batch, nearest_fit, ne
 from fivefold.plan.search.search import SURVIVORS, By, Option, evaluate, search
 from fivefold.plan.search.space import groups_of
 from fivefold.plan.training import batch_of, budget_of, training_of
+from fivefold.plan.unplanned import refuse_unplanned
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
@@ -162,6 +163,7 @@ def _question(
     machines, spec = Cluster.read(cluster or job.run.cluster or USUAL_CLUSTER), job.model
     if wrong := spec.problems():
         raise UserError(wrong)
+    refuse_unplanned(spec)
     if seq is None:
         seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
     checked("seq", seq, within(1, TOKENS))

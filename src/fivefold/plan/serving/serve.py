@@ -17,6 +17,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
 from fivefold.plan.serving.options import Service, ServingOption, frontier, options, replicas
 from fivefold.plan.serving.sentences import BOUNDS, explain, milliseconds, missed, no_room, problems, rate, too_many
+from fivefold.plan.unplanned import refuse_unplanned
 from fivefold.report import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -131,6 +132,7 @@ def serve(
 ) -> ServePlan:
     """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it."""
     job, _ = job_of(model, changes)
+    refuse_unplanned(job.model)
     if ignored := [change for change in changes if not change.startswith("model.")]:
         raise UserError(f"{' '.join(ignored)} would be ignored: serving reads settings of the model alone")
     machines = Cluster.read(cluster)

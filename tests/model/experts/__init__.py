@@ -1,0 +1,2 @@
+def none() -> None:
+    """Nothing is put off."""

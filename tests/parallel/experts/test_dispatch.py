@@ -1,0 +1,105 @@
+"""Dispatch across ranks against one device: every choice of experts, ranks without tokens, experts without any."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.layout.layout import Layout
+from fivefold.model.decoder import mixture
+from fivefold.model.experts.balance import UNBALANCED
+from fivefold.model.experts.dispatch import LocalDispatch
+from fivefold.model.experts.mixture import Mixture
+from fivefold.model.ops import LocalOps
+from fivefold.model.positions import TokenPositions
+from fivefold.parallel.experts import dispatch_of
+from fivefold.parallel.mesh import Mesh
+from fivefold.spec.presets import preset
+from tests.ranks import run_ranks
+
+SPEC = preset("tiny-moe", layers=1, hidden=16, heads=2, kv_heads=2, head_dim=8, vocab=11)
+CHOICES = {
+    "one expert has all": lambda n: torch.tensor([[3, 5]]).expand(n, 2),
+    "the last rank has all": lambda n: torch.tensor([[6, 7]]).expand(n, 2),
+    "the router's": None,
+}
+
+
+def made(dispatch: LocalDispatch | None) -> Mixture:
+    """The same weights on every rank: of each expert its own."""
+    module = mixture(SPEC, LocalOps(dispatch=dispatch), UNBALANCED).double()
+    for number, (_, p) in enumerate(module.named_parameters()):
+        p.data = 0.3 * torch.sin(torch.arange(p.numel(), dtype=torch.float64) * 0.7 + number).view(p.shape)
+    return module
+
+
+def tokens(batch: int, seq: int) -> Tensor:
+    return torch.randn(batch, seq, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def run(module: Mixture, x: Tensor, choice: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    if (choose := CHOICES[choice]) is not None:
+        module.router.choose = lambda scores: choose(scores.shape[0]).clone()
+    x = x.clone().requires_grad_()
+    y = module(x, TokenPositions.of(x[..., 0]))
+    (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def on_a_rank(
+    rank: int, world: int, text: str, choice: str, batch: int, seq: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    layout = Layout.parse(text)
+    mesh = Mesh.of(layout, torch.device("cpu"), spec=SPEC)
+    dispatch = dispatch_of(SPEC, mesh)
+    module = made(dispatch)
+    here = mesh.ep.rank
+    for linear in (module.experts.gate, module.experts.up, module.experts.down):
+        assert linear is not None
+        rows = linear.weight.shape[0] // layout.ep
+        linear.weight = torch.nn.Parameter(linear.weight.data[here * rows : (here + 1) * rows].clone())
+    return run(module, tokens(batch, seq), choice)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "layout", ["dp=2,ep=2", "dp=2,ep=2,dispatch=allgather", "tp=2,ep=2", "tp=2,ep=2,dispatch=allgather"]
+)
+def test_ranks_compute_what_one_device_computes(layout: str, choice: str) -> None:
+    seq = 3
+    y, dx, gradients = run(made(None), tokens(2, seq), choice)
+    found = run_ranks(2, on_a_rank, layout, choice, 2, seq)
+    for mine, back, _ in found:
+        torch.testing.assert_close(mine, y, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(back, dx, rtol=1e-12, atol=1e-12)
+    # Over dp both ranks route the same tokens here, so each expert gets them twice.
+    times = 2 if layout.startswith("dp") else 1
+    for name in ("experts.gate.weight", "experts.up.weight", "experts.down.weight"):
+        stacked = torch.cat([of_rank[name] for *_, of_rank in found])
+        torch.testing.assert_close(stacked, times * gradients[name], rtol=1e-11, atol=1e-11)
+    router = sum(of_rank["router.weight"] for *_, of_rank in found)
+    torch.testing.assert_close(router, times * gradients["router.weight"], rtol=1e-11, atol=1e-11)
+
+
+def test_a_rank_without_tokens_takes_part() -> None:
+    """One token of one row is the slice of the first tp rank; the second has none, and experts all the same."""
+
+    y, dx, gradients = run(made(None), tokens(1, 1), "the last rank has all")
+    for layout in ("tp=2,ep=2", "tp=2,ep=2,dispatch=allgather"):
+        found = run_ranks(2, on_a_rank, layout, "the last rank has all", 1, 1)
+        for mine, back, _ in found:
+            torch.testing.assert_close(mine, y, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(back, dx, rtol=1e-12, atol=1e-12)
+        stacked = torch.cat([of_rank["experts.down.weight"] for *_, of_rank in found])
+        torch.testing.assert_close(stacked, gradients["experts.down.weight"], rtol=1e-11, atol=1e-11)
+
+
+def test_a_mesh_for_a_dense_model_has_no_axes_of_experts() -> None:
+    assert run_ranks(2, dense_mesh) == ["this mesh was made for a model without experts, and has no axis ep"] * 2
+
+
+def dense_mesh(rank: int, world: int) -> str:
+    try:
+        return str(Mesh.of(Layout(dp=2), torch.device("cpu")).ep)
+    except AttributeError as error:
+        return str(error)
