@@ -1,10 +1,10 @@
-"""The axis table: sizes, coordinates and groups of ranks, and room for other factorisations of them."""
+"""The axis table: sizes, coordinates and groups of ranks, of dense parameters and of experts."""
 
 from itertools import product
 
 import pytest
 
-from fivefold.layout.axes import AXES, DENSE, shown_order
+from fivefold.layout.axes import AXES, shown_order
 from fivefold.layout.layout import Layout
 
 LAYOUTS = [
@@ -13,19 +13,6 @@ LAYOUTS = [
     for schedule in ("1f1b", "zb-v")
     if dp % replicate == 0
 ]
-
-
-class Folded(Layout, frozen=True, kw_only=True):
-    """Expert parallelism, made up: experts are divided over the ranks of dp x cp x tp, and replicated over the rest."""
-
-    table = AXES | {"ep": ("ep",), "edp": ("edp",)}
-    grids = (DENSE, ("pp", "edp", "ep"))
-
-    ep: int = 1
-
-    @property
-    def edp(self) -> int:
-        return self.dp * self.cp * self.tp // self.ep
 
 
 def test_tp_varies_fastest_then_cp_pp_and_dp() -> None:
@@ -88,7 +75,7 @@ def test_traffic_is_listed_in_the_order_of_the_table_and_unknown_groups_last() -
 
 
 def test_expert_axes_are_another_factorisation_of_the_ranks_of_a_stage() -> None:
-    layout = Folded(dp=2, pp=2, cp=1, tp=2, ep=2)
+    layout = Layout(dp=2, pp=2, cp=1, tp=2, ep=2)
     assert (layout.size("ep"), layout.size("edp"), layout.world) == (2, 2, 8)
     assert layout.groups("ep") == [[0, 1], [4, 5], [2, 3], [6, 7]]  # stage by stage, the fastest axis first
     assert layout.groups("edp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -97,7 +84,7 @@ def test_expert_axes_are_another_factorisation_of_the_ranks_of_a_stage() -> None
 
 @pytest.mark.parametrize(("ep", "ranks"), [(1, [0]), (2, [0, 1]), (4, [0, 1, 8, 9]), (8, [0, 1, 2, 3, 8, 9, 10, 11])])
 def test_expert_groups_skip_the_other_stages(ep: int, ranks: list[int]) -> None:
-    layout = Folded(dp=2, pp=2, cp=1 if ep == 4 else 2, tp=2, ep=ep)
+    layout = Layout(dp=2, pp=2, cp=1 if ep == 4 else 2, tp=2, ep=ep)
     if ep == 4:  # without cp, four ranks are those of both replicas
         ranks = [0, 1, 4, 5]
     assert layout.group("ep", 0) == ranks
@@ -105,8 +92,16 @@ def test_expert_groups_skip_the_other_stages(ep: int, ranks: list[int]) -> None:
 
 
 def test_an_expert_axis_with_the_ranks_of_a_dense_one_goes_by_its_name() -> None:
-    assert Folded(dp=2, tp=2, ep=2).same_axis("ep") == "tp"
-    assert Folded(dp=2, tp=2, ep=2).same_axis("edp") == "dp"
-    assert Folded(dp=2, tp=2, ep=4).same_axis("ep") == "world"
-    assert Folded(dp=4, tp=2, ep=4).same_axis("ep") == "ep"
-    assert Folded(dp=2, cp=2, pp=2, ep=4).same_axis("ep") == "zero"
+    assert Layout(dp=2, tp=2, ep=2).same_axis("ep") == "tp"
+    assert Layout(dp=2, tp=2, ep=2).same_axis("edp") == "dp"
+    assert Layout(dp=2, tp=2, ep=4).same_axis("ep") == "world"
+    assert Layout(dp=4, tp=2, ep=4).same_axis("ep") == "ep"
+    assert Layout(dp=2, cp=2, pp=2, ep=4).same_axis("ep") == "zero"
+
+
+def test_copies_of_shards_keep_experts_to_themselves() -> None:
+    layout = Layout(dp=4, tp=2, ep=2, zero=3, replicate=2)
+    assert layout.groups("ezero") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.groups("stage") == [list(range(8))]
+    assert layout.groups("sequence") == [[0, 1], [2, 3], [4, 5], [6, 7]]

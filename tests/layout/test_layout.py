@@ -92,6 +92,16 @@ def test_bad_text_names_every_piece(text: str, sentences: list[str]) -> None:
         ("schedule=interleaved,chunks=9", "tiny", "nearest: chunks=6"),
         ("cp=3,cp_kind=ulysses,tp=3", "tiny", "nearest: cp_kind=ring"),
         ("split=-1,5,pp=2", "tiny", "negative number of layers"),
+        ("dp=2,ep=2", "tiny", "ep=2 deals out experts, and tiny has none; nearest: ep=1"),
+        ("dp=2,dispatch=allgather", "tiny", "dispatch=allgather sends tokens to experts, and tiny has none"),
+        ("dp=4,ep=3", "tiny-moe", "ep=3 does not divide the dp x cp x tp = 4 ranks"),
+        (
+            "dp=16,ep=16",
+            "tiny-moe",
+            "does not divide the 8 experts of tiny-moe: each rank has as many; nearest: ep=8",
+        ),
+        ("dp=2,pp=2,ep=4", "tiny-moe", "ep=4 does not divide the dp x cp x tp = 2 ranks that have the same layers"),
+        ("dp=4,zero=3,replicate=2,ep=4", "tiny-moe", "ep=4 does not divide the dp/replicate x cp x tp = 2 ranks"),
     ],
 )
 def test_a_layout_that_cannot_run_says_why(text: str, model: str, sentence: str) -> None:

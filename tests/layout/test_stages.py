@@ -5,8 +5,11 @@ import itertools
 import pytest
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.stages import balanced, costs, stages_of
+from fivefold.layout.stages import balanced, costs, layer_cost, stages_of
+from fivefold.spec.experts import Experts
 from fivefold.spec.presets import preset
+
+DENSE_FIRST = Experts(count=8, top_k=2, ffn=64, dense_layers=2)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
@@ -23,6 +26,26 @@ def test_no_split_has_a_faster_slowest_stage(stages: int, vocab: int) -> None:
 
     splits = [sizes for sizes in itertools.product(range(7), repeat=stages) if sum(sizes) == 6]
     assert slowest(balanced(spec, stages, 32)) == min(map(slowest, splits))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("ffn", [64, 2000])
+def test_no_split_is_faster_where_the_first_layers_are_dense(stages: int, ffn: int) -> None:
+    spec = preset("tiny-deepseek", layers=6, ffn=ffn, experts=DENSE_FIRST)
+    _, bottom, top = costs(spec, 32)
+    layers = [layer_cost(spec, layer, 32) for layer in range(6)]
+    assert layers[0] != layers[2] == layers[5]
+
+    def loads(sizes: tuple[int, ...]) -> list[float]:
+        ends = list(itertools.accumulate(sizes, initial=0))
+        found = [sum(layers[a:b]) for a, b in itertools.pairwise(ends)]
+        return [found[0] + bottom, *found[1:-1], found[-1] + top]
+
+    splits = [sizes for sizes in itertools.product(range(7), repeat=stages) if sum(sizes) == 6]
+    best = loads(balanced(spec, stages, 32))
+    assert max(best) == pytest.approx(min(max(loads(one)) for one in splits))
+    even = [one for one in splits if max(loads(one)) <= max(best) * (1 + 1e-9)]
+    assert sum(load**2 for load in best) == pytest.approx(min(sum(load**2 for load in loads(one)) for one in even))
 
 
 def test_a_large_head_takes_layers_off_the_last_stage() -> None:
