@@ -13,26 +13,36 @@ Shapes: B batch, H heads, K kv heads, Sq queries, Sk keys, D head dim.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fivefold.model import bands
+from fivefold.model.bands import Bands
 from fivefold.model.dtypes import wide
 from fivefold.model.positions import TokenPositions
+from fivefold.model.recompute import kept
 from fivefold.model.spans import Spans, causal_spans, check_runs
 
 _aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans | None = None) -> tuple[Tensor, Tensor]:
+Seen = Spans | Bands | None  # which queries of a tile see which keys; None: no document ends in it
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Seen = None) -> tuple[Tensor, Tensor]:
     """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq].
 
     Queries outside all spans see nothing: their output is 0 and their LSE -inf.
     """
     if spans is None:
         return _forward(q, k, v, causal)
+    if isinstance(spans, Bands):
+        return bands.forward(q, k, v, spans)
     if flashes(q):
         return _packed_forward(q, k, v, causal, spans)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -44,11 +54,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans | None =
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Spans | None = None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Seen = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `out` and `lse` are those of whole rows of scores, of which this may be a part."""
     if spans is None:
         return _backward(grad, q, k, v, out, lse, causal)
+    if isinstance(spans, Bands):
+        return bands.backward(grad, q, k, v, out, lse, spans)
     if flashes(q):
         return _packed_backward(grad, q, k, v, out, lse, causal, spans)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -68,6 +80,61 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     weight = torch.exp(new_lse - total.masked_fill(total == -math.inf, 0.0))  # -inf - -inf would be NaN
     out.lerp_(new_out.to(out.dtype), weight[..., None])
     lse.copy_(total)
+
+
+# ---- sinks ----------------------------------------------------------------------------------------------------------
+
+
+def sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add a logit for each head [H] to whole rows of scores, in place: it takes its share and gives nothing (gpt-oss).
+
+    Once, after all parts of a row are merged. Backward takes the output and LSE that this makes.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out.mul_(torch.exp(lse - total)[..., None])
+    lse.copy_(total)
+
+
+def sink_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H], of the output and LSE with sinks."""
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(share * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
+
+
+class Attend(torch.autograd.Function):
+    """Causal attention of whole rows by the kernels of this file: within a window, with sinks, or both."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spans: Seen) -> Tensor:
+        def compute() -> tuple[Tensor, ...]:
+            out, lse = forward(q, k, v, True, spans)
+            if sinks is not None:
+                sink_(out, lse, sinks)
+            return out, lse
+
+        out, lse = kept(compute, 2, q)
+        ctx.save_for_backward(q, k, v, out, lse, *([] if sinks is None else [sinks]))
+        ctx.spans = spans
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *sinks = ctx.saved_tensors
+        grads = backward(grad, q, k, v, out, lse, True, ctx.spans)
+        return *grads, sink_grad(grad, out, lse, *sinks) if sinks else None, None
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax of all scores under stock autograd, by which the rest is judged. `seen`: bool [.., 1, Sq, Sk]."""
+    precise = wide(q.dtype)
+    copies = q.shape[1] // k.shape[1]
+    k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2).to(precise) for x in (k, v))
+    scores = (q.to(precise) @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        logits = sinks.to(precise)[:, None, None].expand(*scores.shape[:-1], 1)
+        return (torch.cat((scores, logits), dim=-1).softmax(-1)[..., :-1] @ v).to(q.dtype)
+    return (scores.softmax(-1) @ v).to(q.dtype)
 
 
 # ---- whole tiles ---------------------------------------------------------------------------------------------------
@@ -127,11 +194,10 @@ class AttentionMask:
 
     @cached_property
     def spans(self) -> Spans:
-        documents, rows = self.positions.documents, self.positions.row_documents
+        documents = self.positions.host_documents()
         assert documents is not None
-        found = (documents.cpu() if rows is None else rows).numpy()
-        check_runs(found)
-        return causal_spans(found, documents.device)
+        check_runs(documents)
+        return causal_spans(documents, self.positions.position_ids.device)
 
     @cached_property
     def dense(self) -> Tensor | None:

@@ -110,7 +110,7 @@ class Block(nn.Module):
         super().__init__()
         self.ops, self.run = ops, run
         self.attention_norm = norm(spec, spec.hidden)
-        self.attention = self_attention(spec, ops)
+        self.attention = self_attention(spec, ops, layer)
         self.attention_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.attention")
         self.mlp_norm = norm(spec, spec.hidden)
         self.mlp = MLP(spec, ops) if spec.dense(layer) else mixture(spec, ops, balance)
@@ -173,9 +173,10 @@ class Decoder(nn.Module):
             if self.positions is not None:
                 x = x + self.ops.look_up(self.positions, here.position_ids)
             x = self.dropout(x, here)
-        rotation, mask = self.rotation(positions, x.dtype), self.ops.attention_mask(positions)
-        for block in self.layers.values():
-            x = block(x, here, rotation, mask)
+        rotation, windows = self.rotation(positions, x.dtype), [self.spec.window_of(n) for n in self.stage.layers]
+        masks = {window: self.ops.attention_mask(positions, window, self.spec.sinks) for window in set(windows)}
+        for block, window in zip(self.layers.values(), windows, strict=True):
+            x = block(x, here, rotation, masks[window])
         if self.norm is None:
             return x
         table = self.head or self.embedding

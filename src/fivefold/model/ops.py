@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from fivefold.model import attention
 from fivefold.model import deterministic_attention as deterministic
 from fivefold.model.attention import AttentionMask
+from fivefold.model.bands import Bands
 from fivefold.model.deterministic_attention import Tiles
 from fivefold.model.experts.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
@@ -19,22 +21,40 @@ from fivefold.model.positions import TokenPositions
 class AttentionOps(Protocol):
     """How attention is computed: on this device alone, over the ranks that share a sequence, or from a cache."""
 
-    def attention_mask(self, positions: TokenPositions) -> Any: ...
+    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any: ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor: ...
+    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]: ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor: ...
 
 
 class LocalAttention:
-    def attention_mask(self, positions: TokenPositions) -> Any:
-        """What `attend` needs to know of which tokens see which; made once for all layers."""
+    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any:
+        """What `attend` needs to know of which tokens see which; made once for all layers with such a window.
+
+        Where there are `sinks`, or a window, attention is that of kernels that give the LSE.
+        """
         device = positions.position_ids.device
+        if window:
+            places, documents = np.arange(positions.position_ids.shape[1]), positions.host_documents()
+            return Bands.of(places, places, None if documents is None else (documents, documents), window, device)
+        if sinks:
+            return None if positions.documents is None else AttentionMask(positions).spans
         if positions.documents is None:
             wanted = deterministic.wanted(device, positions.length)
             return deterministic.causal(device, positions.length) if wanted else None
         return AttentionMask(positions) if device.type == "cuda" else positions.mask()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal."""
+    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+        """What attention reads of these tokens, and of earlier ones that it has met, no more of them than the window
+        holds; [B, heads, tokens, features] each."""
+        return tensors
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
+        """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal. `sinks` [H]: a logit for each
+        head beside its scores."""
+        if sinks is not None or isinstance(mask, Bands):
+            return attention.Attend.apply(q, k, v, sinks, mask)
         if isinstance(mask, AttentionMask):
             if attention.flashes(q):
                 return attention.packed_attention(q, k, v, mask.spans)
@@ -75,7 +95,7 @@ class LocalOps:
         self.dispatch.adopt(model)
 
     def weight(self, module: nn.Module, kind: str = "weight") -> Tensor:
-        """A parameter that every rank holds whole."""
+        """A parameter, or this rank's part of it."""
         return getattr(module, kind)
 
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
@@ -120,13 +140,17 @@ class LocalOps:
     def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 
-    def attention_mask(self, positions: TokenPositions) -> Any:
-        """What `attend` needs to know of which tokens see which; made once for all layers."""
-        return self.attention.attention_mask(positions)
+    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any:
+        """What `attend` needs to know of which tokens see which; made once for all layers with such a window."""
+        return self.attention.attention_mask(positions, window, sinks)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+        """What attention reads of these tokens, and of earlier ones; [B, heads, tokens, features] each."""
+        return self.attention.with_earlier(*tensors, window=window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]."""
-        return self.attention.attend(q, k, v, mask)
+        return self.attention.attend(q, k, v, mask, sinks)
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S, E] -> [B, S, V]; the table is the head, or the embedding where they are tied."""

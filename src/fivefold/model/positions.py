@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -24,10 +26,19 @@ class TokenPositions:
         positions = torch.arange(seq, device=tokens.device).expand(batch, seq)
         return cls(positions, torch.zeros(batch, dtype=torch.int64, device=tokens.device), seq)
 
-    def mask(self) -> Tensor | None:
-        """Who may look at whom, [B, 1, S, S]; None means plain causal, which the kernels do without a mask."""
-        if self.documents is None:
+    def mask(self, window: int = 0) -> Tensor | None:
+        """Who may look at whom, [B, 1, S, S], no further back than a window; None means plain causal, which the kernels
+        do without a mask."""
+        if self.documents is None and not window:
             return None
-        same = self.documents[:, :, None] == self.documents[:, None, :]
-        causal = self.position_ids[:, :, None] >= self.position_ids[:, None, :]
-        return (same & causal)[:, None]
+        distance = self.position_ids[:, :, None] - self.position_ids[:, None, :]
+        seen = (distance >= 0) & (distance < window) if window else distance >= 0
+        if self.documents is not None:
+            seen = seen & (self.documents[:, :, None] == self.documents[:, None, :])
+        return seen[:, None]
+
+    def host_documents(self) -> NDArray[np.integer] | None:
+        """Of whole rows, for what is found on the host; without `row_documents` a device has to wait for it."""
+        if self.row_documents is not None:
+            return self.row_documents.numpy()
+        return None if self.documents is None else self.documents.cpu().numpy()

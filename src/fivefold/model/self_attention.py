@@ -18,14 +18,16 @@ from fivefold.spec.model import ModelSpec
 LATENT_EPS = 1e-6  # of DeepSeek's norms of latents, whatever that of the others
 
 
-def self_attention(spec: ModelSpec, ops: LocalOps) -> nn.Module:
-    return LatentAttention(spec, ops) if spec.mla else Attention(spec, ops)
+def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
+    return LatentAttention(spec, ops) if spec.mla else Attention(spec, ops, spec.window_of(layer))
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: LocalOps):
+    def __init__(self, spec: ModelSpec, ops: LocalOps, window: int = 0):
+        """`window`: the keys that a query sees, its own the last; 0: all before it."""
         super().__init__()
-        self.ops = ops
+        self.ops, self.window = ops, window
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
         self.head_dim, width, self.interleaved = spec.head_dim, spec.heads * spec.head_dim, spec.rope_interleaved
         qkv_bias = spec.bias or spec.qkv_bias
         self.q = Linear(spec.hidden, width, bias=qkv_bias)
@@ -50,7 +52,9 @@ class Attention(nn.Module):
             q, k = self.ops.norm(self.q_norm, q), self.ops.norm(self.k_norm, k)
         if rotation is not None:
             q, k = (rope.rotate(x, *rotation, self.interleaved) for x in (q, k))
-        seen = self.ops.attend(q, k, v, mask)
+        k, v = self.ops.with_earlier(k, v, window=self.window)
+        sinks = None if self.sinks is None else self.ops.weight(self, "sinks")
+        seen = self.ops.attend(q, k, v, mask, sinks)
         return self.ops.rows(seen.transpose(1, 2).flatten(2), self.o)
 
     def heads(self, x: Tensor) -> Tensor:
@@ -84,7 +88,8 @@ class LatentAttention(nn.Module):
         q, latent, shared_key = self.latents(x)
         q_plain, q_turned = self.heads(q, mla.nope_dim, mla.rope_dim)
         turned = rope.rotate(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
-        (kv,) = self.ops.up(latent, self.kv_up)
+        earlier, turned = self.ops.with_earlier(latent[:, None], turned)  # what a cache keeps is the latents
+        (kv,) = self.ops.up(earlier[:, 0], self.kv_up)
         k_plain, v = self.heads(kv, mla.nope_dim, mla.v_dim)
         q = torch.cat((q_plain, rope.rotate(q_turned, *rotation, self.interleaved)), dim=-1) * self.scale
         k = torch.cat((k_plain, turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)

@@ -18,6 +18,7 @@ import msgspec
 
 from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
 from fivefold.spec.experts import Experts
+from fivefold.spec.operations import Attention as Scores
 from fivefold.spec.operations import Elementwise, Matmul, block, head
 from fivefold.spec.parameters import BOTTOM, TOP, Parameter
 from fivefold.support.formatting import either
@@ -25,7 +26,7 @@ from fivefold.support.numbers import divisors
 from fivefold.support.ranges import TOKENS, outside, within
 
 Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+Activation = Literal["swiglu", "swiglu_clamped", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
 Attention = Literal["full", "causal"]
 QKNormOver = Literal["head", "all"]
@@ -51,6 +52,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_dim: Annotated[int, within(0, 100_000)] = 0  # dims of a head that positions turn, the first ones; 0: all
     rope_interleaved: bool = False  # DeepSeek: neighbouring dims make a pair, not dims half a head apart
     mla: LatentAttention | None = None  # DeepSeek: keys and values are made of one latent of the token
+    sinks: bool = False  # gpt-oss: a learned logit of each head beside its scores, which takes attention off the keys
+    window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
+    window_period: Annotated[int, within(1, 10_000)] = 1  # every so manieth layer sees all; 1: none does
     bias: bool = False  # on every linear of the blocks (never on the head)
     qkv_bias: bool = False  # Qwen2.5: on q, k and v alone
     qk_norm: bool = False  # Qwen3: RMSNorm of q and k, before the rotation
@@ -86,6 +90,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 yield from self._norm(f"layers.{layer}.{one.name}", layer, one.width)
             elif isinstance(one, Elementwise) and one.kind == "qk_norm":
                 yield self._qk_norm(layer, one)
+            elif isinstance(one, Scores) and self.sinks:
+                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "rows")
+
+    def window_of(self, layer: int) -> int:
+        """Of a layer; 0: it sees all tokens before."""
+        return 0 if self.window_period > 1 and (layer + 1) % self.window_period == 0 else self.window
 
     def dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""
@@ -203,6 +213,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not 0 < getattr(self, field) < math.inf
         ]
         found += self.rope_scaling.problems() if self.rope_scaling else []
+        if self.window_period > 1 and not self.window:
+            found.append(
+                f"model.window_period={self.window_period} chooses layers for model.window, which is 0; nearest: 1"
+            )
         return [*found, *self._latent()]
 
     def _latent(self) -> list[str]:
@@ -210,7 +224,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.mla is None:
             return []
         rules = {"norm": "rmsnorm", "positions": "rope", "kv_heads": self.heads, "head_dim": self.mla.head_dim}
-        rules |= {"rope_dim": 0, "bias": False, "qkv_bias": False, "qk_norm": False}
+        rules |= {"sinks": False, "window": 0, "rope_dim": 0, "bias": False, "qkv_bias": False, "qk_norm": False}
         return self.mla.problems() + [
             f"model.{field}={getattr(self, field)}, and model.mla has {field}={only}"
             for field, only in rules.items()

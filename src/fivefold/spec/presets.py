@@ -22,6 +22,7 @@ _QWEN25_LARGE = {**_QWEN25, "vocab": 152_064, "context": 131_072, "norm_eps": 1e
 _QWEN3 = {**_QWEN, "context": 40_960, "qk_norm": True}
 _TIED = {"tied": True}
 _SMOL = {"vocab": 49_152, "context": 8192, "rope_theta": 100_000.0, "tied": True}
+_OSS = {"sinks": True, "window": 128, "window_period": 2, "bias": True, "activation": "swiglu_clamped"}
 
 
 def _shape(*numbers: int) -> dict[str, int]:
@@ -40,6 +41,7 @@ _LATENTS_OF_Q = LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim
 
 # For laptops and tests: 257 is 256 bytes and an end of document.
 _BYTES = {"vocab": 257, "context": 2048}
+_TINY_OSS = _OSS | {"window": 10, "rope_scaling": Yarn(factor=4.0, original_context=512, truncate=False)}
 _TINY_LATENTS = LatentAttention(q_rank=48, kv_rank=32, nope_dim=24, rope_dim=16, v_dim=32)
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -48,6 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny-qwen2": _BYTES | _shape(4, 128, 4, 2, 384) | {"qkv_bias": True, "tied": True},
     "tiny-qwen3": _BYTES | _shape(4, 128, 4, 2, 384, 64) | {"qk_norm": True, "tied": True},
     "tiny-mla": _BYTES | _shape(4, 128, 4, 4, 384) | {"mla": _TINY_LATENTS, "rope_interleaved": True},
+    "tiny-oss": _BYTES | _shape(4, 128, 4, 2, 384) | _TINY_OSS,
     "tiny-moe": _BYTES | _shape(4, 128, 4, 2) | {"experts": Experts(count=8, top_k=2, ffn=128)},
     "tiny-deepseek": _BYTES
     | _shape(4, 128, 4, 4, 384)

@@ -5,6 +5,7 @@ This file imports nothing from `parallel/`, nor the engine and the optimizer tha
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,26 @@ from fivefold.job.config import Job
 from fivefold.job.learning_rate import learning_rate
 from fivefold.launch.device import DTYPES, choose_device
 from fivefold.launch.ranks import Rank
+from fivefold.model.attention import by_definition
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.model.loss import loss_sum
+from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.verify.batches import make_batch
 from fivefold.verify.compare import distances, zeros
 
 DRAWS = 3  # runs with other roundings, beside the reference itself, that measure its noise
+
+
+class ByDefinition(LocalAttention):
+    """Windows and sinks on scores that are held whole: nothing of the kernels that are being judged."""
+
+    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Tensor | None:
+        return positions.mask(window or positions.length)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
+        return by_definition(q, k, v, mask, sinks)
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,8 @@ def run_reference(job: Job, device: torch.device, exact: bool = False, nudge: in
     """
     rounded = DTYPES[job.train.dtype]
     full = torch.float64 if rounded == torch.float64 else torch.float32
-    model = Decoder(job.model, seed=job.train.seed).to(device, full)
+    plain = LocalOps(attention=ByDefinition()) if job.model.sinks or job.model.window else None
+    model = Decoder(job.model, seed=job.train.seed, ops=plain).to(device, full)
     initialise(model, job.model, job.train.seed)
     if exact:
         model.double()

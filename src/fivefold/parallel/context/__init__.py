@@ -21,7 +21,7 @@ from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import check_runs
 from fivefold.parallel.context import allgather, ring, ulysses
 from fivefold.parallel.context.tiles import gathered_tiles, own_tile, ring_tile
-from fivefold.parallel.context.work import Work
+from fivefold.parallel.context.work import Places, Work
 from fivefold.parallel.mesh import Mesh
 
 
@@ -67,31 +67,35 @@ class Context:
         """This rank's part of every row of a batch."""
         return share_of(batch, self.layout, self.axis.rank)
 
-    def attention_mask(self, positions: TokenPositions) -> Any:
-        """What `attend` needs to know of which tokens see which; made once for all layers. Nothing is sent."""
+    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any:
+        """What `attend` needs to know of which tokens see which; made once for layers with such a window, and nothing is
+        sent."""
         if self.kind == "local":
-            return LocalAttention().attention_mask(positions)
+            return LocalAttention().attention_mask(positions, window, sinks)
         if positions.documents is not None and positions.row_documents is None:
             raise ValueError(
                 f"with cp={self.axis.size} positions with documents need row_documents, those of whole rows"
             )
         if self.kind == "ulysses":
-            return LocalAttention().attention_mask(_whole(positions))
-        return self._works(positions)
+            return LocalAttention().attention_mask(_whole(positions), window, sinks)
+        return self._works(positions, window)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+        return tensors
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S/c, D], k and v [B, K, S/c, D], of this rank's tokens -> [B, H, S/c, D]."""
         match self.kind:
             case "ring":
-                return ring.Ring.apply(q, k, v, mask, self.axis)
+                return ring.Ring.apply(q, k, v, sinks, mask, self.axis)
             case "allgather":
-                return allgather.AllGather.apply(q, k, v, mask, self.axis)
+                return allgather.AllGather.apply(q, k, v, sinks, mask, self.axis)
             case "ulysses":
-                return ulysses.attend(q, k, v, mask, self.axis)
+                return ulysses.attend(q, k, v, mask, self.axis, sinks)
             case _:
-                return LocalAttention().attend(q, k, v, mask)
+                return LocalAttention().attend(q, k, v, mask, sinks)
 
-    def _works(self, positions: TokenPositions) -> list[Work | None]:
+    def _works(self, positions: TokenPositions, window: int) -> list[Work | None]:
         """Ring: one for each step. All-gather: the own tile, then those that look at all keys."""
         rank, ranks, share = self.axis.rank, self.axis.size, positions.position_ids.shape[1]
         if self.kind == "ring":
@@ -100,14 +104,17 @@ class Context:
         else:
             sources = [rank]
             tiles = [own_tile(share), *gathered_tiles(rank, ranks, share)]
-        if positions.row_documents is None:
+        rows, device = positions.host_documents(), positions.position_ids.device
+        if rows is None and not window:
             return [Work(tile) for tile in tiles]
-        rows = positions.row_documents.numpy()
-        check_runs(rows)
-        held = [rows[:, _places(positions.length, self.layout, source)] for source in sources]
-        keys = [*held, *[rows] * (len(tiles) - len(held))]
-        device = positions.position_ids.device
-        return [Work.of(tile, held[0], of, device) for tile, of in zip(tiles, keys, strict=True)]
+        if rows is not None:
+            check_runs(rows)
+        everything = Places(np.arange(positions.length), rows)
+        held = [everything.at(_places(positions.length, self.layout, source)) for source in sources]
+        keys = zip(tiles, [*held, *[everything] * (len(tiles) - len(held))], strict=True)
+        if window:
+            return [Work.within(tile, held[0], of, window, device) for tile, of in keys]
+        return [Work.of(tile, held[0], of, device) for tile, of in keys]
 
 
 def _places(seq: int, layout: Layout, rank: int) -> NDArray[np.int64]:

@@ -35,30 +35,29 @@ def by_rank(whole: Tensor, ranks: int) -> Tensor:
     return torch.cat((early, late.flip(-3)), dim=-2).movedim(-3, 0).flatten(0, 1)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Output and LSE."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> OnlineSoftmax:
     seen, kv = OnlineSoftmax(q), torch.stack((k, v))
     coming = all_gather(kv, axis)
     seen.add(works[0], kv)
     rows = by_position(wait(coming, axis), axis.size)
     for work in works[1:]:
         seen.add(work, rows)
-    return seen.out.to(q.dtype), seen.lse
+    return seen
 
 
 class AllGather(torch.autograd.Function):
     """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works`: the own tile, then those of all keys."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-        return forward_and_save(ctx, _forward, q, k, v, works, axis)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, works: Works, axis: Axis) -> Tensor:
+        return forward_and_save(ctx, _forward, q, k, v, sinks, works, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         works, axis = ctx.works, ctx.axis
-        gradients, kv = Gradients(grad, q, out, lse), torch.stack((k, v))
+        gradients, kv = Gradients(grad, q, out, lse, sinks), torch.stack((k, v))
         coming = all_gather(kv, axis)
         own = torch.zeros(kv.shape, dtype=gradients.q.dtype, device=kv.device)
         gradients.add(works[0], kv, own)
@@ -67,4 +66,4 @@ class AllGather(torch.autograd.Function):
         for work in works[1:]:
             gradients.add(work, rows, whole)
         dk, dv = (wait(reduce_scatter(by_rank(whole, axis.size), axis), axis) + own).to(k.dtype)
-        return gradients.q.to(q.dtype), dk, dv, None, None
+        return gradients.q.to(q.dtype), dk, dv, gradients.sinks, None, None

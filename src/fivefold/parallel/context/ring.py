@@ -23,30 +23,29 @@ from fivefold.parallel.context.work import Gradients, OnlineSoftmax, Works, forw
 from fivefold.parallel.mesh import Axis
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Output and LSE."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> OnlineSoftmax:
     seen, kv = OnlineSoftmax(q), torch.stack((k, v))
     for work in works[:-1]:
         coming = Exchange(kv, axis)
         seen.add(work, kv)
         kv = coming.wait()
     seen.add(works[-1], kv)
-    return seen.out.to(q.dtype), seen.lse
+    return seen
 
 
 class Ring(torch.autograd.Function):
     """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works` are in the order of the steps."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-        return forward_and_save(ctx, _forward, q, k, v, works, axis)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, works: Works, axis: Axis) -> Tensor:
+        return forward_and_save(ctx, _forward, q, k, v, sinks, works, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         works, axis = ctx.works, ctx.axis
-        gradients, kv = Gradients(grad, q, out, lse), torch.stack((k, v))
+        gradients, kv = Gradients(grad, q, out, lse, sinks), torch.stack((k, v))
         follows: Exchange | None = None
         for step, work in enumerate(works):
             coming = Exchange(kv, axis) if step < len(works) - 1 else None
@@ -59,4 +58,4 @@ class Ring(torch.autograd.Function):
                 kv = coming.wait()
         assert follows is not None
         dk, dv = follows.wait().to(k.dtype)
-        return gradients.q.to(q.dtype), dk, dv, None, None
+        return gradients.q.to(q.dtype), dk, dv, gradients.sinks, None, None

@@ -26,8 +26,11 @@ from fivefold.parallel.collectives import all_to_all, wait
 from fivefold.parallel.mesh import Axis
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: Axis) -> Tensor:
-    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `mask` is `LocalAttention`'s, of whole rows."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: Axis, sinks: Tensor | None = None) -> Tensor:
+    """q [B, H, S/c, D], k and v [B, K, S/c, D], sinks [H] -> [B, H, S/c, D].
+
+    `mask` is `LocalAttention`'s, of whole rows.
+    """
     copies = axis.size // math.gcd(k.shape[1], axis.size)
     wanted = (q, _repeat(k, copies), _repeat(v, copies))
     divided = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in wanted]  # [c, B, heads/c, S/c, D] each
@@ -35,7 +38,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: Axis) -> Tensor:
     traded = _Trade.apply(torch.cat(divided, dim=2), axis)  # [c, B, (H + 2 L)/c, S/c, D]
     rows = traded.movedim(0, 2).flatten(2, 3)  # [B, (H + 2 L)/c, S, D]
     q, k, v = rows.split(heads, dim=1)
-    seen = LocalAttention().attend(q, k, v, mask)  # [B, H/c, S, D]
+    sinks = None if sinks is None else sinks.chunk(axis.size)[axis.rank]
+    seen = LocalAttention().attend(q, k, v, mask, sinks)  # [B, H/c, S, D]
     back = _Trade.apply(seen.unflatten(2, (axis.size, -1)).movedim(2, 0), axis)  # [c, B, H/c, S/c, D]
     return back.transpose(0, 1).flatten(1, 2)
 

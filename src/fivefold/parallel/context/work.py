@@ -1,34 +1,58 @@
-"""Work: a tile with the documents in it, and how its part is added to a rank's results."""
+"""Work: a tile with the documents or the window in it, and how its part is added to a rank's results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.model import attention
+from fivefold.model.bands import Bands
 from fivefold.model.dtypes import wide
 from fivefold.model.recompute import kept
-from fivefold.model.spans import Documents, Spans, causal_spans, full_spans
+from fivefold.model.spans import Documents, causal_spans, full_spans
 from fivefold.parallel.context.tiles import Tile
 from fivefold.parallel.mesh import Axis
+
+
+class Places(NamedTuple):
+    """Where tokens stand: their positions [S], ascending, and documents [B, S]."""
+
+    positions: NDArray[np.int64]
+    documents: Documents | None
+
+    def at(self, places: NDArray[np.int64] | slice) -> "Places":
+        return Places(self.positions[places], None if self.documents is None else self.documents[:, places])
+
+    def part(self, places: range) -> "Places":
+        return self.at(slice(places.start, places.stop))
 
 
 @dataclass(frozen=True)
 class Work:
     tile: Tile
-    spans: Spans | None = None  # None: no document ends within the tile
+    spans: attention.Seen = None  # None: no document ends within the tile
 
     @classmethod
-    def of(cls, tile: Tile, queries: Documents, keys: Documents, device: torch.device) -> "Work | None":
-        """`queries` [B, S/c] and `keys` are the documents here and of the keys at hand. None: nothing sees anything.
+    def within(cls, tile: Tile, queries: Places, keys: Places, window: int, device: torch.device) -> "Work | None":
+        """What is left of a tile in a window."""
+        (here, asking), (there, asked) = queries.part(tile.queries), keys.part(tile.keys)
+        documents = None if asking is None or asked is None else (asking, asked)
+        bands = Bands.of(here, there, documents, window, device)
+        return cls(tile, bands) if bands.bands else None
+
+    @classmethod
+    def of(cls, tile: Tile, queries: Places, keys: Places, device: torch.device) -> "Work | None":
+        """`queries` and `keys` are the tokens here and those whose keys are at hand. None: nothing sees anything.
 
         Where documents end early, a rank has less to do, and how much is no longer the same on all ranks.
         """
-        asking = queries[:, tile.queries.start : tile.queries.stop]
-        asked = keys[:, tile.keys.start : tile.keys.stop]
+        asking, asked = queries.part(tile.queries).documents, keys.part(tile.keys).documents
+        assert asking is not None
+        assert asked is not None
         spans = causal_spans(asking, device) if tile.causal else full_spans(asking, asked, device)
         if not spans.spans:
             return None
@@ -39,7 +63,6 @@ class Work:
 
 
 Works = list[Work | None]
-Forward = Callable[[Tensor, Tensor, Tensor, Works, Axis], tuple[Tensor, Tensor]]
 
 
 class OnlineSoftmax:
@@ -58,13 +81,23 @@ class OnlineSoftmax:
         out, lse = (_part(x, work.tile.queries) for x in (self.out, self.lse))
         attention.merge_(out, lse, *attention.forward(q, k, v, work.tile.causal, work.spans))
 
+    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output and LSE, when all keys have been seen."""
+        if sinks is not None:
+            attention.sink_(self.out, self.lse, sinks)
+        return self.out.to(self.q.dtype), self.lse
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Works, Axis], OnlineSoftmax]
+
 
 class Gradients:
     """The backward pass of the same, whose results are q, out and lse."""
 
-    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor):
+    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None):
         self.saved = (grad, q, out, lse)
         self.q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+        self.sinks = None if sinks is None else attention.sink_grad(grad, out, lse, sinks)
 
     def add(self, work: Work | None, kv: Tensor, kv_grad: Tensor) -> None:
         """Adds to the gradient of q, and to that of the keys and values at hand; both in the accumulate dtype."""
@@ -78,10 +111,12 @@ class Gradients:
             whole.add_(part)
 
 
-def forward_and_save(ctx: Any, forward: Forward, q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> Tensor:
-    """The forward pass of an autograd function over `forward`, which gives output and LSE; backward needs both."""
-    out, lse = kept(partial(forward, q, k, v, works, axis), 2, q)
-    ctx.save_for_backward(q, k, v, out, lse)
+def forward_and_save(
+    ctx: Any, forward: Forward, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, works: Works, axis: Axis
+) -> Tensor:
+    """The forward pass of an autograd function over `forward`; backward needs its output and LSE."""
+    out, lse = kept(lambda: forward(q, k, v, works, axis).finish(sinks), 2, q)
+    ctx.save_for_backward(q, k, v, sinks, out, lse)
     ctx.works, ctx.axis = works, axis
     return out
 
