@@ -90,7 +90,8 @@ class TimedOps(LocalOps):
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return _Matmul.apply(x, linear.weight, self)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "blocks that are timed have plain attention"
         return _Attend.apply(q, k, v, self, mask)
 
 

@@ -17,6 +17,7 @@ from fivefold.generate.request import Sampling
 from fivefold.job.config import Job
 from fivefold.launch.device import choose_device
 from fivefold.launch.ranks import Rank
+from fivefold.model.attention import by_definition
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.collectives import all_gather, wait
 from fivefold.parallel.mesh import Mesh
@@ -26,40 +27,53 @@ from fivefold.train.engine import Network
 
 
 class Cache:
-    """Attention that keeps the keys and values of earlier tokens, so that each new one costs one token's work.
+    """Attention that keeps what it reads of earlier tokens, so that each new one costs one token's work.
 
-    Blocks attend in turn, always in the same order.
+    That is keys and values, of a layer with a window no more than it holds; or of MLA the latents, kv_rank + rope_dim
+    numbers a token, of which keys and values are made anew. Blocks attend in turn, always in the same order.
     """
 
     def __init__(self, length: int):
         """`length` is the most tokens, prompt and answer."""
         self.length = length
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.turn = 0
+        self.kept: list[tuple[Tensor, ...]] = []
+        self.turn, self.first = 0, 0
 
     def forget(self) -> None:
         self.kept = []
 
-    def attention_mask(self, positions: TokenPositions) -> int:
-        """How many tokens came before."""
-        self.turn = 0
-        return int(positions.position_ids[0, 0])
+    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> int:
+        """The window."""
+        self.turn, self.first = 0, int(positions.position_ids[0, 0])
+        return window
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        first, last = mask, mask + q.shape[2]
+    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+        first, last = self.first, self.first + tensors[0].shape[2]
         if self.turn == len(self.kept):
-            room = k.new_empty(*k.shape[:2], self.length, k.shape[3])
-            self.kept.append((room, torch.empty_like(room)))
-        keys, values = self.kept[self.turn]
+            self.kept.append(
+                tuple(x.new_empty(*x.shape[:2], 0 if window else self.length, x.shape[3]) for x in tensors)
+            )
+        before, turn = self.kept[self.turn], self.turn
         self.turn += 1
-        keys[:, :, first:last], values[:, :, first:last] = k, v
-        keys, values = keys[:, :, :last], values[:, :, :last]
-        mask = None
-        if first and q.shape[2] > 1:
-            places = torch.arange(last, device=q.device)
-            mask = places[first:, None] >= places[None, :]
+        if window:
+            whole = tuple(torch.cat(pair, dim=2) for pair in zip(before, tensors, strict=True))
+            self.kept[turn] = tuple(x[:, :, max(0, x.shape[2] - window + 1) :] for x in whole)
+            return whole
+        for room, new in zip(before, tensors, strict=True):
+            room[:, :, first:last] = new
+        return tuple(room[:, :, :last] for room in before)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
+        """The keys are of the tokens up to the last query's."""
+        new, old = q.shape[2], k.shape[2] - q.shape[2]
         grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, mask, is_causal=first == 0, enable_gqa=grouped)
+        if sinks is None and not mask and (new == 1 or not old):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=not old, enable_gqa=grouped)
+        distance = torch.arange(old, old + new, device=q.device)[:, None] - torch.arange(old + new, device=q.device)
+        seen = (distance >= 0) & (distance < mask) if mask else distance >= 0
+        if sinks is not None:
+            return by_definition(q, k, v, seen, sinks)
+        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=grouped)
 
 
 class Chooser:

@@ -95,9 +95,6 @@ class TensorParallel(LocalOps):
         declared = [Partial()] if partial else parameter.placements
         return parameter.to_local(grad_placements=declared)
 
-    def weight(self, module: nn.Module, kind: str = "weight") -> Tensor:
-        return self.local(module, kind)
-
     # ---- the residual stream -----------------------------------------------------------------------------------------
 
     def residual(self, positions: TokenPositions) -> TokenPositions:

@@ -214,9 +214,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ]
         found += self.rope_scaling.problems() if self.rope_scaling else []
         if self.window_period > 1 and not self.window:
-            found.append(
-                f"model.window_period={self.window_period} chooses layers for model.window, which is 0; nearest: 1"
-            )
+            period = f"model.window_period={self.window_period}"
+            found.append(f"{period} says which layers have a window, and model.window=0; nearest: window_period=1")
         return [*found, *self._latent()]
 
     def _latent(self) -> list[str]:

@@ -114,6 +114,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         "q/k norm": {"qk_norm": True},  # one scale for heads on different ranks
         "q/k norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},  # their squares add up over ranks
         "tied embeddings": {"tied": True},
+        "sinks and windows": {"sinks": True, "window": 5, "window_period": 2},  # gpt-oss
         "latent attention": {"mla": mla, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True},  # MLA
     }
     made = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}

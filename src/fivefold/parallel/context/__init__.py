@@ -68,8 +68,7 @@ class Context:
         return share_of(batch, self.layout, self.axis.rank)
 
     def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any:
-        """What `attend` needs to know of which tokens see which; made once for layers with such a window, and nothing is
-        sent."""
+        """What `attend` needs to know of which tokens see which, for all layers with such a window. Nothing is sent."""
         if self.kind == "local":
             return LocalAttention().attention_mask(positions, window, sinks)
         if positions.documents is not None and positions.row_documents is None:
