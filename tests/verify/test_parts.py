@@ -233,6 +233,8 @@ def test_variants_are_the_known_ways_to_stumble() -> None:
     assert found["q/k norm"].qk_norm
     assert found["q/k norm over all heads"].qk_norm_over == "all"
     assert found["tied embeddings"].tied
+    assert (found["sinks and windows"].sinks, found["sinks and windows"].window) == (True, 5)
+    assert found["latent attention"].mla is not None
     assert "two kv heads" not in found  # it is the model itself
 
 
@@ -242,8 +244,8 @@ def test_a_sample_meets_every_pair_of_settings() -> None:
     sample = pairwise(cases)
     assert covered(sample, cases) == 1.0
     assert len(sample) < len(cases) / 6
-    few = pairwise(cases, 10)
-    assert len(set(map(id, few))) == 10
+    few = pairwise(cases, 14)
+    assert len(set(map(id, few))) == 14
     assert 0.5 < covered(few, cases) < 1.0
     assert len(pairwise(cases[:40], 10_000)) == 40  # several covers
 
