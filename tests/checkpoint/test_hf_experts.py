@@ -21,7 +21,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.support.errors import UserError
 from tests.model.test_experts_parity import CASES
 
-KINDS = ["mixtral", "olmoe", "qwen3-moe", "deepseek-v2", "deepseek-v3", "glm4-moe"]
+KINDS = ["mixtral", "olmoe", "qwen3-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "gpt-oss"]
 EAGER = {"experts_implementation": "eager"}  # their kernel refuses odd widths
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 97
 
@@ -193,3 +193,33 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     one = torch.zeros(1, 16, dtype=torch.uint8)
     one[0, 0] = 0xA1  # 0.5 in the low four bits, -1 in the high
     assert quantised.mxfp4(one, torch.tensor([130], dtype=torch.uint8))[:3].tolist() == [4.0, -8.0, 0.0]
+
+
+def test_blocks_of_mxfp4_are_read_as_what_they_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = CASES["gpt-oss"].to_dict() | {"hidden_size": 64, "intermediate_size": 32}
+    monkeypatch.setitem(CASES, "wide", transformers.GptOssConfig(**sizes))
+    model = made("wide", tmp_path / "in")
+    generator, written, meant = torch.Generator().manual_seed(3), {}, {}
+    for name, one in stored(tmp_path / "in").items():
+        written[name] = meant[name] = one
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = one.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+            meant[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+            del written[name]
+            written |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.load_state_dict(meant)
+    rewritten(tmp_path / "in", written, quantization_config={"quant_method": "mxfp4"})
+    found = ours(tmp_path / "in")
+    assert torch.allclose(found, logits(model), atol=1e-5 * found.abs().max().item())
+    import_hf(tmp_path / "in", tmp_path / "run", quiet)
+    one = find(tmp_path / "run")
+    export_hf(one, job_of(one).model, tmp_path / "out", "bfloat16", 10**9, None, None, quiet)
+    for name, tensor in stored(tmp_path / "out").items():
+        assert torch.equal(tensor, meant[name].bfloat16()), name  # four bits and a power of two are exact in bfloat16
+    written["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(5, 64, 2, dtype=torch.uint8)
+    rewritten(tmp_path / "in", written)
+    with pytest.raises(UserError, match=r"down_proj_blocks of .* is of U8 with scales of shape \[5, 64, 2\]"):
+        HuggingFace(tmp_path / "in")

@@ -36,6 +36,7 @@ CASES: dict[str, Any] = {
     "deepseek-v3": transformers.DeepseekV3Config(
         **LATENTS, **ROUTED, n_shared_experts=1, q_lora_rank=9, n_group=3, topk_group=2, num_nextn_predict_layers=0
     ),
+    "gpt-oss": transformers.GptOssConfig(**HEADS, **FEW, num_local_experts=5, sliding_window=7),
     "glm4-moe": transformers.Glm4MoeConfig(
         **HEADS, **ROUTED, n_shared_experts=2, first_k_dense_replace=0, norm_topk_prob=False, attention_bias=True,
         num_nextn_predict_layers=0,

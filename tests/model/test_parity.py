@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.glm4_moe import modeling_glm4_moe
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
@@ -88,7 +89,7 @@ CASES: dict[str, Any] = {
 
 _MODULES = (
     modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3, modeling_deepseek_v2, modeling_deepseek_v3,
-    modeling_glm4_moe, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe,
+    modeling_glm4_moe, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe, modeling_gpt_oss,
 )  # fmt: skip
 
 
@@ -115,7 +116,10 @@ def unrounded(dtype: torch.dtype) -> Iterator[None]:
 
 def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
     torch.manual_seed(0)
-    how = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    how = {
+        "attn_implementation": "eager" if config.model_type == "gpt_oss" else "sdpa",
+        "experts_implementation": "eager",
+    }
     theirs = transformers.AutoModelForCausalLM.from_config(config, **how).to(dtype)
     with torch.no_grad():  # norms and biases start at 1 and 0, where a mix-up would not show
         for name, parameter in theirs.named_parameters():

@@ -39,6 +39,33 @@ QWEN = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+OSS = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}  # fmt: skip
 KIMI = {
     "model_type": "kimi_k2",
     "attention_bias": False,
@@ -84,6 +111,7 @@ KIMI = {
 def test_released_configs_are_their_presets() -> None:
     assert spec_from_hf(QWEN, "qwen3-30b-a3b") == preset("qwen3-30b-a3b")
     assert spec_from_hf(KIMI, "kimi-k2") == preset("kimi-k2")
+    assert spec_from_hf(OSS, "gpt-oss-20b") == preset("gpt-oss-20b")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -104,6 +132,8 @@ def test_a_config_that_is_written_reads_back_as_the_same_model(name: str) -> Non
         (QWEN, {"model_type": "mixtral", "num_local_experts": 8, "router_jitter_noise": 0.1}, "jitter_noise=0.1"),
         (QWEN, {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 64}, "sliding_window=64"),
         (QWEN, {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for olmoe"),
+        (OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported for gpt_oss"),
+        (OSS, {"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "layer_types=.* is not supported"),
         (KIMI, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         (KIMI, {"topk_method": "greedy"}, "topk_method='greedy' is not supported for kimi_k2"),
         (KIMI, {"scoring_func": "softmax"}, "scoring_func='softmax'"),

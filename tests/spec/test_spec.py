@@ -49,6 +49,8 @@ PUBLISHED = {  # from the releases' own weights
     "deepseek-v3": 671_026_404_352,
     "kimi-k2": 1_026_408_209_408,
     "glm-4.5-air": 106_852_245_504,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 

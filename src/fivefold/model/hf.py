@@ -17,6 +17,7 @@ _LLAMA = {
     "norm": "model.norm",
     "head": "lm_head",
     "attention_norm": "input_layernorm",
+    "attention": "self_attn",  # its sinks
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
     "attention.v": "self_attn.v_proj",

@@ -90,5 +90,24 @@ def write_latent(spec: ModelSpec) -> Config:
     }
 
 
+def read_windows(config: Config) -> Numbers:
+    """gpt-oss: which layers see a window of the keys, and which all of them."""
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)]
+    every = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
+    if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(layers)]:
+        raise UserError(
+            f"layer_types={kinds!r} is not supported; every second (or third, ...) is {_FULL}, the others {_SLIDING}"
+        )
+    if every == 1:
+        return {"sinks": True}
+    return {"sinks": True, "window": config.get("sliding_window", 128), "window_period": every or 1}
+
+
+def write_windows(spec: ModelSpec) -> Config:
+    kinds = [_SLIDING if spec.window_of(layer) else _FULL for layer in range(spec.layers)]
+    return {"sliding_window": spec.window or None, "layer_types": kinds}
+
+
 def _named(one: LatentAttention, names: dict[str, str]) -> Config:
     return {key: getattr(one, field) for field, key in names.items()}

@@ -12,8 +12,10 @@ from fivefold.spec.hf_attention import (
     read_latent,
     read_partial,
     read_rope,
+    read_windows,
     write_latent,
     write_rope,
+    write_windows,
 )
 from fivefold.spec.hf_experts import KINDS, kind_of, misfits, read_experts, write_experts
 from fivefold.spec.model import Activation, ModelSpec
@@ -37,8 +39,9 @@ _QWEN3 = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}  # a Llama 
 _GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "context": "n_positions"}
 
 
-_BLOCK: Config = {"norm": "rmsnorm", "bias": False, "activation": "swiglu"}
+_BLOCK: Config = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "sinks": False, "window": 0}
 _PLAIN = _BLOCK | {"rope_interleaved": False, "rope_dim": 0, "qkv_bias": False}
+_OSS = _PLAIN | {"bias": True, "activation": "swiglu_clamped", "sinks": True, "qk_norm": False}
 _CLASSES = {"gpt2": "GPT2LMHeadModel"}
 
 
@@ -88,6 +91,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
         "deepseek_v2": _BLOCK | {"rope_interleaved": True},
         "deepseek_v3": _BLOCK,
         "glm4_moe": _BLOCK | {"rope_interleaved": False, "qk_norm_over": "head"},
+        "gpt_oss": {field: only for field, only in _OSS.items() if field != "window"},
         "mixtral": _PLAIN | {"qk_norm": False},
         "olmoe": _PLAIN | {"qk_norm": True, "qk_norm_over": "all", "head_dim": spec.hidden // spec.heads},
         "qwen3_moe": _PLAIN | {"qk_norm": True, "qk_norm_over": "head"},
@@ -134,6 +138,10 @@ def _to_deepseek(spec: ModelSpec) -> Config:
 
 def _to_glm(spec: ModelSpec) -> Config:
     return _to_llama(spec) | {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm}
+
+
+def _to_oss(spec: ModelSpec) -> Config:
+    return _to_llama(spec) | write_windows(spec) | {"attention_bias": True} | _SWIGLU_CLAMPED
 
 
 def _to_gpt2(spec: ModelSpec) -> Config:
@@ -183,6 +191,12 @@ def _mixture(config: Config) -> Numbers:
     return _llama(config) | own | read_experts(config)
 
 
+def _oss(config: Config) -> Numbers:
+    """gpt-oss: biases everywhere, sinks, windows in some layers, a swiglu that is bounded."""
+    own = {"norm_eps": config.get("rms_norm_eps", 1e-5), "bias": True, "activation": "swiglu_clamped"}
+    return _llama(config) | own | read_windows(config) | read_experts(config)
+
+
 def _gpt2(config: Config) -> Numbers:
     rates = {key: config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop")}
     if rates["resid_pdrop"] != rates["embd_pdrop"]:
@@ -220,6 +234,7 @@ _READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
     "mixtral": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     "olmoe": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     "qwen3_moe": (_mixture, _LLAMA | _QWEN3),
+    "gpt_oss": (_oss, _LLAMA | _QWEN3),
     "gpt2": (_gpt2, _GPT2),
 }
 _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
@@ -227,7 +242,9 @@ _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "deepseek_v2": _to_deepseek,
     "deepseek_v3": _to_deepseek,
     "glm4_moe": _to_glm,
+    "gpt_oss": _to_oss,
 }
+_SWIGLU_CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as transformers 5 spells it
 # Settings that would change the arithmetic: anything but these values is refused, never ignored.
 _ONLY: dict[str, Config] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -241,6 +258,7 @@ _ONLY: dict[str, Config] = {
     "mixtral": {"hidden_act": "silu", "sliding_window": None},
     "olmoe": {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
     "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "gpt_oss": {"hidden_act": "silu", "attention_bias": True, **_SWIGLU_CLAMPED},
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
 }
 

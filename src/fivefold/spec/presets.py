@@ -41,6 +41,8 @@ _LATENTS_OF_Q = LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim
 
 # For laptops and tests: 257 is 256 bytes and an end of document.
 _BYTES = {"vocab": 257, "context": 2048}
+_OSS_RELEASED = _OSS | {"vocab": 201_088, "context": 131_072, "rope_theta": 150_000.0}
+_OSS_RELEASED |= {"rope_scaling": Yarn(factor=32.0, original_context=4096, truncate=False)}
 _TINY_OSS = _OSS | {"window": 10, "rope_scaling": Yarn(factor=4.0, original_context=512, truncate=False)}
 _TINY_LATENTS = LatentAttention(q_rank=48, kv_rank=32, nope_dim=24, rope_dim=16, v_dim=32)
 
@@ -122,6 +124,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "glm-4.5-air": _shape(46, 4096, 96, 8, 10944, 128)
     | {"vocab": 151_552, "context": 131_072, "rope_theta": 1e6, "rope_dim": 64, "qkv_bias": True}
     | {"experts": _sigmoid(128, 8, 1408, dense_layers=1)},
+    "gpt-oss-20b": _OSS_RELEASED
+    | _shape(24, 2880, 64, 8, 2880, 64)
+    | {"experts": Experts(count=32, top_k=4, ffn=2880)},
+    "gpt-oss-120b": _OSS_RELEASED
+    | _shape(36, 2880, 64, 8, 2880, 64)
+    | {"experts": Experts(count=128, top_k=4, ffn=2880)},
     "grok-1": _shape(64, 6144, 48, 8, 32768, 128)
     | {"vocab": 131_072, "context": 8192, "tied": True, "experts": Experts(count=8, top_k=2, ffn=32768)},
     "gpt2-124m": _GPT | _shape(12, 768, 12) | {"vocab": 50_257, "context": 1024, "activation": "gelu_tanh"},
@@ -163,6 +171,7 @@ SOURCES = {  # by how a name begins
     "deepseek-v3": "config.json of deepseek-ai/DeepSeek-V3 on huggingface.co, without its layer for later tokens",
     "kimi-": "config.json of moonshotai/Kimi-K2-Instruct on huggingface.co",
     "glm-": "config.json of zai-org/GLM-4.5-Air on huggingface.co, without its layer for later tokens",
+    "gpt-oss-": "config.json of openai/gpt-oss-* on huggingface.co",
     "grok-": "run.py of github.com/xai-org/grok-1; for planning: shapes are Grok's, and its further norms and factors "
     "are left out",
     "gpt2-": "config.json of openai-community/gpt2 on huggingface.co",
