@@ -27,8 +27,6 @@ from fivefold.verify.batches import make_batch
 from tests.commands import start
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT = 1.5  # of messages and collectives, where a rank stalls
 PATIENCE = 30.0  # and where one ends: its connections close, and no timeout passes
 SPEC = ModelSpec(layers=8, hidden=16, heads=2, ffn=16, vocab=32)
@@ -113,8 +111,7 @@ def survivors_point_at(victim: int, failure: RankError) -> None:
 SCHEDULES = {"1f1b": "B", "zb-v": "I"}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("p", "victim"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("schedule", "p", "victim"), [("1f1b", 2, 0), ("zb-v", 2, 1), ("1f1b", 4, 2), ("zb-v", 4, 2)])
 def test_a_killed_rank_is_named_by_those_who_waited_for_it(schedule: str, p: int, victim: int) -> None:
     moment = middle(schedule, p, 8, victim, SCHEDULES[schedule])
     failure = lose(f"pp={p},schedule={schedule},microbatches=8", victim, moment, "kill")
@@ -124,7 +121,8 @@ def test_a_killed_rank_is_named_by_those_who_waited_for_it(schedule: str, p: int
         assert end.rank == victim or end.error.endswith(": the connection is closed")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.alone
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-v"])
 def test_a_stalled_rank_is_named_within_the_timeout(schedule: str) -> None:
     victim, moment = 2, middle(schedule, 4, 8, 2, "F")
     failure = lose(f"pp=4,schedule={schedule},microbatches=8", victim, moment, "stall")
@@ -142,6 +140,7 @@ def test_an_exception_keeps_its_type_and_says_in_which_action_it_came() -> None:
     survivors_point_at(2, failure)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("layout", "victim", "moment", "after", "said"),
     [
@@ -191,6 +190,7 @@ def test_a_peer_is_named_by_its_number_in_the_world() -> None:
     survivors_point_at(3, failure)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("how", "least"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 2.0)])
 def test_a_training_run_ends_and_says_which_rank_it_lost(tmp_path: Path, how: signal.Signals, least: float) -> None:
     (tmp_path / "text.txt").write_text("a text to learn by heart\n" * 200)

@@ -17,6 +17,12 @@ pytestmark = pytest.mark.alone
 # Seconds of F, I and W, and B is I + W: where ranks are more than cores, sleeps do not fight for them.
 NAPS = Naps(f=0.030, i=0.036, w=0.024)
 ALLOWED = 0.05  # of the run
+SLOW = [
+    "pp=2,microbatches=4,schedule=zb-h1",
+    "pp=2,microbatches=4,schedule=zb-v",
+    "pp=4,microbatches=6,schedule=1f1b",
+    "pp=4,microbatches=4,schedule=interleaved",
+]
 
 
 def bubble_of_step(trace: Trace, step: int) -> float:
@@ -29,13 +35,10 @@ def bubble_of_step(trace: Trace, step: int) -> float:
     "layout",
     [
         "pp=2,microbatches=4,schedule=1f1b",
-        "pp=2,microbatches=4,schedule=zb-h1",
         "pp=2,microbatches=4,schedule=interleaved",
-        "pp=2,microbatches=4,schedule=zb-v",
-        "pp=4,microbatches=6,schedule=1f1b",
         "pp=4,microbatches=6,schedule=zb-h1",
-        "pp=4,microbatches=4,schedule=interleaved",
         "pp=4,microbatches=4,schedule=zb-v",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW),
     ],
 )
 def test_the_measured_bubble_is_the_simulated_one_within_5_percent_of_the_run(layout: str) -> None:
@@ -58,7 +61,7 @@ def test_the_measured_bubble_is_the_simulated_one_within_5_percent_of_the_run(la
 
 
 @pytest.mark.skipif(cores() < 2, reason="two ranks that compute need two cores")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
 def test_the_same_with_stages_that_compute_while_every_rank_has_a_core(schedule: str) -> None:
     """Products of matrices of one size, many in an action. The simulator is given the medians of what they took."""
     found = []
