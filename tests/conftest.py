@@ -58,6 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
         server["ensure_running"] = lambda: None  # it runs
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which -m leaves nothing: to import all of them takes longer than many tests."""
+    expression = config.option.markexpr
+    if collection_path.is_dir():
+        return True if f"not {collection_path.name}" in expression else None  # cluster and extras are folders, too
+    only = expression.startswith("alone") and collection_path.name.startswith("test_")
+    return True if only and "mark.alone" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
     for item in items:

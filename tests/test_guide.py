@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,18 @@ def quoted() -> dict[str, list[str]]:
             else:
                 lines.append(words(line))
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def searched_once() -> Iterator[None]:
+    """A space that several commands search, to show the best beside a layout of one's own, is computed once."""
+    wishes: dict[str, object] = {}
+    module = sys.modules["fivefold.plan.search.search"]
+    space = vars(module)["space"]
+    with pytest.MonkeyPatch.context() as patch:
+        found = cache(lambda told: space(wishes[told]))
+        patch.setattr(module, "space", lambda wish: (wishes.setdefault(repr(wish), wish), found(repr(wish)))[1])
+        yield
 
 
 @pytest.mark.parametrize("command", quoted())

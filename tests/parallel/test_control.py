@@ -74,7 +74,7 @@ def meet(rank: int, world: int, stopped: int) -> str:
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_silent_rank_is_named_with_its_place(stopped: int) -> None:
     with pytest.raises(RankError) as failure:
-        run_ranks(3, meet, stopped, timeout=_TIMEOUT * 8)
+        run_ranks(3, meet, stopped, timeout=_TIMEOUT * 5)
     said = {end.rank: end.value for end in failure.value.ends if end.kind == "returned"}
     assert said.keys() == {0, 1, 2} - {stopped}
     for rank, text in said.items():

@@ -32,8 +32,10 @@ def resident(rank: int, world: int, layout: str, dtype: str) -> State:
     return State(held["parameters"], held["gradients"], held["masters"] + engine.optimizer.resident())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*((layout, "bfloat16") for layout in LAYOUTS), ("dp=2,zero=1", "float32"), ("dp=2,zero=3", "float32")],
+)
 def test_resident_bytes_are_those_of_the_table(layout: str, dtype: str) -> None:
     job = job_of(layout, dtype)
     assert set(run_ranks(job.layout.world, resident, layout, dtype)) == {state(job.model, job.layout, dtype)}
