@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fivefold.model.experts.grouped import GroupedLinear, Groups
+from fivefold.model.experts.grouped import GroupedLinear, Groups, _runs
+from fivefold.model.recompute import recomputed
 from tests.model.experts import none
 
 SIZES = [(3, 0, 5, 1), (0, 0, 0, 4), (0, 0, 0, 0), (1, 0, 0, 0), (9, 9, 9, 9)]
@@ -52,3 +53,15 @@ def test_the_gradient_of_weights_can_be_put_off() -> None:
     assert x.grad is not None
     (work,) = works
     assert work().unflatten(0, (2, 16)).sum((1, 2)).tolist() == [4.0 * 16 * 16, 0.0]
+
+
+def test_the_trial_of_the_kernel_is_unseen_by_recomputation() -> None:
+    _runs.cache_clear()
+    x, weight = (torch.ones(n, 16, requires_grad=True) for n in (4, 32))
+
+    def steps(x: torch.Tensor) -> torch.Tensor:
+        return GroupedLinear.apply(x, weight, Groups((1, 3), x.device), none).square()
+
+    recomputed("selective")(steps, x).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[0, 0] == 2 * 16

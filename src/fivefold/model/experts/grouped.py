@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 _KINDS = (torch.float32, torch.bfloat16)
 
@@ -105,11 +106,12 @@ def _kernel() -> Callable[..., Tensor]:
 
 @cache
 def _runs(device: str, dtype: torch.dtype) -> bool:
-    """Tried once: releases differ."""
-    x = torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        _kernel()(x, x[None], torch.tensor([16], dtype=torch.int32, device=device))
-        _kernel()(x.mT, x, torch.tensor([16], dtype=torch.int32, device=device))
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return False
+    """Tried once: releases differ. Unseen by recomputation, which counts the products of a block."""
+    with torch.no_grad(), _disable_current_modes():
+        x = torch.ones(16, 16, dtype=dtype, device=device)
+        try:
+            _kernel()(x, x[None], torch.tensor([16], dtype=torch.int32, device=device))
+            _kernel()(x.mT, x, torch.tensor([16], dtype=torch.int32, device=device))
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return False
     return True
