@@ -64,7 +64,8 @@ class Run:
     def state(self) -> dict[str, str]:
         """Digests of all that is kept of this rank's stages, gathered."""
         kept = self.trainer.engine.optimizer.state()
-        return {f"{key}.{name}": digest(whole(kept[name][key])) for name in kept for key in kept[name]}
+        buffers = {name: digest(buffer) for name, buffer in self.trainer.engine.buffers.items()}
+        return {f"{key}.{name}": digest(whole(kept[name][key])) for name in kept for key in kept[name]} | buffers
 
 
 Story = tuple[dict[int, tuple[float, float]], dict[str, str], list[int]]

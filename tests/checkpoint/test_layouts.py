@@ -1,14 +1,17 @@
 """A checkpoint of one layout is read by any other: the gathered state is equal to the bit, and so is a resumed run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.reshard import boxes_of, reshard
+from fivefold.checkpoint.state import stored_buffers
 from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout
-from tests.checkpoint.runs import gathered, loaded, small_job, train
+from tests.checkpoint.runs import Run, gathered, loaded, small_job, train
 from tests.ranks import run_ranks
 
 # Unequal rows, one kv head for two ranks, a vocabulary that does not divide, stages of unequal length, both ends tied.
@@ -103,3 +106,27 @@ def test_resharding_keeps_every_bit_and_makes_the_files_of_the_layout(tokens: Pa
     other = small_job(tokens, *ODD, "train.steps=2", f"layout={layout}")
     read = run_ranks(4, loaded, other, tmp_path / "b")
     assert gathered([state for _, state, _ in read]) == gathered([state for _, state, _ in written])
+
+
+def test_biases_of_routers_are_state_and_zero_where_a_checkpoint_has_none(tokens: Path, tmp_path: Path) -> None:
+    """A run that is cut is the whole run to the bit; so is one whose checkpoint was cut for another layout."""
+    words = ["model=tiny-deepseek", "model.layers=3", "model.hidden=32", "model.experts.ffn=16"]
+    whole = small_job(tokens, *words, "train.balance_rate=0.01", "train.steps=4", "optimizer.schedule=constant")
+    want = train(0, 1, whole, tmp_path / "whole")
+    short = msgspec.structs.replace(whole, train=msgspec.structs.replace(whole.train, steps=2))
+    train(0, 1, short, tmp_path / "cut")
+    checkpoint = find(tmp_path / "cut")
+    layout = Layout.parse("dp=2,pp=2")
+    reshard(checkpoint, whole.model, layout, 16, Store(tmp_path / "moved"), lambda _: None)
+    for place in ("cut", "moved"):
+        losses, state, _ = train(0, 1, whole, tmp_path / place)
+        assert state == want[1]
+        assert losses == {step: want[0][step] for step in (3, 4)}
+    assert len([name for name in want[1] if name.endswith("router.balance")]) == 2
+
+    names = [name for name in find(tmp_path / "whole").tensors if name.endswith("router.balance")]
+    assert len(names) == 2
+    run = Run(whole, 1, tmp_path / "whole")
+    buffers = run.trainer.engine.buffers
+    assert stored_buffers(buffers, find(tmp_path / "whole")) == buffers
+    assert stored_buffers(buffers, SimpleNamespace(tensors={})) == {}  # type: ignore[arg-type]

@@ -44,6 +44,12 @@ def problems(*changes: str) -> list[str]:
         ("model.num_hidden_layers=2", "model.layers=2"),
         ("stesp=5", "train.steps=5"),
         ("data_path=tokens/", "data.path=tokens/"),
+        ("num_experts=8", "model.experts.count=8"),
+        ("top_k=2", "model.experts.top_k=2"),
+        ("model.experts.moe_router_topk=2", "model.experts.top_k=2"),
+        ("moe_aux_loss_coeff=0.01", "train.balance_loss=0.01"),
+        ("expert_model_parallel_size=2", "layout.ep=2"),
+        ("ffn=64", "model.ffn=64"),
     ],
 )
 def test_a_name_of_another_system_or_without_its_section_is_answered_with_what_to_type(typed: str, right: str) -> None:

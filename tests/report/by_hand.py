@@ -21,10 +21,12 @@ from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.collective_cost import Traffic
+from fivefold.spec.presets import preset
 from fivefold.support.files import File
 from fivefold.trace.result import TraceResult
 from fivefold.trace.summary import Summary
-from fivefold.train.records import Evaluation, Step
+from fivefold.train.experts import ExpertsResult
+from fivefold.train.records import Evaluation, Load, Step
 from fivefold.train.result import TrainResult
 from fivefold.verify.compare import Error
 from fivefold.verify.curve import CurveResult
@@ -141,6 +143,13 @@ def trained() -> TrainResult:
         for at in range(1, 40)
     ]  # fmt: skip
     return TrainResult(Path("runs/demo"), steps, Evaluation(step=39, held_out_loss=2.5, samples=8, loss_tokens=512))
+
+
+def loaded() -> ExpertsResult:
+    model = preset("tiny-deepseek")
+    tokens = [[10 + layer * expert % 7 for expert in range(8)] for layer in range(1, 4)]
+    steps = [msgspec.structs.replace(one, load=Load.of(tokens, due=0)) for one in trained().steps]
+    return ExpertsResult(Path("runs/a-long-name-of-a-run"), model, steps, 0, steps[0])
 
 
 def calibrated() -> CalibrationResult:

@@ -120,6 +120,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "CheckpointContents": by_hand.held,
     "CheckpointCheck": by_hand.checked,
     "TrainResult": by_hand.trained,
+    "ExpertsResult": by_hand.loaded,
     "CalibrationResult": by_hand.calibrated,
     "DoctorResult": by_hand.examined,
     "DoctorResult of many nodes": lambda: by_hand.examined(20),

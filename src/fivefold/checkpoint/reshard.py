@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.pieces import Piece, Pieces
+from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.state import keys
 from fivefold.checkpoint.store import Checkpoint, Store
+from fivefold.checkpoint.tensors import model_key
 from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import Box
@@ -27,7 +28,7 @@ def reshard(
     job = manifest.job | {"layout": msgspec.to_builtins(layout)}
     dtype = torch.float64 if job["train"]["dtype"] == "float64" else torch.float32
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    parts: list[Pieces] = [
+    parts: list[dict[str, Piece]] = [
         {
             key: _lazy(checkpoint, key, shapes[name], box, dtype)
             for name, box in boxes.items()
@@ -35,6 +36,9 @@ def reshard(
         }
         for boxes in boxes_of(spec, layout, seq)
     ]
+    for name, shape in spec.buffers().items():  # small, and whole wherever they are
+        if (key := model_key(name)) in checkpoint.tensors:
+            parts[0][key] = _lazy(checkpoint, key, shape, tuple(map(range, shape)), dtype)
     return write_alone(store, parts, msgspec.structs.replace(manifest, job=job, files=[]), progress)
 
 

@@ -1,18 +1,21 @@
-"""A trainer's state as pieces: masters and the optimizer's states by global name.
+"""A trainer's state as pieces: masters, the optimizer's states and the model's buffers by global name.
 
 The model's own weights are not saved: they are made of the masters.
 """
 
 from collections.abc import Iterable, Mapping
 
+from torch import Tensor
+
 from fivefold.checkpoint.pieces import Piece
-from fivefold.checkpoint.store import Manifest
-from fivefold.checkpoint.tensors import MODEL
+from fivefold.checkpoint.store import Checkpoint, Manifest
+from fivefold.checkpoint.tensors import MODEL, model_key
 from fivefold.optimizers import OPTIMIZERS
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.zero import Weights
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
+Buffers = Mapping[str, Tensor]  # of this rank's stages, each whole
 
 
 def optimizer_of(manifest: Manifest) -> str:
@@ -26,19 +29,32 @@ def keys(name: str, manifest: Manifest) -> list[str]:
     return [f"{kind}.{name}" for kind in (MODEL, *(OPTIMIZERS[optimizer].states if optimizer else ()))]
 
 
-def held(weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Piece]:
+def held(
+    weights: Weights, shapes: Shapes, optimizer: Optimizer | None, buffers: Buffers | None = None
+) -> dict[str, Piece]:
     """All that this rank holds; the pieces share its memory."""
-    return _pieces(weights.masters, weights, shapes, optimizer)
+    return _pieces(weights.masters, weights, shapes, optimizer) | _whole(buffers or {})
 
 
-def written(weights: Weights, shapes: Shapes, optimizer: Optimizer) -> dict[str, Piece]:
+def stored_buffers(buffers: Buffers, checkpoint: Checkpoint) -> Buffers:
+    """Those that a checkpoint has: weights that others trained may come without."""
+    return {name: buffer for name, buffer in buffers.items() if model_key(name) in checkpoint.tensors}
+
+
+def written(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buffers) -> dict[str, Piece]:
     """The part of it that this rank writes: of equal copies the ranks take turns, tensor by tensor."""
     mine = []
     for number, name in enumerate(shapes):
         if name in weights.masters:
             copy, copies = weights.copies(name)
             mine += [name] if number % copies == copy else []
-    return _pieces(mine, weights, shapes, optimizer)
+    stage = weights.mesh.stage
+    turns = {name: buffer for number, (name, buffer) in enumerate(buffers.items()) if number % stage.size == stage.rank}
+    return _pieces(mine, weights, shapes, optimizer) | _whole(turns)
+
+
+def _whole(buffers: Buffers) -> dict[str, Piece]:
+    return {model_key(name): Piece.whole(buffer) for name, buffer in buffers.items()}
 
 
 def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Piece]:

@@ -25,6 +25,7 @@ from fivefold.cli import (
     data,
     doctor,
     dryrun,
+    experts,
     generate,
     launch,
     models,
@@ -64,6 +65,7 @@ app.command("generate", short_help=generate.SHORT)(generate.generate)
 app.command("verify", short_help=verify.SHORT)(verify.verify)
 app.command("curve", short_help=curve.SHORT)(curve.curve)
 app.command("trace", short_help=trace.SHORT)(trace.trace)
+app.command("experts", short_help=experts.SHORT)(experts.experts)
 app.command("calibrate", short_help=calibrate.SHORT)(calibrate.calibrate)
 app.command("models", short_help=models.SHORT)(models.models)
 app.command("accelerators", short_help=accelerators.SHORT)(accelerators.accelerators)

@@ -1,6 +1,7 @@
 """A model over the ranks of a layout that continues a prompt: forward through the pipeline, one token at a time."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.state import held
+from fivefold.checkpoint.state import held, stored_buffers
 from fivefold.checkpoint.store import MANIFEST, Checkpoint
 from fivefold.generate.request import Sampling
 from fivefold.job.config import Job
@@ -102,11 +103,13 @@ class Generator:
         self.cache = Cache(length)
         self.network = Network(job, mesh, attention=self.cache)
         shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
-        pieces = held(self.network.weights, shapes, None)
+        held_here = partial(held, self.network.weights, shapes, None)
         if not isinstance(weights, Path) or (weights / MANIFEST).exists():
-            load(Checkpoint(weights), pieces)
+            checkpoint = Checkpoint(weights)
+            load(checkpoint, held_here(stored_buffers(self.network.buffers, checkpoint)))
         else:
-            HuggingFace(weights).fill(pieces)
+            theirs = HuggingFace(weights)
+            theirs.fill(held_here({name: one for name, one in self.network.buffers.items() if name in theirs.homes}))
         self.network.weights.publish()
         self.network.weights.ready()
         for stage in self.network.stages.values():

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from fivefold.job.changes import Table, apply
-from fivefold.job.model import model_of
+from fivefold.job.model import NESTED, model_of
 from fivefold.job.words import apart, dtype_problem, explain
 from fivefold.layout.layout import Layout
 from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
@@ -35,6 +35,7 @@ Steps = Annotated[int, within(1, STEPS)]
 NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
 EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
 RECIPES = EXAMPLES.parent / "recipes"
+BALANCE_RATE = 0.001  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +52,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Dtype = "float32"  # of compute, also as fp32, bf16, fp64; bfloat16 keeps float32 master weights
     label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
     z_loss: float = 0.0  # times the squared log-partition, added to the loss
+    # Of models with experts. How far a step moves the biases of model.experts.balance_bias; and the factors of two
+    # losses: of the load of each row, and of the squared log-partition of routers.
+    balance_rate: Annotated[float, within(0, 1, "0 moves no bias")] = BALANCE_RATE
+    balance_loss: Annotated[float, within(0, 1000, "0 means none")] = 0.0
+    router_z_loss: Annotated[float, within(0, 1000, "0 means none")] = 0.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
     fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor
@@ -143,6 +149,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
         return [(not (self.optimizer.whole_matrices and cut), why)]
 
+    def _balance(self) -> list[tuple[bool, str]]:
+        """What keeps the load of experts even has no effect where there is nothing of the kind."""
+        t, experts = self.train, self.model.experts
+        losses = {"balance_loss": t.balance_loss, "router_z_loss": t.router_z_loss}
+        return [
+            *(
+                (
+                    experts is not None or not factor,
+                    f"train.{name}={factor} is for experts, and {self.model.name} has none",
+                )
+                for name, factor in losses.items()
+            ),
+            (
+                t.balance_rate in (0, BALANCE_RATE) or (experts is not None and experts.balance_bias),
+                f"train.balance_rate={t.balance_rate} moves the biases of model.experts.balance_bias=true, and "
+                f"{self.model.name} has none",
+            ),
+        ]
+
     def _settings(self) -> list[str]:
         t, d, name = self.train, self.data, self.run.name
         traced, after = self.trace.steps, self.trace.after
@@ -153,6 +178,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (0 <= t.label_smoothing < 1, f"train.label_smoothing={t.label_smoothing} is a share: 0 <= it < 1"),
             (0 <= t.z_loss < math.inf, f"train.z_loss={t.z_loss} must not be negative; 0 turns it off"),
             *self._fp8(),
+            *self._balance(),
             (
                 not learned or d.seq <= self.model.context,
                 f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
@@ -175,8 +201,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 
 
-KEYS: dict[str, list[str]] = {  # of every section
+KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
+    **{f"model.{name}": keys for name, keys in NESTED.items()},
     **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items() if name != "optimizer"},
     "optimizer": ["name", *chain(*(kind.__struct_fields__ for kind in OPTIMIZERS.values()))],
 }

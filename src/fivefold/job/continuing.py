@@ -21,7 +21,7 @@ NEVER = "never"  # the weights of another function
 
 # Of a whole section, and of settings that differ from it. What is not named is as strict as its section.
 RULES = {
-    "model": NEVER,  # other shapes, or another function of the same shapes
+    "model": NEVER,  # other shapes, or another function of the same shapes: other experts chosen, too
     "model.name": FREE,
     "model.dropout": MEANT,  # the model is the same, and its training is not
     "model.init_std": MEANT,  # without effect from here on: whoever changes it means another run
@@ -30,7 +30,7 @@ RULES = {
     "data.path": FREE,  # the same tokens may lie elsewhere; other tokens are refused by their fingerprint
     "optimizer": MEANT,
     "optimizer.schedule_steps": RATE,
-    "train": MEANT,  # batch, seed, dtype, fp8, label_smoothing, z_loss
+    "train": MEANT,  # batch, seed, dtype, fp8, label_smoothing, z_loss, what keeps the load of experts even
     "train.steps": RATE,
     **dict.fromkeys(("train.device", "train.compile", "train.deterministic"), FREE),  # rounding, as layouts do
     **dict.fromkeys(("train.eval_every", "train.eval_samples", "train.log_every", "train.count"), FREE),  # only look
@@ -59,7 +59,7 @@ def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[C
 
     `tokens` are the fingerprints of both data sets; an empty one is not known, and equals any.
     """
-    old, new = msgspec.to_builtins(before), msgspec.to_builtins(now)
+    old, new = ({section: flat(table) for section, table in msgspec.to_builtins(job).items()} for job in (before, now))
     found = [
         Change(f"{section}.{key}", old[section].get(key), new[section].get(key), rule_of(f"{section}.{key}"))
         for section in new
@@ -74,6 +74,14 @@ def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[C
         )
         found.append(Change("data", was, is_, MEANT))
     return found
+
+
+def flat(table: dict[str, Any]) -> dict[str, Any]:
+    """A section in which the settings of a table have its name before theirs: experts.top_k."""
+    inner = (
+        (f"{key}.{name}", it) for key, value in table.items() if isinstance(value, dict) for name, it in value.items()
+    )
+    return {key: value for key, value in table.items() if not isinstance(value, dict)} | dict(inner)
 
 
 def rule_of(key: str) -> str:

@@ -6,12 +6,21 @@ import msgspec
 
 from fivefold.data.index import read_index
 from fivefold.job.changes import Table
+from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
+from fivefold.spec.experts import Experts
 from fivefold.spec.hf_config import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, TOYS, preset
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.support.reading import read, unknown_key
+
+TAG = "kind"  # tells tables apart of which a model may have one or another
+_TABLES = {"experts": (Experts,), "mla": (LatentAttention,), "rope_scaling": (RopeScaling, Yarn)}
+NESTED = {  # the tables of a model, and their settings
+    key: list(dict.fromkeys([*(kind for one in kinds for kind in one.__struct_fields__), *[TAG][: len(kinds) - 1]]))
+    for key, kinds in _TABLES.items()
+}
 
 
 def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
@@ -44,6 +53,16 @@ def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> Mo
     except UserError as error:
         problems += error.problems
         return None
+    for key in NESTED.keys() & fields.keys():
+        given, whole = fields[key], msgspec.to_builtins(base.get(key)) or {}
+        if isinstance(given, dict) and given.get(TAG, whole.get(TAG)) == whole.get(TAG):
+            fields[key] = whole | given  # a preset's, and what changes it
+        elif given is not None and not isinstance(given, dict):
+            problems.append(
+                f"model.{key}={given!r} is not a table; write model.{key}.{NESTED[key][0]}=... and the like, or take a "
+                f"preset without {key}"
+            )
+            return None
     return read(ModelSpec, base | fields, "model", problems)
 
 

@@ -33,6 +33,10 @@ _SETTINGS = {
     "train.eval_every": "eval_interval eval_steps",
     "train.log_every": "log_interval logging_steps log_freq",
     "train.compile": "torch_compile",
+    "train.balance_rate": "moe_router_bias_update_rate load_balance_coeff bias_update_speed",
+    "train.balance_loss": "aux_loss_coef aux_loss_coeff aux_loss_alpha moe_aux_loss_coeff router_aux_loss_coef "
+    "seq_aux_loss_coeff",
+    "train.router_z_loss": "moe_z_loss_coeff router_z_loss_coef",
     "data.seq": "seq_len seq_length sequence_length max_seq_len max_seq_length block_size context_length",
     "data.path": "data_path dataset dataset_path train_data data_dir",
     "layout.dp": "data_parallel data_parallel_size dp_size data_parallel_replicate_degree",
@@ -41,6 +45,8 @@ _SETTINGS = {
     "pp_size",
     "layout.cp": "context_parallel context_parallel_size context_parallel_degree cp_size",
     "layout.sp": "sequence_parallel",
+    "layout.ep": "expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size",
+    "layout.dispatch": "moe_token_dispatcher_type token_dispatcher",
     "layout.zero": "zero_stage",
     "layout.microbatches": "gradient_accumulation_steps grad_accum grad_accum_steps gradient_accumulation",
     "layout.schedule": "pipeline_schedule pipeline_parallel_schedule",
@@ -53,6 +59,17 @@ _SETTINGS = {
     "model.heads": "num_attention_heads n_head n_heads num_heads",
     "model.kv_heads": "num_key_value_heads num_query_groups n_kv_heads",
     "model.ffn": "intermediate_size ffn_hidden_size ffn_dim",
+    "model.experts.count": "num_experts num_local_experts n_routed_experts moe_num_experts",
+    "model.experts.top_k": "moe_router_topk num_experts_per_tok num_experts_per_token experts_per_token moe_top_k",
+    "model.experts.ffn": "moe_intermediate_size moe_ffn_hidden_size moe_inter_dim expert_ffn",
+    "model.experts.shared": "n_shared_experts num_shared_experts",
+    "model.experts.dense_layers": "first_k_dense_replace n_dense_layers",
+    "model.experts.scores": "scoring_func moe_router_score_function score_func",
+    "model.experts.renormalise": "norm_topk_prob route_norm",
+    "model.experts.scale": "routed_scaling_factor moe_router_topk_scaling_factor route_scale",
+    "model.experts.groups": "n_group moe_router_num_groups n_expert_groups",
+    "model.experts.top_groups": "topk_group moe_router_group_topk n_limited_groups",
+    "model.experts.balance_bias": "moe_router_enable_expert_bias",
     "model.vocab": "vocab_size padded_vocab_size",
     "model.context": "max_position_embeddings n_positions",
     "model.tied": "tie_word_embeddings tie_embeddings",
@@ -62,6 +79,8 @@ NO_FP16 = "float16 would need a loss scale, which Fivefold does not have"
 _BATCH = "a microbatch has train.batch / (layout.dp x layout.microbatches) sequences; write these three"
 _EPOCHS = "a run is as long as its steps; write train.steps = epochs x tokens of the data / (train.batch x data.seq)"
 _RANKS = "ranks are started by --nproc, torchrun or srun; write --nproc {}"
+_CAPACITY = "experts have no capacity, and no token is dropped; leave it out"
+_WHOLE_EXPERTS = "an expert is whole on its rank; leave it out"
 _RECOMPUTE = "write layout.recompute=selective or layout.recompute=full"
 SAID: dict[str, str] = {  # what is no setting under another name
     **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "local_batch_size", "micro_batch"), _BATCH),
@@ -70,6 +89,8 @@ SAID: dict[str, str] = {  # what is no setting under another name
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "write both, as optimizer.betas=[0.9, 0.95]"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity"), _RECOMPUTE),
     "min_lr": "the last rate is a share of the peak; write optimizer.final=0.1",
+    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor", "expert_capacity_factor"), _CAPACITY),
+    **dict.fromkeys(("expert_tensor_parallel_size", "expert_tensor_parallel_degree", "etp"), _WHOLE_EXPERTS),
     "fsdp": "sharded parameters are ZeRO 3; write layout.zero=3",
     "bf16": "write train.dtype=bfloat16",
     "fp16": f"{NO_FP16}; write train.dtype=bfloat16",
@@ -80,11 +101,17 @@ SAID: dict[str, str] = {  # what is no setting under another name
 def explain(table: dict[str, Any], sections: Keys, problems: list[str]) -> None:
     """Take settings out of a job's table that go by another name, or stand elsewhere, and say what to write."""
     places = {"": table, **{key: value for key, value in table.items() if isinstance(value, dict)}}
+    for section, key in [tuple(home.split(".")) for home in sections if "." in home]:
+        if isinstance(inner := places.get(section, {}).get(key), dict):
+            places[f"{section}.{key}"] = inner
     for section, values in places.items():
         for key in [one for one in values if one not in (sections.get(section, ()) if section else sections)]:
             if sentence := meant(section, key, values[key], sections):
                 problems.append(sentence)
                 del values[key]
+                section_of, _, inner = section.partition(".")
+                if inner and not values:
+                    del table[section_of][inner]
     for section in [key for key, value in table.items() if key not in sections and value == {}]:
         del table[section]  # all of it was explained
 
@@ -136,7 +163,10 @@ def _plain(name: str) -> str:
 
 def _homes(key: str, sections: Keys) -> list[str]:
     """Where a setting stands that was written without its section, or under another name."""
-    return [ALIASES[key]] if key in ALIASES else [f"{home}.{key}" for home, keys in sections.items() if key in keys]
+    if key in ALIASES:
+        return [ALIASES[key]]
+    homes = [f"{home}.{key}" for home, keys in sections.items() if key in keys]
+    return [home for home in homes if home.count(".") == 1] or homes  # of a section, rather than of a table in one
 
 
 def dtype_problem(word: str) -> str | None:

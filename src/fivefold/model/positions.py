@@ -18,6 +18,7 @@ class TokenPositions:
     length: int  # of a whole sequence; positions are below it
     documents: Tensor | None = None  # [B, S] attention stays within equal numbers; None: one document per sequence
     row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU, where tokens are a slice of them
+    real: int | None = None  # sequences, the first ones; those behind only fill a batch up. None: all
 
     @classmethod
     def of(cls, tokens: Tensor) -> Self:

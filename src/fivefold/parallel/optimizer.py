@@ -30,10 +30,11 @@ class Optimizer:
         wide = all(master.dtype == torch.float32 for master in weights.masters.values())
         self.fused = config.fuses and wide and mesh.device.type == "cuda"
 
-    def gradient_norm(self, wish: Tensor | None = None) -> Tensor:
+    def gradient_norm(self, wish: Tensor | None = None, *also: Tensor) -> Tensor:
         """The norm over all parameters of the model, before clipping: in float64, and the same on every rank.
 
-        `wish` is a number of this rank's, and becomes the sum over all ranks: beside the norm's it costs nothing.
+        `wish` is a number of this rank's, `also` are more of them, all in float64. They become sums over all ranks:
+        beside the norm's they cost nothing.
         """
         masters = self.weights.masters.items()
         mine = [p.grad for name, p in masters if p.grad is not None and self.weights.copies(name)[0] == 0]
@@ -43,11 +44,11 @@ class Optimizer:
         else:
             square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.world.size > 1:
-            sums = torch.stack((square, torch.zeros_like(square) if wish is None else wish))
+            parts = [square, torch.zeros_like(square) if wish is None else wish, *also]
+            sums = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(sums, group=self.mesh.world.group)
-            square = sums[0]
-            if wish is not None:
-                wish.copy_(sums[1])
+            for part, found in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
+                part.copy_(found.view_as(part))
         return square.sqrt()
 
     @torch.no_grad()

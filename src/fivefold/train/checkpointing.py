@@ -9,7 +9,7 @@ import msgspec
 from fivefold.checkpoint.load import Say, load, newest
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
-from fivefold.checkpoint.state import held, optimizer_of, written
+from fivefold.checkpoint.state import held, optimizer_of, stored_buffers, written
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
@@ -41,7 +41,8 @@ class Checkpoints:
             raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
         engine = self.trainer.engine
         same = optimizer_of(manifest) == job.optimizer.name  # another optimizer's states are of no use
-        load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if same else None))
+        buffers = stored_buffers(engine.buffers, checkpoint)
+        load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if same else None, buffers))
         engine.optimizer.restore(manifest.updates)
         self.trainer.done, self.trainer.samples = manifest.step, manifest.samples
         self.saved = manifest.step
@@ -97,7 +98,7 @@ class Checkpoints:
     def pieces(self) -> dict[str, Piece]:
         """What this rank writes."""
         engine = self.trainer.engine
-        return written(engine.weights, self.shapes, engine.optimizer)
+        return written(engine.weights, self.shapes, engine.optimizer, engine.buffers)
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(

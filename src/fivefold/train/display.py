@@ -67,9 +67,10 @@ class Display:
 
 def _line(record: Step) -> str:
     mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
+    load = f"  fullest expert {record.load.fullest:.2f}x" if record.load is not None else ""
     return (
         f"loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
-        f"{si(record.tokens_per_second)} tokens/s{mfu}  memory {bytes_text(record.memory)}"
+        f"{si(record.tokens_per_second)} tokens/s{mfu}{load}  memory {bytes_text(record.memory)}"
     )
 
 

@@ -5,6 +5,8 @@ global batch -> this dp rank's samples -> microbatches -> this cp rank's tokens 
       over dp x cp -> gradient norm -> the optimizer's step
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, compiles
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.model.decoder import Decoder
+from fivefold.model.dtypes import wide
+from fivefold.model.experts.balance import Balance
 from fivefold.model.head import Targets
 from fivefold.model.ops import AttentionOps
 from fivefold.model.positions import TokenPositions
@@ -26,10 +30,11 @@ from fivefold.parallel.peer_errors import waiting
 from fivefold.parallel.pipeline import Microbatch, Pipeline, Watch
 from fivefold.parallel.tensor import ops_of
 from fivefold.parallel.zero import spread
+from fivefold.train.load import Loads, routers
 
 
 class Network:
-    """A job's model on this rank: its stages, their weights, and the pipeline that runs them.
+    """A job's model on this rank: its stages, their weights and buffers, and the pipeline that runs them.
 
     `watch` surrounds every action of the pipeline; `attention` replaces the layout's.
     """
@@ -44,6 +49,7 @@ class Network:
         self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, fp8=fp8)
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
+        self.buffers = self._buffers(wide(compute))
         later.report = self.weights.add
         channels = Channels(self.schedule, mesh, compute)
         self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, later, channels, watch)
@@ -53,16 +59,23 @@ class Network:
         job = self.job
         every = stages_of(job.model, job.layout, job.data.seq)
         mine = [every[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
+        losses = {"loss": job.train.balance_loss, "z_loss": job.train.router_z_loss}
+        balance = Balance(**losses, rows=job.train.batch, tokens=job.train.batch * job.data.seq)
+        how = (job.layout.recompute, job.train.seed, self.ops)
         with torch.device("meta"):
-            made = {
-                stage.index: Decoder(job.model, job.layout.recompute, job.train.seed, self.ops, stage, self.compiled)
-                for stage in mine
-            }
+            made = {stage.index: Decoder(job.model, *how, stage, self.compiled, balance) for stage in mine}
         if job.model.tied and len(mine) > 1 and mine[0].first and mine[-1].last:
             made[mine[-1].index].embedding = made[mine[0].index].embedding  # both ends are here: one weight
         for model in made.values():
             self.ops.adopt(model)
         return made
+
+    def _buffers(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The biases of routers by global name, which begin at zero; what the meta device had of them was nothing."""
+        for router in routers(self.stages.values()).values():
+            if router.balance is not None:
+                router.balance = torch.zeros(router.balance.shape, dtype=dtype, device=self.mesh.device)
+        return {name: buffer for model in self.stages.values() for name, buffer in model.named_buffers()}
 
     @property
     def model(self) -> Decoder:
@@ -77,6 +90,7 @@ class Engine(Network):
         self.context = Context(mesh)
         self.position_ids: dict[tuple[int, ...], Tensor] = {}
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
+        self.loads = Loads(job, self.stages.values(), mesh.device) if job.model.experts else None
         # When a snapshot of masters and moments has been copied: only `step` changes them. (Where masters are the
         # model's weights, gathering those writes the same bits over them.)
         self.copied: torch.cuda.Event | None = None
@@ -95,6 +109,8 @@ class Engine(Network):
             return self._share(total, count)
 
         sums: list[Tensor] = []
+        if self.loads is not None:
+            self.loads.begin()
         self.pipeline.run([self._microbatch(part, **extras) for part in mine], loss_of)
         ends = [self.mesh.ends] if self.job.model.tied else []
         with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.of_experts()):
@@ -132,22 +148,31 @@ class Engine(Network):
         return total
 
     def gradient_norm(self, wish: Tensor | None = None) -> Tensor:
+        """Of all parameters. The load of experts goes the same way, and is known on every rank from here on."""
+        loads = [] if self.loads is None else [self.loads.counted()]
         with waiting("the gradient norm", self.mesh, self.mesh.world):
-            return self.optimizer.gradient_norm(wish)
+            return self.optimizer.gradient_norm(wish, *loads)
 
     def step(self, rate: float | None, norm: Tensor) -> None:
         if self.copied is not None:  # on the device: the host does not wait
             self.copied.wait()
             self.copied = None
         self.optimizer.step(rate, norm)
+        if self.loads is not None and rate is not None:
+            self.loads.follow()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """The loss sum of a global batch without gradients, equal on all ranks: plain cross-entropy, no dropout."""
-        mine = batch.padded(self.mesh.batch.size).split(self.mesh.batch.size)[self.mesh.batch.rank]
+        dp = self.mesh.batch
+        mine = batch.padded(dp.size).split(dp.size)[dp.rank]
+        microbatch = self._microbatch(mine)
+        real = len(batch.samples) - dp.rank * len(mine.samples)
+        if real < len(mine.samples):
+            microbatch = replace(microbatch, positions=replace(microbatch.positions, real=max(0, real)))
         for model in self.stages.values():
             model.eval()
-        loss = self.pipeline.forward_only(self._microbatch(mine))
+        loss = self.pipeline.forward_only(microbatch)
         for model in self.stages.values():
             model.train()
         return float(self._everywhere([] if loss is None else [loss]))

@@ -146,7 +146,10 @@ class Trainer:
             wish = torch.full((), float(self.stopping()), dtype=torch.float64, device=self.mesh.device)
             wish += self.guard.wish
             norm = self.engine.gradient_norm(wish)
-            mean, norm_value, wishes = torch.stack((loss, norm, wish)).tolist()  # the step's one wait for the device
+            loads = self.engine.loads
+            found = torch.stack((loss, norm, wish))
+            found = found if loads is None else torch.cat((found, loads.sums))
+            mean, norm_value, wishes, *sums = found.tolist()  # the step's one wait for the device
         if wishes >= WISH:
             self.agree(sure=True)
         if not (math.isfinite(mean) and math.isfinite(norm_value)):
@@ -172,7 +175,13 @@ class Trainer:
             tokens_per_second=tokens / seconds,
             mfu=achieved / self.peak if self.peak else None,
             memory=peak_memory(self.mesh.device),
+            load=None if loads is None else loads.record(sums, whole=self.logs(step)),
         )
+
+    def logs(self, step: int) -> bool:
+        """Whether a line is printed of a step, where there is no terminal."""
+        train = self.job.train
+        return step in (1, train.steps) or step % train.log_every == 0
 
     def evaluate(self, step: int) -> Evaluation | None:
         """The held-out loss over the first `eval_samples` sequences of the held-out order: always the same ones."""

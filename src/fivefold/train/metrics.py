@@ -15,7 +15,7 @@ from fivefold.train.records import Evaluation, Step
 
 Record = Step | Evaluation
 _SUM = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
-_LONGEST = 1 << 14  # bytes of a line that is looked at
+_LONGEST = 1 << 22  # bytes of a line that is looked at
 _KEPT = 1 << 24  # bytes of records that wait for a disk with room
 
 

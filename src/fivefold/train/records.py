@@ -1,5 +1,6 @@
 """What a run reports, and who gets it: a record for each step and each evaluation, and TensorBoard."""
 
+import math
 import os
 import socket
 import time
@@ -7,6 +8,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of a step were spread over experts. Each token counts as often as it visits experts."""
+
+    fullest: float  # tokens of the fullest expert of any layer, over the mean of its layer
+    entropy: float  # of the tokens over a layer's experts, by that of an even load; the mean over layers
+    balance_loss: float | None = None  # of a row, the mean over layers, before its factor; 1: even. None: not asked for
+    z_loss: float | None = None  # of a token, likewise
+    dropped: int = 0  # visits that were due and not made: none, since no expert has a capacity
+    tokens: list[list[int]] | None = None  # by layer and expert, in the steps that log lines are printed of
+
+    @classmethod
+    def of(cls, tokens: list[list[int]], due: int, *, whole: bool = True, **losses: float | None) -> "Load":
+        """Of a step; `due` are the visits of all its tokens to the experts of one layer."""
+        return cls(
+            fullest=max(max(layer) * len(layer) / max(1, sum(layer)) for layer in tokens),
+            entropy=sum(map(evenness, tokens)) / len(tokens),
+            dropped=due * len(tokens) - sum(map(sum, tokens)),
+            tokens=tokens if whole else None,
+            **losses,
+        )
+
+
+def evenness(layer: list[int]) -> float:
+    """The entropy of a load over that of an even one: 0 where one expert gets all, 1 where all get the same."""
+    shares = [one / sum(layer) for one in layer if one]
+    return sum(-share * math.log(share) for share in shares) / math.log(len(layer)) if len(layer) > 1 else 1.0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
@@ -20,6 +49,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kin
     tokens_per_second: float
     mfu: float | None  # model FLOPs utilisation, attention counted full; None where the peak is not known
     memory: int  # bytes, peak so far: the GPU allocator's, or the process's resident size
+    load: Load | None = None  # of experts, where the model has any
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
@@ -66,6 +96,10 @@ class TensorBoard:
     def on_step(self, record: Step) -> None:
         names = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory")
         found = {f"train/{name}": getattr(record, name) for name in names}
+        if record.load is not None:
+            found |= {
+                f"load/{name}": value for name, value in msgspec.to_builtins(record.load).items() if name != "tokens"
+            }
         self._scalars(record.step, {name: value for name, value in found.items() if value is not None})
 
     def on_evaluation(self, record: Evaluation) -> None:

@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
 from fivefold.doctor.before import before_step_1
 from fivefold.job.config import Job
-from fivefold.job.continuing import Change, bends
+from fivefold.job.continuing import Change, bends, flat
 from fivefold.job.preflight import Sources
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
@@ -40,6 +40,7 @@ from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.directories import claim as claim_directory
 from fivefold.train.directories import entered, store
 from fivefold.train.display import Display
+from fivefold.train.experts import PICTURE, ExpertsResult
 from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.outputs import Outputs, vanishing
 from fivefold.train.records import Evaluation, Listener
@@ -125,6 +126,8 @@ def _run_job(
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
             console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
+        if job.model.experts is not None:
+            _show_load(console, outputs, job, directory)
         outputs.traced.show(console)
         if trainer.engine.compiled:
             console.print(graphs_text(*compilation(), blocks=job.layout.compiles_blocks), soft_wrap=True)
@@ -133,6 +136,14 @@ def _run_job(
             counts = directory / "counts.json"
             outputs.keep(counts, lambda: put(counts, json.dumps(trainer.counted.to_dict(), indent=2) + "\n"))
         outputs.judge()
+
+
+def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) -> None:
+    """The load of the experts, and its picture."""
+    with suppress(UserError):  # the metrics were lost, and that has been said
+        load = ExpertsResult.read(directory, job.model)
+        outputs.keep(directory / PICTURE, lambda: put(directory / PICTURE, load.svg()))
+        render(load.blocks(), console, width_of(console))
 
 
 def _agreed(control: Control, do: Callable[[], T]) -> T | None:
@@ -209,7 +220,9 @@ def show_job(console: Console, job: Job, directory: Path) -> None:
     )
     grid = Table.grid(padding=(0, 2))
     for section, table in msgspec.to_builtins(job).items():
-        plain = {key: ",".join(map(str, value)) if isinstance(value, list) else value for key, value in table.items()}
+        plain = {
+            key: ",".join(map(str, value)) if isinstance(value, list) else value for key, value in flat(table).items()
+        }
         settings = " ".join(f"{key}={value}" for key, value in plain.items() if value is not None)
         grid.add_row(f"[bold]{section}[/]", Text(settings, style="dim"))
     console.print(grid)

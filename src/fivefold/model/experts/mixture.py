@@ -56,12 +56,18 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
         """x [B, S, E]; `positions` are those of its tokens."""
         dispatch = self.ops.dispatch
-        tokens = dispatch.own_tokens(x)
+        tokens = own = dispatch.own_tokens(x)
+        if positions.real is not None:  # what only fills a batch up is not routed
+            chosen = (dispatch.rows(x) < positions.real).nonzero().flatten()
+            tokens = own[chosen]
         bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
         routed = self.router(tokens, self.ops.weight(self.router), bias)
         if self.training and self.balance.wanted:
             routed = self._with_losses(routed, x, positions)
-        y = dispatch.all_tokens(dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1]), x)
+        y = dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1])
+        if positions.real is not None:
+            y = torch.zeros_like(own).index_copy(0, chosen, y)
+        y = dispatch.all_tokens(y, x)
         return y if self.shared is None else y + self.shared(x)
 
     def _with_losses(self, routed: Routed, x: Tensor, positions: TokenPositions) -> Routed:

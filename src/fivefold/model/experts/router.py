@@ -30,6 +30,8 @@ class Routed:
 class Router(nn.Module):
     """One linear, and the choice of the best. `balance` helps to choose and does not weigh; see `balance.py`."""
 
+    balance: Tensor | None
+
     def __init__(self, spec: ModelSpec):
         super().__init__()
         assert spec.experts is not None

@@ -1,0 +1,196 @@
+"""The load of a run's experts over its steps: a table for people, a picture of every layer and expert, JSON."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.report import Block, Result, Table, Text
+from fivefold.report.svg import document, rect, text
+from fivefold.spec.model import ModelSpec
+from fivefold.support.documents import path_of
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import counted
+from fivefold.train.metrics import read
+from fivefold.train.records import Load, Step, evenness
+from fivefold.train.resuming import stored_job
+
+PICTURE = "load.svg"
+_BARS = "·▁▂▃▄▅▆▇█"  # of none, and of up to twice the mean
+_BAR = 32  # experts that have one of their own in the table
+_COLUMNS, _ROWS = 80, 320  # cells of the picture, at most
+_WIDTH, _LEFT, _TOP, _GAP = 640, 76, 34, 4
+_COLD, _EVEN, _HOT = (33, 102, 172), (247, 247, 247), (178, 24, 43)  # a quarter of the mean, the mean, four times it
+_SHADES = 8  # on either side
+
+Tokens = list[list[int]]  # by layer and expert
+
+
+@dataclass(frozen=True)
+class ExpertsResult(Result):
+    directory: Path
+    model: ModelSpec
+    steps: list[Step]  # those whose record has the tokens of every expert
+    dropped: int  # of all steps
+    fullest: Step  # the step with the fullest expert of all
+
+    @classmethod
+    def read(cls, directory: Path, model: ModelSpec) -> "ExpertsResult":
+        if model.experts is None:
+            raise UserError(f"{model.name}, which {directory} trains, has no experts")
+        every = [one for _, one in read(directory / "metrics.jsonl") if isinstance(one, Step) and one.load is not None]
+        whole = [step for step in every if step.load and step.load.tokens]
+        if not whole:
+            raise UserError(f"{directory} has no step with a load yet")
+        fullest = max(every, key=lambda step: _load(step).fullest)
+        return cls(directory, model, whole, sum(_load(step).dropped for step in every), fullest)
+
+    @property
+    def layers(self) -> range:
+        return range(self.model.dense_layers, self.model.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "directory": str(self.directory),
+            "model": self.model.name,
+            "experts": msgspec.to_builtins(self.model.experts),
+            "layers": list(self.layers),
+            "dropped": self.dropped,
+            "steps": [{"step": one.step} | msgspec.to_builtins(one.load) for one in self.steps],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        first, last, experts = self.steps[0], self.steps[-1], self.model.experts
+        assert experts is not None
+        yield Text(
+            f"{self.directory}  {self.model.name}: {experts.count} experts a layer, {experts.top_k} a token", "bold"
+        )
+        rows = []
+        for layer, then, now in zip(self.layers, _tokens(first), _tokens(last), strict=True):
+            full = max(range(len(now)), key=now.__getitem__)
+            rows.append(
+                [
+                    str(layer),
+                    _times(max(_shares(then))),
+                    _times(_shares(now)[full]),
+                    str(full),
+                    _times(min(_shares(now))),
+                    f"{evenness(now):.3f}",
+                    _bars(now),
+                ]
+            )
+        then_and_now = (f">fullest at step {one.step}" for one in (first, last))
+        yield Table(
+            [">layer", *then_and_now, ">which expert", ">emptiest", ">entropy", "by expert"],
+            rows,
+            caption="Loads are times the mean of their layer, bars up to 2; the entropy is 1 where all are alike.",
+        )
+        load = _load(self.fullest)
+        yield Text(
+            f"The fullest expert of all steps had {_times(load.fullest)} the mean of its layer, in step "
+            f"{self.fullest.step}; {counted(self.dropped, 'token')} dropped."
+        )
+
+    # ---- the picture -------------------------------------------------------------------------------------------------
+
+    def svg(self) -> str:
+        """A band for each layer and in it a line for each expert, over the steps: blue below the mean, red above."""
+        columns = self._columns()
+        lines = min(len(columns[0][0]), max(1, _ROWS // len(self.layers)))
+        high = max(2, min(12, 480 // (lines * len(self.layers))))
+        shapes = [
+            text(_LEFT, _TOP - 14, f"load of the experts of {self.model.name}, in times the mean", font_weight="bold")
+        ]
+        for at, layer in enumerate(self.layers):
+            top = _TOP + at * (lines * high + _GAP)
+            shapes.append(text(_LEFT - 8, top + lines * high / 2 + 4, f"layer {layer}", text_anchor="end"))
+            grid = [_thinned(_shares(column[at]), lines) for column in columns]
+            for line in range(lines):
+                colours = [_colour(shares[line]) for shares in grid]
+                shapes += _band(colours, top + line * high, high)
+        bottom = _TOP + len(self.layers) * (lines * high + _GAP)
+        shapes += [
+            text(_LEFT, bottom + 14, f"step {self.steps[0].step}"),
+            text(_LEFT + _WIDTH, bottom + 14, f"step {self.steps[-1].step}", text_anchor="end"),
+            *_legend(bottom + 14),
+        ]
+        return document(_LEFT + _WIDTH + 16, bottom + 26, shapes, title="load of experts by step", font_size=12)
+
+    def _columns(self) -> list[Tokens]:
+        """The steps, or neighbours of them added up where there are more than fit."""
+        many = min(_COLUMNS, len(self.steps))
+        cuts = [len(self.steps) * at // many for at in range(many + 1)]
+        groups = (self.steps[start:stop] for start, stop in pairwise(cuts))
+        return [[[sum(of) for of in zip(*layers, strict=True)] for layers in zip(*map(_tokens, group), strict=True)]
+                for group in groups]  # fmt: skip
+
+
+def experts(run: str | Path) -> ExpertsResult:
+    """The load of the experts of a run, by its directory."""
+    directory = path_of(str(run))
+    if not (directory / "metrics.jsonl").is_file():
+        raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
+    return ExpertsResult.read(directory, stored_job(directory).model)
+
+
+def _load(step: Step) -> Load:
+    assert step.load is not None
+    return step.load
+
+
+def _tokens(step: Step) -> Tokens:
+    return _load(step).tokens or []
+
+
+def _shares(layer: list[int]) -> list[float]:
+    """Of each expert, in times the mean."""
+    mean = max(1, sum(layer)) / len(layer)
+    return [one / mean for one in layer]
+
+
+def _times(share: float) -> str:
+    return f"{share:.2f}x"
+
+
+def _bars(layer: list[int]) -> str:
+    return "".join(_BARS[min(8, math.ceil(4 * share))] for share in _thinned(_shares(layer), min(_BAR, len(layer))))
+
+
+def _thinned(shares: list[float], count: int) -> list[float]:
+    """So many, each the fullest of the neighbours that it stands for."""
+    cuts = [len(shares) * at // count for at in range(count + 1)]
+    return [max(shares[start:stop]) for start, stop in pairwise(cuts)]
+
+
+def _colour(share: float) -> str:
+    """By the logarithm, in as many shades as can be told apart."""
+    away = max(-1.0, min(1.0, math.log2(share) / 2)) if share else -1.0
+    return _shade(round(away * _SHADES))
+
+
+def _shade(number: int) -> str:
+    end, part = _HOT if number > 0 else _COLD, abs(number) / _SHADES
+    mixed = (round(a + (b - a) * part) for a, b in zip(_EVEN, end, strict=True))
+    return f"#{''.join(f'{one:02x}' for one in mixed)}"
+
+
+def _band(colours: list[str], top: float, high: float) -> Iterator[str]:
+    """A line of cells; neighbours of one colour are one."""
+    wide, start = _WIDTH / len(colours), 0
+    for at in range(1, len(colours) + 1):
+        if at == len(colours) or colours[at] != colours[start]:
+            yield rect(_LEFT + start * wide, top, (at - start) * wide, high, fill=colours[start])
+            start = at
+
+
+def _legend(base: float) -> Iterator[str]:
+    """In the middle below: a quarter of the mean, the mean, four times it."""
+    wide, left = 9, _LEFT + _WIDTH / 2 - (2 * _SHADES + 1) * 9 / 2
+    for place in range(2 * _SHADES + 1):
+        yield rect(left + place * wide, base - 10, wide, 12, fill=_shade(place - _SHADES))
+    yield text(left - 6, base, "1/4", text_anchor="end")
+    yield text(left + (2 * _SHADES + 1) * wide + 6, base, "4")

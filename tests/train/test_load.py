@@ -1,0 +1,146 @@
+"""The load of experts: what is counted, when biases follow it, what is said of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.data.batch import Batch
+from fivefold.model.decoder import Decoder
+from fivefold.model.init import initialise
+from fivefold.model.positions import TokenPositions
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
+from fivefold.train.experts import ExpertsResult
+from fivefold.train.load import routers
+from fivefold.train.loop import Trainer
+from fivefold.train.metrics import MetricsFile
+from fivefold.train.records import Load
+from tests.commands import fivefold
+from tests.train.test_loop import batch_of, run, small_job, trainer
+
+MIXTURE = ["model=tiny-deepseek", "model.layers=3", "model.experts.ffn=16", "train.balance_rate=0.01"]
+
+
+def mixture(tokens: Path, *changes: str) -> Trainer:
+    return trainer(small_job(tokens, *MIXTURE, "model.layers=3", *changes))
+
+
+def biases(made: Trainer) -> list[list[float]]:
+    return [buffer.tolist() for buffer in made.engine.buffers.values()]
+
+
+def step(made: Trainer, number: int, batch: Batch | None = None) -> Load:
+    load = made.step(number, batch or batch_of(made, number - 1)).load
+    assert load is not None
+    return load
+
+
+@pytest.mark.parametrize("how", ["microbatches=2", "recompute=full", "recompute=selective,microbatches=4"])
+def test_biases_follow_the_load_of_the_global_batch_once_a_step(tokens: Path, how: str) -> None:
+    """However the batch is cut, and however often a forward pass runs."""
+    one, other = mixture(tokens, "train.log_every=1"), mixture(tokens, "train.log_every=1", f"layout={how}")
+    want = torch.zeros(2, 8)
+    for number in (1, 2, 3):
+        load = step(one, number)
+        assert load.tokens == step(other, number).tokens
+        assert load.tokens is not None
+        assert [sum(layer) for layer in load.tokens] == [4 * 24 * 2] * 2
+        assert load.dropped == 0
+        counts = torch.tensor(load.tokens)
+        want += 0.01 * torch.sign(24.0 - counts)  # 192 visits to 8 experts
+        assert list(one.engine.buffers) == ["layers.1.mlp.router.balance", "layers.2.mlp.router.balance"]
+        torch.testing.assert_close(torch.stack([*one.engine.buffers.values()]), want)
+    assert biases(other) == biases(one)
+    assert want.abs().sum() > 0
+
+
+def test_a_skipped_step_and_an_evaluation_move_no_bias(tokens: Path) -> None:
+    made = mixture(tokens)
+    step(made, 1)
+    before = biases(made)
+    batch = batch_of(made, 1)
+    silent = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    assert step(made, 2, silent).fullest > 1  # it is counted, and said
+    made.engine.evaluate(batch)
+    loads = [router.load for router in routers(made.engine.stages.values()).values()]
+    assert [int(load.sum()) for load in loads if load is not None] == [4 * 24 * 2] * 2  # those of step 2
+    assert biases(made) == before
+    step(made, 3)
+    assert biases(made) != before
+
+
+def test_tokens_without_loss_count_and_what_fills_a_batch_up_is_not_routed(tokens: Path) -> None:
+    made = mixture(tokens, "train.log_every=1")
+    batch = batch_of(made, 0)
+    half = replace(batch, loss_mask=batch.loss_mask & (np.arange(24) < 12))
+    assert step(made, 1, half).tokens == step(mixture(tokens, "train.log_every=1"), 1, batch).tokens
+
+    spec = preset("tiny-deepseek", layers=2, hidden=32)
+    model = Decoder(spec).eval()
+    initialise(model, spec, 0)
+    router, seen = routers([model])[1], list[int]()
+
+    def watched(scores: torch.Tensor) -> torch.Tensor:
+        seen.append(len(scores))
+        return router.best(scores)
+
+    router.choose = watched
+    ids = torch.arange(30).view(3, 10)
+    with torch.no_grad():
+        want = model(ids)
+        padded = model(ids, replace(TokenPositions.of(ids), real=2))
+        model(ids, replace(TokenPositions.of(ids), real=0))
+    assert seen == [30, 20, 0]
+    torch.testing.assert_close(padded[:2], want[:2])
+
+
+def test_the_losses_are_said_where_they_are_asked_for(tokens: Path) -> None:
+    load = step(mixture(tokens), 1)
+    assert (load.balance_loss, load.z_loss) == (None, None)
+    load = step(mixture(tokens, "train.balance_loss=0.01", "train.router_z_loss=0.001"), 1)
+    assert load.balance_loss is not None
+    assert load.z_loss is not None
+    assert 0.9 < load.balance_loss < 8  # 1 where the load is even
+    assert 1 < load.z_loss < 10  # the square of log(8) or so
+
+
+def test_what_is_said_of_a_load() -> None:
+    even, one = Load.of([[4, 4, 4, 4]], due=16), Load.of([[16, 0, 0, 0], [4, 4, 4, 4]], due=16)
+    assert (even.fullest, even.entropy, even.dropped) == (1, 1, 0)
+    assert (one.fullest, one.entropy) == (4, 0.5)
+    assert Load.of([[3, 1]], due=5).dropped == 1
+    assert Load.of([[7]], due=7).entropy == 1
+
+
+def test_the_load_of_a_run_is_in_its_metrics_a_table_and_a_picture(tokens: Path, tmp_path: Path) -> None:
+    job = small_job(tokens, *MIXTURE, "model.layers=3", "train.steps=5", "train.log_every=2", f"run.dir={tmp_path}")
+    _, recorder = run(job)
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for record in recorder.steps:
+        file.on_step(record)
+    file.close()
+    found = ExpertsResult.read(tmp_path, job.model)
+    assert [one.step for one in found.steps] == [1, 2, 4, 5]
+    assert found.to_dict()["layers"] == [1, 2]
+    assert found.svg().count("<rect") > 2 * 8
+    with pytest.raises(UserError, match=r"tiny, which .* trains, has no experts"):
+        ExpertsResult.read(tmp_path, preset("tiny"))
+
+
+def test_the_command_reads_a_run_that_draws_its_own_picture(tokens: Path, tmp_path: Path) -> None:
+    words = [*MIXTURE, "model.layers=3", "model.hidden=32", "data.seq=24", "train.steps=3", "train.batch=4",
+             f"data.path={tokens}", "train.device=cpu"]  # fmt: skip
+    trained = fivefold("train", *words, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "fullest expert" in trained.stdout
+    assert "by expert" in trained.stdout
+    assert (tmp_path / "runs/run/load.svg").read_text().startswith("<svg")
+    shown = fivefold("experts", "runs/run", "--json", cwd=tmp_path)
+    table = json.loads(shown.stdout)
+    assert [one["step"] for one in table["steps"]] == [1, 3]
+    assert table["dropped"] == 0
+    assert fivefold("experts", "runs/none", cwd=tmp_path).returncode == 2
