@@ -1,7 +1,8 @@
 """The load of experts: what is counted, when biases follow it, what is said of it."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 from fivefold.data.batch import Batch
+from fivefold.job.config import Job
+from fivefold.job.preflight import preflight
 from fivefold.model.decoder import Decoder
+from fivefold.model.experts.router import Router
 from fivefold.model.init import initialise
 from fivefold.model.positions import TokenPositions
+from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.train.experts import ExpertsResult
@@ -20,6 +25,7 @@ from fivefold.train.loop import Trainer
 from fivefold.train.metrics import MetricsFile
 from fivefold.train.records import Load
 from tests.commands import fivefold
+from tests.ranks import run_ranks
 from tests.train.test_loop import batch_of, run, small_job, trainer
 
 MIXTURE = ["model=tiny-deepseek", "model.layers=3", "model.experts.ffn=16", "train.balance_rate=0.01"]
@@ -144,3 +150,47 @@ def test_the_command_reads_a_run_that_draws_its_own_picture(tokens: Path, tmp_pa
     assert [one["step"] for one in table["steps"]] == [1, 3]
     assert table["dropped"] == 0
     assert fivefold("experts", "runs/none", cwd=tmp_path).returncode == 2
+
+
+def on_ranks(rank: int, world: int, job: Job) -> tuple[list[Load | None], dict[str, list[float]], float, int]:
+    """The loads and biases of three steps; a held-out loss of three rows, and how many tokens were routed for it."""
+    made = Trainer(job, preflight(job, world), Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
+    loads = [made.step(number, batch_of(made, number - 1)).load for number in (1, 2, 3)]
+    routed = 0
+
+    def watched(router: Router, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal routed
+        routed += len(scores)
+        return router.best(scores)
+
+    for router in routers(made.engine.stages.values()).values():
+        router.choose = partial(watched, router)
+    whole = batch_of(made, 0)
+    few = Batch(*(getattr(whole, field.name)[:3] for field in fields(whole)))
+    loss = made.engine.evaluate(few)
+    return loads, {name: buffer.tolist() for name, buffer in made.engine.buffers.items()}, loss, routed
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,ep=2,zero=3",
+        "pp=2,microbatches=2,schedule=zb-v",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp=2,ep=2", "cp=2,ep=2", "dp=4,tp=2,ep=4,sp,zero=1")),
+    ],
+)
+def test_every_layout_has_the_load_and_the_biases_of_one_process(tokens: Path, layout: str) -> None:
+    words = [*MIXTURE, "train.dtype=float64", "train.log_every=1", "model.layers=3", "train.balance_loss=0.01"]
+    want = on_ranks(0, 1, small_job(tokens, *words))
+    job = small_job(tokens, *words, f"layout={layout}")
+    found = run_ranks(job.layout.world, on_ranks, job)
+    biases: dict[str, list[float]] = {}
+    for loads, held, loss, _ in found:
+        assert [load and load.tokens for load in loads] == [load and load.tokens for load in want[0]]
+        assert [load and load.balance_loss for load in loads] == pytest.approx(
+            [load and load.balance_loss for load in want[0]], rel=1e-10
+        )
+        biases |= held
+        assert loss == pytest.approx(want[2], rel=1e-10)
+    assert biases == want[1]
+    assert sum(routed for *_, routed in found) == want[3] == 2 * 3 * 24

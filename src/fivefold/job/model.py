@@ -1,5 +1,6 @@
 """The model of a job: a preset, a Hugging Face config, or all its numbers."""
 
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -17,10 +18,7 @@ from fivefold.support.reading import read, unknown_key
 
 TAG = "kind"  # tells tables apart of which a model may have one or another
 _TABLES = {"experts": (Experts,), "mla": (LatentAttention,), "rope_scaling": (RopeScaling, Yarn)}
-NESTED = {  # the tables of a model, and their settings
-    key: list(dict.fromkeys([*(kind for one in kinds for kind in one.__struct_fields__), *[TAG][: len(kinds) - 1]]))
-    for key, kinds in _TABLES.items()
-}
+NESTED = {key: [*chain(*(one.__struct_fields__ for one in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
 
 
 def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
