@@ -72,7 +72,7 @@ class Files:
     def __init__(self, rank: Rank, control: Control, checkpointing: Checkpoints, directory: Path):
         engine, shapes = checkpointing.trainer.engine, checkpointing.shapes
         self.rank, self.control, self.manifest = rank, control, checkpointing.store.complete()[0].manifest
-        self.mine = written(engine.weights, shapes, engine.optimizer)
+        self.mine = written(engine.weights, shapes, engine.optimizer, engine.buffers)
         self.into = held(engine.weights, shapes, engine.optimizer)
         self.plain = {name: piece.make() for name, piece in self.mine.items()}
         self.bytes = sum(control.from_all(sum(tensor.nbytes for tensor in self.plain.values()), int))

@@ -48,9 +48,8 @@ def written(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buf
         if name in weights.masters:
             copy, copies = weights.copies(name)
             mine += [name] if number % copies == copy else []
-    stage = weights.mesh.stage
-    turns = {name: buffer for number, (name, buffer) in enumerate(buffers.items()) if number % stage.size == stage.rank}
-    return _pieces(mine, weights, shapes, optimizer) | _whole(turns)
+    first = weights.mesh.layout.position("stage", weights.mesh.world.rank) == 0  # of the ranks with these layers
+    return _pieces(mine, weights, shapes, optimizer) | _whole(buffers if first else {})
 
 
 def _whole(buffers: Buffers) -> dict[str, Piece]:
