@@ -68,7 +68,8 @@ NEED_NOTHING = {
     "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch", "models": "", "accelerators": "",
     "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
-    "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help", "bench schedules": "--help", "bench plan": "--help",
+    "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help",
+    "bench schedules": "--help", "bench plan": "--help",
     "resume": "--help",
 }  # fmt: skip
 
