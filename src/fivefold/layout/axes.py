@@ -41,7 +41,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "ezero": ("ezero",),  # what ZeRO shards experts over
     "edp": ("replicate", "ezero"),  # ranks with the same experts
     "sequence": ("cp", "tp"),  # ranks that share a sequence, and each route a part of it
-    "stage": ("dp", "cp", "tp"),  # all ranks that have the same layers
+    "stage": STAGES[1:],  # all ranks that have the same layers
 }
 EXPERT_AXES = ("ep", "ezero", "edp", "sequence", "stage")
 _PARTS = {"dp": ("replicate", "shard")}
@@ -90,7 +90,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ezero(self) -> int:
-        return self.shard * self.cp * self.tp // self.ep
+        return self.world // (self.pp * self.replicate * self.ep)
 
     @property
     def last_stage(self) -> int:
