@@ -299,7 +299,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def _experts(self, spec: ModelSpec) -> Iterator[str]:
-        ep, ranks = self.ep, self.dp // self.replicate * self.cp * self.tp
+        ep, ranks = self.ep, self.size("stage") // self.replicate
         if spec.experts is None:
             if ep > 1:
                 yield f"layout.ep={ep} deals out experts, and {spec.name} has none; nearest: ep=1"
