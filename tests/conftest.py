@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
 import fivefold
@@ -26,6 +27,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # One thread a process: OpenMP's threads spin while they wait, and take the cores of other ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# CliRunner would build the tree of all commands for each call, which takes ten times as long as most of them.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 # What the server imports that ranks and commands are forked from; each of them would for itself. torch imports late.
 _SOURCE = Path(fivefold.__file__).parent

@@ -6,9 +6,11 @@ this last; tests/conftest.py says so.
 """
 
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
+import typer.main
 from typer.testing import CliRunner
 
 from fivefold.cli import app
@@ -27,6 +29,8 @@ def _two_steps(dtype: str) -> None:
 
 
 CliRunner().invoke(app, ["models"])
+typer.main.get_command = cache(typer.main.get_command)
+typer.main.get_command(app)  # the tree of all commands
 if not Path("/dev/nvidia0").exists():  # autograd starts a thread for each GPU, and a process with threads is not forked
     torch.set_num_threads(1)
     with torch.random.fork_rng([]):

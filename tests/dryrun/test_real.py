@@ -28,7 +28,7 @@ def real(rank: int, world: int, layout: str) -> tuple[int, float, list[object]]:
     return ledger.peak, ledger.flops, list(counter.rows())
 
 
-REAL = ["dp=2,tp=2,zero=2,microbatches=2", "pp=2,tp=2,sp,microbatches=4", "dp=2,pp=2,cp=2,zero=1"]
+REAL = ["dp=2,tp=2,zero=2,microbatches=2", "pp=2,tp=2,sp,microbatches=4", "pp=2,cp=2,zero=1"]
 
 
 @pytest.mark.parametrize("layout", REAL)
