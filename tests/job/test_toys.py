@@ -29,6 +29,7 @@ def test_the_toys_are_those_without_a_published_vocabulary() -> None:
         "tiny-qwen3",
         "tiny-mla",
         "tiny-moe",
+        "tiny-oss",
         "tiny-deepseek",
         "tiny-gpt",
     }

@@ -22,6 +22,12 @@ def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
     return LatentAttention(spec, ops) if spec.mla else Attention(spec, ops, spec.window_of(layer))
 
 
+def _qk_norm(spec: ModelSpec, heads: int) -> nn.RMSNorm | None:
+    """Of queries or keys, over one head or (OLMoE) over all."""
+    width = spec.head_dim * (heads if spec.qk_norm_over == "all" else 1)
+    return nn.RMSNorm(width, eps=spec.norm_eps) if spec.qk_norm else None
+
+
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, ops: LocalOps, window: int = 0):
         """`window`: the keys that a query sees, its own the last; 0: all before it."""
@@ -33,23 +39,18 @@ class Attention(nn.Module):
         self.q = Linear(spec.hidden, width, bias=qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
-        over_all = spec.qk_norm and spec.qk_norm_over == "all"
-        self.qk_norm_over = spec.qk_norm_over if spec.qk_norm else None
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(heads * spec.head_dim if over_all else spec.head_dim, eps=spec.norm_eps)
-            if spec.qk_norm
-            else None
-            for heads in (spec.heads, spec.kv_heads)
-        )
+        self.q_norm, self.k_norm = (_qk_norm(spec, heads) for heads in (spec.heads, spec.kv_heads))
+        self.norm_of_all_heads = spec.qk_norm_over == "all"
         self.o = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
         q, k, v = self.ops.columns(x, self.q, self.k, self.v)
-        if self.qk_norm_over == "all":
-            q, k = self.ops.norm_of_all_heads(self.q_norm, q, self.k_norm, k)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.norm_of_all_heads:
+            q, k = self.ops.norm_of_all_heads(q_norm, q, k_norm, k)
         q, k, v = (self.heads(y) for y in (q, k, v))  # [B, H, S, D], K for k and v
-        if self.qk_norm_over == "head":
-            q, k = self.ops.norm(self.q_norm, q), self.ops.norm(self.k_norm, k)
+        if q_norm is not None and k_norm is not None and not self.norm_of_all_heads:
+            q, k = self.ops.norm(q_norm, q), self.ops.norm(k_norm, k)
         if rotation is not None:
             q, k = (rope.rotate(x, *rotation, self.interleaved) for x in (q, k))
         k, v = self.ops.with_earlier(k, v, window=self.window)

@@ -138,7 +138,8 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
     """
     layers, forwards, last = step.layers, step.forwards, any(stage.last for stage in step.stages)
     ends = any(stage.first for stage in step.stages) + last
-    mla, sums = step.spec.mla, "reduce-scatter" if step.layout.sp else "all-reduce"
+    mla = step.spec.mla
+    sums: Kind = "reduce-scatter" if step.layout.sp else "all-reduce"
     groups = layers * (1 if mla and mla.q_rank else 2)  # of columns that read the stream
     yield "tp", sums, layers * 2 * forwards + groups + ends, step.states
     if step.layout.sp:
