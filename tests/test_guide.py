@@ -1,4 +1,6 @@
-"""Every line that the guide quotes is printed by the command above it; spaces between columns do not count."""
+"""Every line that the guide quotes is printed by the command above it; spaces between columns do not count.
+
+And what the page of clusters says was run is what the last transcript says."""
 
 import re
 import shlex
@@ -13,7 +15,8 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.support.errors import UserError
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "guide.md"
 
 
 def words(line: str) -> str:
@@ -56,3 +59,12 @@ def test_the_guide_quotes_what_is_printed(command: str, monkeypatch: pytest.Monk
     lines = quoted()[command]
     assert lines
     assert [line for line in lines if line not in printed] == []
+
+
+def test_the_page_of_clusters_quotes_the_last_transcript() -> None:
+    kept = (ROOT / "proofs" / "cluster.txt").read_text()
+    passed = re.findall(r"^tests/cluster/(\w+)\.py::(\w+)(?:\[(\w+).*\])? PASSED", kept, re.MULTILINE)
+    tests = [f"{file}: {name}{f'[{case}]' if case else ''}" for file, name, case in passed]
+    [end] = re.findall(r"^=+ (.+) =+$", kept, re.MULTILINE)[-1:]
+    assert len(tests) == int(end.split()[0])
+    assert "\n".join(["```", *tests, end, "```"]) in (ROOT / "docs" / "clusters.md").read_text()

@@ -199,8 +199,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
-
-
 KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{f"model.{name}": keys for name, keys in NESTED.items()},
@@ -311,9 +309,8 @@ def to_toml(job: Job) -> str:
 
 
 def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> tuple[Job, set[str]]:
-    """A job for commands that ask about a model, and the keys that were given.
+    """A job for commands that ask about a model, and the keys that were given: a job file's batch and sequence are.
 
-    A job file gives its batch and its sequence length.
     `model` is a preset's name, a config.json or its directory, a job file, or an object; `changes` are KEY=VALUE.
     """
     strange = [change for change in changes if "=" not in change]
