@@ -28,6 +28,7 @@ def test_the_toys_are_those_without_a_published_vocabulary() -> None:
         "tiny-qwen2",
         "tiny-qwen3",
         "tiny-mla",
+        "tiny-oss",
         "tiny-moe",
         "tiny-oss",
         "tiny-deepseek",

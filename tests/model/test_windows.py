@@ -1,24 +1,20 @@
-"""Sliding windows and sinks against the definition and gpt-oss's own attention; caches against whole sequences."""
+"""Sliding windows and sinks against the definition, and caches against whole sequences.
+
+test_experts_parity.py holds them against gpt-oss's own code.
+"""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig
-from transformers.models.gpt_oss import modeling_gpt_oss
 
 from fivefold.generate.generator import Cache
-from fivefold.model import rope
 from fivefold.model.attention import Attend, by_definition
 from fivefold.model.bands import _STRIP
 from fivefold.model.decoder import Decoder
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.model.positions import TokenPositions
-from fivefold.model.self_attention import Attention
-from fivefold.spec.hf_attention import read_rope
-from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
-from fivefold.support.reading import read
 
 
 def drawn(seq: int, heads: int = 6, kv: int = 2, rows: int = 2) -> list[Tensor]:
@@ -54,47 +50,6 @@ def test_a_window_without_sinks() -> None:
     where = places(9, documents=False)
     found = Attend.apply(q, k, v, None, LocalAttention().attention_mask(where, 3))
     assert (found - by_definition(q, k, v, where.mask(3))).abs().max() < 1e-14
-
-
-@pytest.mark.parametrize("layer", [0, 1], ids=["window", "all"])
-def test_attention_equals_gpt_oss(layer: int, monkeypatch) -> None:
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    torch.manual_seed(layer)
-    config = GptOssConfig(
-        num_hidden_layers=2, hidden_size=30, num_attention_heads=6, num_key_value_heads=2, head_dim=10,
-        sliding_window=4, num_local_experts=2, attn_implementation="eager",
-    )  # fmt: skip
-    theirs = modeling_gpt_oss.GptOssAttention(config, layer).double()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.normal_()
-    problems: list[str] = []
-    numbers = {"layers": 2, "hidden": 30, "heads": 6, "kv_heads": 2, "head_dim": 10, "vocab": 9, "bias": True}
-    spec = read(ModelSpec, numbers | read_rope(config.to_dict()), "model", problems)
-    assert spec is not None, problems
-    kinds = config.layer_types
-    assert [kinds[0], kinds[1]] == ["sliding_attention", "full_attention"]
-    spec = ModelSpec(**{f: getattr(spec, f) for f in spec.__struct_fields__} | _OSS)
-    ours = Attention(spec, LocalOps(), spec.window_of(layer)).double()
-    ours.load_state_dict({name.replace("_proj", ""): value for name, value in theirs.state_dict().items()})
-
-    x = torch.randn(2, 11, 30, dtype=torch.float64, requires_grad=True)
-    cos, sin = rope.tables(spec, 11).expand(2, -1, -1, -1).unbind(2)
-    where = TokenPositions.of(torch.zeros(2, 11, dtype=torch.int64))
-    seen = where.mask(spec.window_of(layer) or 11)
-    blind = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
-    wanted, _ = theirs(x, (cos, sin), blind)
-    found = ours(x, (cos[:, None], sin[:, None]), LocalOps().attention_mask(where, spec.window_of(layer), sinks=True))
-    assert (found - wanted).abs().max() < 1e-12 * wanted.abs().max()
-    grad = torch.randn_like(found)
-    mine = torch.autograd.grad(found, (x, *ours.parameters()), grad)
-    names = [name.replace(".", "_proj.") if "." in name else name for name, _ in ours.named_parameters()]
-    of_theirs = dict(theirs.named_parameters())
-    for a, b in zip(mine, torch.autograd.grad(wanted, (x, *map(of_theirs.get, names)), grad), strict=True):
-        assert (a - b).abs().max() < 1e-11 * grad.abs().max() * x.abs().max()
-
-
-_OSS = {"sinks": True, "window": 4, "window_period": 2}
 
 
 @pytest.mark.parametrize("name", ["tiny-oss", "tiny-mla", "tiny"])
