@@ -189,10 +189,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         6 for every matmul weight, and 12 x layers x heads x head_dim x seq for the scores and their product with V.
         `full` counts all seq x seq scores, as PaLM's appendix B does; `causal` counts the half that a causal mask
-        leaves, as newer reports do. An MFU means nothing without the name of its convention.
+        leaves, as newer reports do. Layers with a window count no more keys than it holds. An MFU means nothing without
+        the name of its convention.
         """
-        scores = 3 * self.layers * round(block(self).attention.flops(seq))
-        return 6 * self.matmul_parameters + (scores if attention == "full" else scores // 2)
+        keys = seq if attention == "full" else seq / 2
+        return 6 * self.matmul_parameters + 3 * self.layers * round(block(self).attention.flops(keys))
 
     # ---- validation ----------------------------------------------------------------------------------------------
 

@@ -73,6 +73,9 @@ class Attention(NamedTuple):
     kv_heads: int
     head_dim: int  # of queries and keys; values are padded to it, where theirs is less
     v_dim: int
+    cached: int  # numbers that a token leaves for later ones
+    window: int = 0  # the most keys that a query sees,
+    windowed: float = 0.0  # in this share of the layers
 
     @property
     def width(self) -> int:
@@ -89,9 +92,13 @@ class Attention(NamedTuple):
         """Features of the output."""
         return self.heads * self.v_dim
 
+    def keys(self, keys: float) -> float:
+        """What a query sees of so many keys, averaged over the layers; a causal mask leaves half of a sequence."""
+        return keys + self.windowed * (min(keys, self.window) - keys)
+
     def flops(self, keys: float) -> float:
-        """Forward FLOPs of a query that sees so many keys; a causal mask leaves half of the sequence on average."""
-        return 2 * keys * (self.width + self.seen)
+        """Forward FLOPs of a query that has so many keys before it."""
+        return 2 * self.keys(keys) * (self.width + self.seen)
 
 
 class Elementwise(NamedTuple):
@@ -176,7 +183,9 @@ def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
 
 def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
     """Queries, keys and values of the stream."""
-    attention = Attention(spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim, spec.head_dim)
+    heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
+    windowed = sum(spec.window_of(layer) > 0 for layer in range(spec.layers)) / max(1, spec.layers)
+    attention = Attention(heads, kv_heads, dim, dim, 2 * kv_heads * dim, spec.window, windowed)
     bias = spec.bias or spec.qkv_bias
     yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows", bias)
     yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
@@ -193,7 +202,7 @@ def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]
     """MLA: the latents are the same on every tp rank, which makes its heads of them."""
     assert spec.mla is not None
     mla, heads = spec.mla, spec.heads // tp
-    attention = Attention(heads, heads, mla.head_dim, mla.v_dim)
+    attention = Attention(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
     if mla.q_rank:
         yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "whole")
     else:

@@ -15,6 +15,9 @@ from fivefold.plan.cost.stack import Stack
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Block, block
 
+# What a fused kernel does not write of a gated activation: the gate's; or clamped gate, sigmoid, their product, input.
+_GATES = {"swiglu": 1, "swiglu_clamped": 4}
+
 
 class Kept(NamedTuple):
     """Bytes by kind."""
@@ -97,6 +100,6 @@ def _everything(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int, seq:
         scores = float(per_score * tokens * own.attention.heads * seq)
     *columns, down = own.of("mlp")
     inner = sum(one.outputs for one in columns) + down.inputs
-    if spec.activation == "swiglu" and stack.pointwise in ("eager", "fivefold"):
-        inner += down.inputs  # the gate's activation, which a fused kernel does not write
+    if stack.pointwise in ("eager", "fivefold"):
+        inner += _GATES.get(spec.activation, 0) * down.inputs
     return Kept(stream("residual") * wide, norm, attention, scores, float(wide * tokens * inner))

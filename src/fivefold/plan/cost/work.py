@@ -128,7 +128,7 @@ class Work:
             return parts.forward, parts.backward
         own = self.operations.attention
         return self.device.attention(
-            self.stack.attention, self.samples, own.heads, own.head_dim, self.seq, self.seq / 2
+            self.stack.attention, self.samples, own.heads, own.head_dim, self.seq, own.keys(self.seq / 2)
         )
 
     @cached_property

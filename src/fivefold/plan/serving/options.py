@@ -67,7 +67,7 @@ def whole_weights(spec: ModelSpec, precision: str) -> float:
 
 def whole_cache(spec: ModelSpec, cache_bytes: int) -> int:
     """Bytes that a token leaves in the cache, over all layers."""
-    return 2 * spec.layers * block(spec).attention.kv_width * cache_bytes
+    return spec.layers * block(spec).attention.cached * cache_bytes
 
 
 def linear_bytes(precision: str) -> int:

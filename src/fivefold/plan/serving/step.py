@@ -147,7 +147,7 @@ class Replica:
         matmuls = (self._matmul(*shape, self.precision) for shape in self.block.gemms(rows))
         moved = MOVED["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
-        active = (moved.swiglu if spec.activation == "swiglu" else moved.gelu)[0]
+        active = (moved.swiglu if spec.activation.startswith("swiglu") else moved.gelu)[0]
         turned = attention.width + attention.kv_width
         size = 2 * norm * spec.hidden + active * spec.ffn / self.tp + moved.rope[0] * turned
         # In fp8 a kernel of its own casts attention's output.
@@ -173,7 +173,8 @@ class Replica:
 
     def cache_read(self, context: float) -> float:
         """Bytes that one GPU reads for one sequence in one block."""
-        return 2.0 * self.block.attention.kv_width * self.cache_bytes * context
+        own = self.block.attention
+        return float(own.cached * self.cache_bytes * own.keys(context))
 
     def step(self, batch: int, context: float) -> Parts:
         """From one token of each of `batch` sequences to the next, when each has `context` tokens behind it.
