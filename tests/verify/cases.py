@@ -88,6 +88,27 @@ def gradients_are_divided_by_cp() -> None:
     Replicated.finish = divide  # type: ignore[method-assign]
 
 
+def latents_are_not_summed_over_tp() -> None:
+    """The gradient of what all heads read is that of this rank's heads alone."""
+    from fivefold.parallel.tensor import Spread
+
+    Spread.backward = staticmethod(lambda ctx, gradient: (None, None, gradient))  # type: ignore[method-assign]
+
+
+def every_step_of_the_ring_has_the_sinks() -> None:
+    """They belong into a row of scores once."""
+    from fivefold.model import attention
+    from fivefold.parallel.context.work import OnlineSoftmax
+
+    add = OnlineSoftmax.add
+
+    def once_more(self: Any, work: Any, kv: Any) -> None:
+        add(self, work, kv)
+        attention.sink_(self.out, self.lse, self.lse.new_zeros(self.lse.shape[1]))
+
+    OnlineSoftmax.add = once_more  # type: ignore[method-assign]
+
+
 def the_ring_sees_one_key_too_late() -> None:
     from fivefold.parallel import context
     from fivefold.parallel.context.tiles import Tile, ring_tile

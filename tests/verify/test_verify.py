@@ -7,6 +7,7 @@ import pytest
 from fivefold.job.config import Job
 from fivefold.launch import ranks
 from fivefold.plan.cost.traffic import Seat, expected
+from fivefold.spec.attention import LatentAttention
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.verify.verdict import Verdict
@@ -29,6 +30,10 @@ QWEN = preset("tiny-qwen3", layers=2, hidden=32, head_dim=16, ffn=24, vocab=37)
 OLMOE = tiny(qk_norm=True, qk_norm_over="all")
 QWEN2 = preset("tiny-qwen2", layers=2, hidden=32, kv_heads=1, ffn=24, vocab=37)
 
+MLA = preset("tiny-mla", layers=2, hidden=32, ffn=24, vocab=37)
+NO_Q = tiny(kv_heads=0, mla=LatentAttention(kv_rank=10, nope_dim=6, rope_dim=4, v_dim=7))
+OSS = preset("tiny-oss", layers=2, hidden=32, ffn=24, vocab=37, window=5)
+
 # Every pair of settings meets in `make prove`, which proves a sample of all layouts of four ranks.
 PROOFS = {
     # Counted traffic equals the closed form for every ZeRO stage, with one and with several microbatches ...
@@ -47,6 +52,10 @@ PROOFS = {
     "q/k norm over all heads": job("dp=2,tp=2,sp,zero=3,recompute=full", OLMOE),
     "q/k norm over all heads, several ranks a kv head": job("tp=4,recompute=selective", OLMOE),
     "biases on q, k and v, one kv head": job("dp=2,tp=2,sp,zero=3,microbatches=2", QWEN2),
+    "latent attention": job("tp=2,cp=2,sp,recompute=selective", MLA),
+    "queries without latents, put-off gradients": job("tp=2,pp=2,sp,schedule=zb-h1,microbatches=2", NO_Q),
+    **{f"sinks and windows, {kind}": job(f"cp=2,cp_kind={kind}{rest}", OSS) for kind, rest in
+       [("ring", ",tp=2,recompute=selective"), ("allgather", ",zero=3"), ("ulysses", "")]},
     "float32": job("cp=2", dtype="float32"),
     "bfloat16": job("dp=2,tp=2,sp,zero=1", dtype="bfloat16"),
 }  # fmt: skip
@@ -121,6 +130,20 @@ def test_a_deliberate_bug_fails_and_the_parameter_is_named(judge: Judge, bug: ob
     worst = verdict.worst("gradient")
     assert worst in failed
     assert any(worst.name in problem for problem in verdict.problems)
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "model", "named"),
+    [
+        (cases.latents_are_not_summed_over_tp, "tp=2", MLA, "attention.kv_down.weight"),
+        (cases.every_step_of_the_ring_has_the_sinks, "cp=2", OSS, "attention.sinks"),
+    ],
+)
+def test_a_bug_of_an_attention_fails(judge: Judge, bug: object, layout: str, model: ModelSpec, named: str) -> None:
+    judge.hook = BUGS + bug.__name__
+    verdict = judge(job(layout, model))
+    judge.hook = ""
+    assert any(error.name.endswith(named) for error in verdict.errors if error.what == "gradient" and not error.holds)
 
 
 CANCELLING = cases.CANCELLING["heads of two"][0]
