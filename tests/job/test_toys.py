@@ -30,7 +30,6 @@ def test_the_toys_are_those_without_a_published_vocabulary() -> None:
         "tiny-mla",
         "tiny-oss",
         "tiny-moe",
-        "tiny-oss",
         "tiny-deepseek",
         "tiny-gpt",
     }
