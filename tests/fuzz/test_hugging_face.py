@@ -14,7 +14,8 @@ from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.generate.request import _ends
 from fivefold.generate.text import text_of
 from fivefold.model.hf import sources
-from fivefold.spec.hf_config import spec_from_hf
+from fivefold.spec.hf_config import spec_from_hf, to_hf_config
+from fivefold.spec.presets import preset
 from tests.fuzz.cases import changed, damaged, documents, fuzz, survives
 
 LLAMA: dict[str, Any] = {
@@ -28,6 +29,11 @@ GPT2: dict[str, Any] = {
     "model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 257, "n_positions": 64, "n_inner": None,
     "attn_pdrop": 0.0, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "activation_function": "gelu_new",
 }  # fmt: skip
+QUANTISED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+MIXTURES = [
+    to_hf_config(preset(name, layers=4), "float32") | {"quantization_config": QUANTISED, "num_nextn_predict_layers": 1}
+    for name in ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b")
+]
 
 
 def header() -> dict[str, Any]:
@@ -84,7 +90,7 @@ def test_the_undamaged_one_is_read(folder: Path) -> None:
 
 
 @fuzz
-@given(st.one_of(documents(LLAMA), documents(GPT2)))
+@given(st.one_of(*map(documents, (LLAMA, GPT2, *MIXTURES))))
 def test_configs(folder: Path, content: bytes) -> None:
     judge(folder, {"config.json": content}, HuggingFace, _ends)
 

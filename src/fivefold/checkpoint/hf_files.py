@@ -85,7 +85,7 @@ class HuggingFace:
         right: tuple[int, ...] | None = None
         if name.endswith(BLOCKS) and kind == "U8":
             found, right = quantised.unblocked(found), (*wanted[:-1], -(-wanted[-1] // quantised.BLOCK))
-        elif kind == FP8 and self.tile is not None:
+        elif kind == FP8 and self.tile is not None and len(wanted) == 2:
             right = quantised.tiles(wanted, self.tile)
         elif kind not in _FLOATS:
             return f"tensor {name} of {file} is of {kind}, which is no kind of weight"

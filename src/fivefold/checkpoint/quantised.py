@@ -35,7 +35,7 @@ def tile(directory: Path, config: Any) -> Tile | None:
 
 def tiles(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
     """The shape of the scales of a matrix; the last tiles may be narrower."""
-    return tuple(-(-size // each) for size, each in zip(shape, tile, strict=True)) if len(shape) == 2 else ()
+    return tuple(-(-size // each) for size, each in zip(shape, tile, strict=True))
 
 
 def fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> Tensor:

@@ -87,12 +87,12 @@ def _method(config: Config) -> str:
 def _first_layers(config: Config) -> int:
     """Qwen names the layers without experts; they have to be the first."""
     dense = config.get("mlp_only_layers") or []
-    if dense != [*range(len(dense))]:
+    first = [*range(len(dense))] if isinstance(dense, list) else []
+    if dense != first:
         raise UserError(
-            f"mlp_only_layers={dense!r} is not supported: layers without experts are the first ones, as in "
-            f"{[*range(len(dense))]}"
+            f"mlp_only_layers={dense!r} is not supported: layers without experts are the first ones, as in {first}"
         )
-    return len(dense)
+    return len(first)
 
 
 def kind_of(spec: ModelSpec) -> str:
