@@ -33,7 +33,7 @@ def read_rope(config: Config) -> Numbers:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    if kind not in _STRETCHES:
+    if not isinstance(kind, str) or kind not in _STRETCHES:
         raise UserError(
             f"rope type {kind!r} is not supported; {either([repr(one) for one in ('default', *_STRETCHES)])}"
         )
