@@ -38,6 +38,24 @@ def test_a_script_reads_the_summary_as_json(tmp_path: Path) -> None:
     assert (tmp_path / "trace.json").exists()
 
 
+def test_tokens_on_their_way_to_experts_and_back_have_spans_of_their_own(tmp_path: Path) -> None:
+    words = ["model=tiny-moe", "layout=dp=2,ep=2", "trace.steps=1", "trace.after=1", "model.experts.ffn=16", *SMALL]
+    done = fivefold("trace", *words, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)["experts"]
+    assert min(told["dispatch"], told["combine"]) > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    actions = [
+        (event["pid"], event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "compute"
+    ]
+    for name in ("dispatch", "combine"):
+        spans = [event for event in events if event["name"] == name]
+        assert len(spans) == 2 * 2 * 2  # ranks, layers, forward and backward
+        for one in spans:
+            start, end = one["ts"], one["ts"] + one["dur"]
+            assert any(pid == one["pid"] and first <= start and end <= last + 1e-2 for pid, first, last in actions)
+
+
 def test_training_can_trace_some_of_its_steps(tmp_path: Path) -> None:
     words = ["train.steps=4", "trace.steps=2", "trace.after=1", "train.eval_samples=0", "run.name=seen"]
     done = fivefold("train", *words, *SMALL, cwd=tmp_path)

@@ -5,12 +5,13 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fivefold.data.prepare import prepare
@@ -21,6 +22,7 @@ from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedule.actions import Action
 from fivefold.schedule.catalogue import build
+from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch
@@ -130,6 +132,35 @@ def test_a_stalled_rank_is_named_within_the_timeout(schedule: str) -> None:
     survivors_point_at(victim, failure)
     assert any("it gave no sign" in end.error for end in failure.ends)
     assert failure.rank == victim
+
+
+def lost_in_a_dispatch(rank: int, world: int, what: str) -> None:
+    """One step in which rank 1 dies on the way of tokens to experts, or back."""
+    layout = Layout.parse("dp=4,ep=2")
+    model = replace(SPEC, layers=2, experts=Experts(count=4, top_k=2, ffn=16))
+    job = Job(model=model, layout=layout, data=DataConfig(seq=8), train=TrainConfig(batch=4, device="cpu"))
+    engine = Engine(job, Mesh.of(layout, torch.device("cpu"), PATIENCE, spec=model))
+
+    def watch(name: str) -> AbstractContextManager[None]:
+        if rank == 1 and name == what:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nullcontext()
+
+    engine.ops.dispatch.watch = watch
+    engine.accumulate(make_batch(job, 0))
+
+
+@pytest.mark.parametrize("what", ["dispatch", "combine"])
+def test_a_rank_that_tokens_were_sent_to_is_named(what: str) -> None:
+    """By rank 0, with which it has the experts; ranks 2 and 3 have copies, and ask neither."""
+    with pytest.raises(RankError) as failure:
+        run_ranks(4, lost_in_a_dispatch, what, timeout=60, grace=PATIENCE)
+    assert (failure.value.rank, failure.value.error) == (1, "SIGKILL")
+    assert re.fullmatch(
+        rf"PeerLost: rank 0 \(dp 0\): {what} waited [\d.]+ s for rank 1 \(ep\): the connection is closed",
+        failure.value.ends[0].error,
+    )
+    survivors_point_at(1, failure.value)
 
 
 def test_an_exception_keeps_its_type_and_says_in_which_action_it_came() -> None:

@@ -1,7 +1,7 @@
 """A trace as Chrome's JSON, for ui.perfetto.dev: one process per rank, with one lane per kind of event.
 
     steps       the loop's steps
-    compute     F, B, I, W with stage and microbatch, and the optimizer
+    compute     F, B, I, W with stage and microbatch, in them dispatch and combine of experts, and the optimizer
     simulated   the same actions of the same schedule, with the medians of the measured durations
     waits       the messages between stages and the collectives that the rank waited for
     dp, tp ...  the communication along each axis, with kind and bytes; overlapping calls have more than one lane
@@ -24,6 +24,7 @@ Event = dict[str, Any]
 T = TypeVar("T", Window, Flight)
 STEPS, COMPUTE, SIMULATED, WAITS, AXES = 1, 2, 3, 100, 200  # thread numbers: the order of the lanes
 _PER_AXIS = 100  # lanes an axis may have
+_COLOURS = {"dispatch": "good", "combine": "bad"}  # Chrome's names of green and orange; others colour by the name
 
 
 def write(summary: Summary, path: Path) -> None:
@@ -58,6 +59,8 @@ class _Painter:
             yield from self.arrival(rank, span)
         for update in rank.updates:
             yield self.slice(rank, COMPUTE, update.name, update, "optimizer")
+        for part in rank.parts:  # inside of their actions
+            yield self.slice(rank, COMPUTE, part.name, part, part.name) | {"cname": _COLOURS[part.name]}
         yield from self.simulated(rank)
         for wait in rank.waits:
             name = f"{wait.during} waits: {wait.axis} {wait.what}" if wait.during else f"{wait.axis} {wait.what}"

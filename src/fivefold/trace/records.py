@@ -46,7 +46,7 @@ class Window(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Part of the optimizer's work."""
+    """Part of the optimizer's work, or of an action's: tokens on their way to experts, and back."""
 
     name: str
     start: float
@@ -64,6 +64,7 @@ class RankTrace:
     updates: tuple[Update, ...]
     waits: tuple[Wait, ...]
     flights: tuple[Flight, ...]
+    parts: tuple[Update, ...] = ()  # of actions: dispatch and combine
     untraced: float | None = None  # seconds of a step that was not traced, the median
     clock_error: float = 0.0  # seconds by which its clock may be off rank 0's
 
@@ -73,7 +74,7 @@ class RankTrace:
         def moved(spans: Any) -> Any:
             return tuple(span._replace(start=span.start + offset, end=span.end + offset) for span in spans)
 
-        names = ("steps", "actions", "updates", "waits", "flights")
+        names = ("steps", "actions", "updates", "waits", "flights", "parts")
         return replace(self, **{name: moved(getattr(self, name)) for name in names})
 
     def within(self, window: Window) -> list[Span]:

@@ -32,6 +32,8 @@ class TraceResult(Result):
         if summary.axes:
             yield Text("\ncommunication, ms a step: exposed / hidden")
             yield self._traffic()
+        if parts := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in summary.parts.items()):
+            yield Text(f"\nexperts, ms a step with waits: {parts}")
         if trace.schedule.p > 1:
             both = summary.bubble
             yield Text(
@@ -96,6 +98,7 @@ class TraceResult(Result):
             "ranks": ranks,
             "mean": _row(summary.total, summary.bubble),
             "sent": axes,
+            "experts": summary.parts,
             "file": str(self.file),
         }
 

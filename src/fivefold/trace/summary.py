@@ -90,6 +90,14 @@ class Summary:
         seen = {axis for time in self.by_rank for axis in (*time.exposed, *time.hidden)}
         return sorted(seen, key=lambda axis: (shown_order(axis), axis))
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step for parts of actions, the mean over ranks: dispatch and combine, waits included."""
+        runs = self.trace.steps * len(self.trace.ranks)
+        every = [part for rank in self.trace.ranks for part in rank.parts]
+        names = dict.fromkeys(part.name for part in every)
+        return {name: sum(part.end - part.start for part in every if part.name == name) / runs for name in names}
+
     # ---- bubbles -------------------------------------------------------------------------------------------------
 
     def makespan(self, line: int, step: int) -> float:

@@ -39,7 +39,7 @@ _ROUNDS = 20  # of questions for the time
 class Silent:
     """A tracer of no steps: it keeps nothing and costs nothing."""
 
-    watch = None
+    watch = part = None
 
     def step(self, number: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -66,6 +66,7 @@ class Tracer:
         self.windows: list[Window] = []
         self.actions: list[Span] = []
         self.updates: list[Update] = []
+        self.parts: list[Update] = []
         self.others: list[float] = []  # seconds of steps that were not traced
 
     def now(self) -> float:
@@ -112,6 +113,17 @@ class Tracer:
         if self.on:
             self.updates.append(Update(name, start, self.now()))
 
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Around a part of an action: tokens on their way to experts or back."""
+        return self._part(name) if self.on else nullcontext()
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        start = self.now()
+        with self._range(name):
+            yield
+        self.parts.append(Update(name, start, self.now()))
+
     def _range(self, name: str) -> AbstractContextManager[None]:
         return torch.cuda.nvtx.range(name) if self.on and self.mesh.device.type == "cuda" else nullcontext()
 
@@ -138,6 +150,7 @@ class Tracer:
             steps=tuple(self.windows),
             actions=tuple(self.actions),
             updates=tuple(self.updates),
+            parts=tuple(self.parts),
             waits=tuple(self.timer.waits),
             flights=tuple(self.timer.landed(end)),
             untraced=median(self.others) if self.others else None,

@@ -50,6 +50,8 @@ class Trainer:
         self.job, self.sources, self.mesh = job, sources, mesh
         self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
         self.engine = Engine(job, mesh, self.tracer.watch)
+        if self.tracer.part is not None:
+            self.engine.ops.dispatch.watch = self.tracer.part
         self.guard = DataGuard(job, sources)
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
         self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes

@@ -6,6 +6,7 @@ Shapes: n tokens, E hidden, X experts, K of them for each token; a token has K s
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from fivefold.model.experts.router import Routed
 Compute = Callable[[Tensor, Groups], Tensor]  # what the experts make of rows that lie expert by expert
 
 
+Watch = Callable[[str], AbstractContextManager[None]]
+DISPATCH, COMBINE = "dispatch", "combine"  # tokens on their way to experts, and what came of them on its way back
+
+
 class LocalDispatch:
+    watch: Watch = staticmethod(lambda name: nullcontext())  # surrounds the two
+
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its experts take theirs here."""
 
@@ -40,10 +47,13 @@ class LocalDispatch:
 
     def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
         """x [n, E] -> [n, E]; `stream` is the number of tokens that the residual stream has here."""
-        order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
-        groups = Groups(tuple(counts.tolist()), x.device)
-        out = compute(x[order // routed.chosen.shape[1]], groups)
-        return weighted(out[places(order)], routed.weights)
+        with self.watch(DISPATCH):
+            order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
+            groups = Groups(tuple(counts.tolist()), x.device)
+            rows = x[order // routed.chosen.shape[1]]
+        out = compute(rows, groups)
+        with self.watch(COMBINE):
+            return weighted(out[places(order)], routed.weights)
 
     def linear(self, x: Tensor, linear: nn.Module, groups: Groups) -> Tensor:
         """A linear of every expert, on the rows of each."""

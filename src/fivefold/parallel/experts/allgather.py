@@ -19,13 +19,12 @@ from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk
 from fivefold.model.dtypes import wide
-from fivefold.model.experts.dispatch import Compute
+from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Compute
 from fivefold.model.experts.grouped import Groups
 from fivefold.model.experts.router import Routed
 from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import all_gather, reduce_scatter, wait
 from fivefold.parallel.experts.slices import SlicedDispatch
-from fivefold.parallel.mesh import Axis
 
 
 class AllGatherDispatch(SlicedDispatch):
@@ -33,21 +32,24 @@ class AllGatherDispatch(SlicedDispatch):
         if self.ep.size == 1:
             return super().run(x, routed, compute, stream)
         experts, own, most = routed.scores.shape[1], x.shape[0], self._most(stream)
-        tokens = Gather.apply(_padded(x, most), self.ep)
-        weights = Gather.apply(_padded(routed.weights, most), self.ep)
-        chosen = _padded(routed.chosen, most, -1)
-        (chosen,) = kept(lambda: (wait(all_gather(chosen, self.ep), self.ep),), 1, chosen)
-        here = experts // self.ep.size
-        mine = chosen - self.ep.rank * here
-        slots = ((mine >= 0) & (mine < here) & (chosen >= 0)).flatten().nonzero()[:, 0]  # in the order of the tokens
-        of_expert = mine.flatten()[slots]
-        order = slots[of_expert.sort(dim=0, stable=True).indices]
-        groups = Groups(tuple(torch.bincount(of_expert, minlength=here).tolist()), x.device)
-        rows = order // chosen.shape[1]
-        made = compute(tokens[rows], groups)
-        said = made.to(wide(x.dtype)) * weights.flatten()[order][:, None]
-        sums = said.new_zeros(tokens.shape).index_add(0, rows, said)
-        return ScatterSum.apply(sums, self.ep)[:own].to(x.dtype)
+        with self.sending(DISPATCH):
+            tokens = Gather.apply(_padded(x, most), self)
+            weights = Gather.apply(_padded(routed.weights, most), self)
+            chosen = _padded(routed.chosen, most, -1)
+            (chosen,) = kept(lambda: (wait(all_gather(chosen, self.ep), self.ep),), 1, chosen)
+            here = experts // self.ep.size
+            mine = chosen - self.ep.rank * here
+            slots = ((mine >= 0) & (mine < here) & (chosen >= 0)).flatten().nonzero()[:, 0]  # in the tokens' order
+            of_expert = mine.flatten()[slots]
+            order = slots[of_expert.sort(dim=0, stable=True).indices]
+            groups = Groups(tuple(torch.bincount(of_expert, minlength=here).tolist()), x.device)
+            rows = order // chosen.shape[1]
+            theirs = tokens[rows]
+        made = compute(theirs, groups)
+        with self.sending(COMBINE):
+            said = made.to(wide(x.dtype)) * weights.flatten()[order][:, None]
+            sums = said.new_zeros(tokens.shape).index_add(0, rows, said)
+            return ScatterSum.apply(sums, self)[:own].to(x.dtype)
 
     def _most(self, stream: int) -> int:
         """Of `stream` tokens those of the rank that routes most."""
@@ -62,15 +64,16 @@ class Gather(Function):
     """[n, ...] of every rank -> [N n, ...]; every rank adds to the gradient of each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        (whole,) = kept(lambda: (wait(all_gather(x, axis), axis),), 1, x)
+    def forward(ctx: Any, x: Tensor, by: SlicedDispatch) -> Tensor:
+        ctx.by = by
+        (whole,) = kept(lambda: (wait(all_gather(x, by.ep), by.ep),), 1, x)
         return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        total = wait(reduce_scatter(gradient.to(wide(gradient.dtype)), ctx.axis), ctx.axis)
+        with ctx.by.sending(DISPATCH):
+            total = wait(reduce_scatter(gradient.to(wide(gradient.dtype)), ctx.by.ep), ctx.by.ep)
         return total.to(gradient.dtype), None
 
 
@@ -78,12 +81,13 @@ class ScatterSum(Function):
     """[N n, ...] summands -> [n, ...]: the sum of this rank's part. All ranks need the gradient of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        (mine,) = kept(lambda: (wait(reduce_scatter(x, axis), axis),), 1, x)
+    def forward(ctx: Any, x: Tensor, by: SlicedDispatch) -> Tensor:
+        ctx.by = by
+        (mine,) = kept(lambda: (wait(reduce_scatter(x, by.ep), by.ep),), 1, x)
         return mine
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return wait(all_gather(gradient, ctx.axis), ctx.axis), None
+        with ctx.by.sending(COMBINE):
+            return wait(all_gather(gradient, ctx.by.ep), ctx.by.ep), None

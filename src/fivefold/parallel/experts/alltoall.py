@@ -16,30 +16,31 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.experts.dispatch import Compute, places, sorted_slots, weighted
+from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Compute, places, sorted_slots, weighted
 from fivefold.model.experts.grouped import Groups
 from fivefold.model.experts.router import Routed
 from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import all_to_all, wait
 from fivefold.parallel.experts.slices import SlicedDispatch
-from fivefold.parallel.mesh import Axis
 
 
 class AllToAllDispatch(SlicedDispatch):
     def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
         if self.ep.size == 1:
             return super().run(x, routed, compute, stream)
-        order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
-        (coming,) = kept(lambda: (wait(all_to_all(counts, self.ep), self.ep),), 1, counts)
-        going, coming = counts.view(self.ep.size, -1), coming.view(self.ep.size, -1)  # by rank and expert there
-        out, back = going.sum(1).tolist(), coming.sum(1).tolist()
-        arrived = AllToAll.apply(x[order // routed.chosen.shape[1]], out, back, self.ep)
-        # They lie rank by rank, and the experts want them expert by expert.
-        by_expert = _experts_of(coming).sort(dim=0, stable=True).indices
-        groups = Groups(tuple(coming.sum(0).tolist()), x.device)
-        made = compute(arrived[by_expert], groups)
-        returned = AllToAll.apply(made[places(by_expert)], back, out, self.ep)
-        return weighted(returned[places(order)], routed.weights)
+        with self.sending(DISPATCH):
+            order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
+            (coming,) = kept(lambda: (wait(all_to_all(counts, self.ep), self.ep),), 1, counts)
+            going, coming = counts.view(self.ep.size, -1), coming.view(self.ep.size, -1)  # by rank and expert there
+            out, back = going.sum(1).tolist(), coming.sum(1).tolist()
+            arrived = AllToAll.apply(x[order // routed.chosen.shape[1]], out, back, self, DISPATCH)
+            # They lie rank by rank, and the experts want them expert by expert.
+            by_expert = _experts_of(coming).sort(dim=0, stable=True).indices
+            groups, rows = Groups(tuple(coming.sum(0).tolist()), x.device), arrived[by_expert]
+        made = compute(rows, groups)
+        with self.sending(COMBINE):
+            returned = AllToAll.apply(made[places(by_expert)], back, out, self, COMBINE)
+            return weighted(returned[places(order)], routed.weights)
 
 
 def _experts_of(coming: Tensor) -> Tensor:
@@ -52,12 +53,14 @@ class AllToAll(Function):
     """Rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: list[int], back: list[int], axis: Axis) -> Tensor:
-        ctx.out, ctx.back, ctx.axis = out, back, axis
-        (rows,) = kept(lambda: (wait(all_to_all(x, axis, out, back), axis),), 1, x)
+    def forward(ctx: Any, x: Tensor, out: list[int], back: list[int], by: SlicedDispatch, what: str) -> Tensor:
+        ctx.out, ctx.back, ctx.by, ctx.what = out, back, by, what
+        (rows,) = kept(lambda: (wait(all_to_all(x, by.ep, out, back), by.ep),), 1, x)
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return wait(all_to_all(gradient, ctx.axis, ctx.back, ctx.out), ctx.axis), None, None, None
+        with ctx.by.sending(ctx.what):
+            sent = wait(all_to_all(gradient, ctx.by.ep, ctx.back, ctx.out), ctx.by.ep)
+        return sent, None, None, None, None

@@ -5,7 +5,8 @@ routes a slice, ragged where they do not divide, and what came of the slices is 
 counted tp times. The router's gradients are then summands over tp; experts belong to no tp rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import all_gather, all_reduce, wait
 from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.peer_errors import waiting
 
 
 class SlicedDispatch(LocalDispatch):
     def __init__(self, mesh: Mesh, later: WeightGradQueue | None):
-        self.ep, self.tp, self.sequence = mesh.ep, mesh.tp, mesh.sequence
+        self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.sequence
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
         self.later = later
         self.names: dict[nn.Module, str] = {}
@@ -52,6 +54,12 @@ class SlicedDispatch(LocalDispatch):
     def rows(self, x: Tensor) -> Tensor:
         rows = super().rows(x)
         return rows[_slice(len(rows), self.tp)] if self.slices else rows
+
+    @contextmanager
+    def sending(self, what: str) -> Iterator[None]:
+        """Around a dispatch or a combine, forward or backward: an error for want of a peer names those it can be."""
+        with self.watch(what), waiting(what, self.mesh, self.ep):
+            yield
 
     def over_sequence(self, counts: Tensor) -> Tensor:
         (total,) = kept(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
