@@ -54,7 +54,7 @@ _ZERO = 1e-10
 class Error(NamedTuple):
     """One comparison. `value` is infinite where there is nothing to compare with."""
 
-    what: str  # loss | norm | gradient | parameter
+    what: str  # loss | norm | gradient | parameter; of experts: routing | load | bias
     name: str  # of the parameter
     step: int  # from 1
     value: float
@@ -66,7 +66,8 @@ class Error(NamedTuple):
         return self.value <= self.bound  # False for NaN
 
     def __str__(self) -> str:
-        what = {"norm": "gradient norm", "gradient": "gradient of"}.get(self.what, self.what)
+        words = {"norm": "gradient norm", "gradient": "gradient of", "routing": "routing of", "load": "load of"}
+        what = words.get(self.what, self.what)
         subject = f"the {what} {self.name}".rstrip()
         how = self.note or f"is off by {self.value:.2g}, and {self.bound:.2g} is allowed"
         return f"{subject} {how} (step {self.step})"
@@ -77,15 +78,23 @@ def bound_of(job: Job) -> float:
         return 1e-10
     if job.train.dtype == "float32":
         return 2.0**-23 * math.sqrt(roundings(job.model, job.train.batch * job.data.seq, job.data.seq))
-    # Tensors are rounded one after another. Norm, q, rotation, scores, o, sum; norm, gate, product, down, sum.
-    return 2.0**-7 * math.sqrt(2 * (11 * job.model.layers + 3))
+    # Tensors are rounded one after another. Norm, q, rotation, scores, o, sum; norm, gate, product, down, sum; and
+    # the weighted sum of experts.
+    each = 11 if job.model.experts is None else 12
+    return 2.0**-7 * math.sqrt(2 * (each * job.model.layers + 3))
+
+
+def replays(job: Job) -> bool:
+    """Whether ranks send tokens where the reference did: a rounding may decide between experts of the same score."""
+    return job.train.dtype != "float64"
 
 
 def roundings(spec: ModelSpec, tokens: int, seq: int) -> int:
     """Additions one after another: through each layer forward and back, the vocabulary, and the sum over tokens."""
     heads = spec.heads * spec.head_dim
-    # Norm, q/k/v; scores, mixture, o; norm, gate; down.
-    layer = 2 * spec.hidden + (spec.head_dim + seq + heads) + 2 * spec.hidden + spec.ffn
+    # Norm, q/k/v; scores, mixture, o; norm, gate (or router); down, and the sum over experts.
+    inner = spec.ffn if spec.experts is None else max(spec.ffn, spec.experts.ffn + spec.experts.top_k)
+    layer = 2 * spec.hidden + (spec.head_dim + seq + heads) + 2 * spec.hidden + inner
     return 2 * spec.layers * layer + spec.vocab + spec.hidden + tokens
 
 
@@ -94,6 +103,21 @@ def roundings(spec: ModelSpec, tokens: int, seq: int) -> int:
 
 def number(what: str, step: int, found: float, wanted: float, bound: float) -> Error:
     return Error(what, "", step, abs(found - wanted) / (abs(wanted) or 1.0), bound)
+
+
+def counts(name: str, step: int, found: "Tensor", wanted: "Tensor") -> Error:
+    """The load of experts: whole numbers, equal or not."""
+    differ = (found.cpu() != wanted).nonzero()[:, 0].tolist()
+    note = ""
+    if differ:
+        expert, several = differ[0], f"; {len(differ)} experts differ" if len(differ) > 1 else ""
+        note = f"has {int(found[expert])} tokens for expert {expert}, and one process {int(wanted[expert])}{several}"
+    return Error("load", name, step, float(len(differ)), 0.0, note)
+
+
+def bias(name: str, step: int, found: "Tensor", wanted: "Tensor", rate: float, bound: float) -> Error:
+    """What helps experts to be chosen moves by `rate` in a step; that is its scale."""
+    return _tensors("bias", name, step, found.cpu(), wanted, max(_max(wanted), rate), bound)
 
 
 def zeros(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> set[str]:
@@ -154,7 +178,13 @@ def parameters(found: Mapping[str, "Tensor"], wanted: Mapping[str, "Tensor"], jo
 
 def worst(errors: Iterable[Error]) -> Error | None:
     """The largest multiple of its bound; NaN is larger than anything."""
-    return max(errors, key=lambda e: math.inf if math.isnan(e.value) else e.value / e.bound, default=None)
+
+    def multiple(error: Error) -> float:
+        if math.isnan(error.value):
+            return math.inf
+        return error.value / error.bound if error.bound else math.inf * error.value if error.value else 0.0
+
+    return max(errors, key=multiple, default=None)
 
 
 def _tensors(what: str, name: str, step: int, a: "Tensor", b: "Tensor", scale: float, bound: float) -> Error:

@@ -10,9 +10,14 @@ order) and every ZeRO and hybrid; each of those once, with the rest (kinds of cp
 microbatches; layers that are balanced over the stages or pile up on the last) chosen such that every pair of settings
 is met, and more layouts where that takes more. What the batch has no microbatches for is left out.
 
+Of a mixture of experts "every" is all products dp x cp x tp with every ep, ZeRO, hybrid, sp and kind of cp, and all
+dp x cp x tp x pp with every schedule; each of those once, with the rest (dispatch, recompute, microbatches; with a
+pipeline also ep, ZeRO, sp and kinds of cp) chosen to meet every pair.
+
 The model asked for runs on all of them; if it has too few layers for all the stages, and may be changed (`deepen`), on
 as many more as it takes. `variants` of it, each a known way to go wrong, run on the least sample of layouts that meets
-every pair of settings.
+every pair of settings; those of a mixture together on such a sample, in which the variant is a setting. A model without
+experts is also given some (`mixture`), and proven with those.
 """
 
 from collections import Counter
@@ -26,15 +31,21 @@ import msgspec
 
 from fivefold.job.config import Job
 from fivefold.layout.axes import AXES
-from fivefold.layout.layout import ContextKind, Layout, Recompute
+from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.attention import LatentAttention
+from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.support.numbers import divisors
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
 _DEGREES = [axis for axis in AXES if axis in Layout().degrees]
-_FACTORS = (*_DEGREES, "schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches")
+_SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
+_FACTORS = (*_DEGREES, *_SETTINGS)
+
+
+# So large that a mistake shows, in choices too.
+BALANCE = {"balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.05}
 
 
 @dataclass(frozen=True)
@@ -46,30 +57,49 @@ class LayoutCase:
 
 
 def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
+    """Those that each stand for a group, and as many others as it takes to meet every pair of settings."""
     met: Counter[object] = Counter()
     left: list[Layout] = []
+    groups: dict[object, list[Layout]] = {}
+    for base in _bases(spec, world):
+        deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
+        for one in _rest(base, deep):
+            if not one.problems(deep, world=world, seq=seq, batch=batch):
+                groups.setdefault(_group(one, spec), []).append(one)
+    for legal in groups.values():
+        best = max(legal, key=lambda layout: _worth(layout, met)) if len(legal) > 1 else legal[0]
+        if best.pp > 1 or spec.experts is not None:  # the others are all there
+            met.update(_pairs(best))
+        left += [layout for layout in legal if layout is not best]
+        yield best
+    for layout in left:
+        if not _pairs(layout) <= met.keys():
+            met.update(_pairs(layout))
+            yield layout
+
+
+def _group(layout: Layout, spec: ModelSpec) -> object:
+    """Layouts of which one is enough, but for pairs that it has not."""
+    degrees, schedule, sharded = tuple(layout.degrees.values()), layout.schedule, (layout.zero, layout.replicate)
+    if spec.experts is None:
+        return layout if layout.pp == 1 else (degrees, schedule, sharded)
+    return (degrees, layout.ep, sharded, layout.sp, layout.cp_kind) if layout.pp == 1 else (degrees, schedule)
+
+
+def _bases(spec: ModelSpec, world: int) -> Iterator[Layout]:
+    """Degrees, a schedule and ZeRO."""
     for sizes in product(divisors(world), repeat=len(_DEGREES)):
         degrees: dict[str, Any] = dict(zip(_DEGREES, sizes, strict=True))
         axes = Layout(**degrees)
         if axes.world != world:
             continue
-        sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in divisors(axes.dp) if copies > 1]
         schedules = [name for name in CATALOGUE if name != "naive"] if axes.pp > 1 else ["1f1b"]
-        for schedule, (zero, replicate) in product(schedules, sharded if axes.size("data") > 1 else [(0, 1)]):
-            base = Layout(**degrees, schedule=schedule, zero=zero, replicate=replicate)
-            deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
-            legal = [one for one in _rest(base, deep) if not one.problems(deep, world=world, seq=seq, batch=batch)]
-            if base.pp == 1:
-                yield from legal
-            elif legal:
-                best = max(legal, key=lambda layout: _worth(layout, met))
-                met.update(_pairs(best))
-                left += [layout for layout in legal if layout is not best]
-                yield best
-    for layout in left:
-        if not _pairs(layout) <= met.keys():
-            met.update(_pairs(layout))
-            yield layout
+        for ep in divisors(axes.size("stage")) if spec.experts is not None else [1]:
+            dealt = Layout(**degrees, ep=ep)
+            shares = axes.size("data") > 1 or (spec.experts is not None and dealt.size("edp") > 1)
+            sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in divisors(axes.dp) if copies > 1]
+            for schedule, (zero, replicate) in product(schedules, sharded if shares else [(0, 1)]):
+                yield msgspec.structs.replace(Layout(**degrees, schedule=schedule), ep=ep, zero=zero, replicate=replicate)
 
 
 def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
@@ -85,6 +115,7 @@ def _rest(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
         "sp": (False, True) if base.tp > 1 else (False,),
         "recompute": get_args(Recompute),
         "microbatches": (1, base.pp, 2 * base.pp) if base.pp > 1 else (1, 2),
+        "dispatch": get_args(Dispatch) if base.ep > 1 else ("alltoall",),
         "split": [(), _piled(spec.layers, base.stages)] if base.pp > 1 else [()],
     }
     for chosen in product(*choices.values()):
@@ -117,12 +148,48 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         "sinks and windows": {"sinks": True, "window": 5, "window_period": 2},  # gpt-oss
         "latent attention": {"mla": mla, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True},  # MLA
     }
+    if (experts := spec.experts) is not None:  # what a dense model shows is not shown again
+        changed = partial(msgspec.structs.replace, experts)
+        changes = {
+            "DeepSeek's router": {"experts": _deepseek(experts)},
+            "every expert": {"experts": changed(top_k=experts.count, groups=1, top_groups=1)},
+            "more experts than tokens": {"experts": changed(count=_MANY, ffn=8)},  # so that some get none
+            "GPT block with experts": {**_GPT, "kv_heads": spec.heads},  # biases; the embedding is tied
+        }
     made = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}
     return {name: variant for name, variant in made.items() if variant != spec and not variant.problems()}
 
 
+_MANY = 256
+
+
+def _deepseek(experts: Experts) -> Experts:
+    """Scores of their own for each expert, groups, a shared expert, a first layer without, a bias by the load."""
+    router = {"scores": "sigmoid", "scale": 2.5, "groups": 4, "top_groups": 2, "balance_bias": True}
+    return msgspec.structs.replace(experts, **router, shared=1, dense_layers=1)
+
+
+def mixture(spec: ModelSpec) -> ModelSpec:
+    """A dense model with experts in place of its feed-forward networks."""
+    return msgspec.structs.replace(spec, experts=Experts(count=8, top_k=2, ffn=max(1, spec.ffn // 4)))
+
+
 def all_cases(job: Job, world: int, deepen: bool = False) -> list[LayoutCase]:
-    """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them."""
+    """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
+    has no experts, the same with experts."""
+    found = _cases(job, "", world, deepen)
+    if job.model.experts is None:
+        found += _cases(with_balance(msgspec.structs.replace(job, model=mixture(job.model))), "experts", world, deepen)
+    return found
+
+
+def with_balance(job: Job) -> Job:
+    """A job whose model has experts, with all that keeps their load even."""
+    return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, **BALANCE))
+
+
+def _cases(job: Job, name: str, world: int, deepen: bool) -> list[LayoutCase]:
+    """The job's model, which is called `name`, and its variants."""
     seq, batch = job.data.seq, job.train.batch
     layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
 
@@ -130,14 +197,19 @@ def all_cases(job: Job, world: int, deepen: bool = False) -> list[LayoutCase]:
         spec = deep_enough(spec, layout) if deepen else spec
         return LayoutCase(msgspec.structs.replace(job, model=spec, layout=layout), variant)
 
-    cases = [case(job.model, layout, "") for layout in layouts]
-    for name, spec in variants(job.model).items():
-        chosen = [case(spec, layout, name) for layout in layouts]
-        if name in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
+    legal = partial(Layout.problems, world=world, seq=seq, batch=batch)
+    cases = [case(job.model, layout, name) for layout in layouts]
+    together: list[LayoutCase] = []
+    for variant, spec in variants(job.model).items():
+        chosen = [case(spec, layout, variant) for layout in layouts]
+        if variant in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
             chosen = [one for one in chosen if one.job.layout.tp > 1]
-        asked = partial(Layout.problems, world=world, seq=seq, batch=batch)
-        cases += pairwise([one for one in chosen if not asked(one.job.layout, one.job.model)])
-    return cases
+        chosen = [one for one in chosen if not legal(one.job.layout, one.job.model)]
+        if job.model.experts is None:
+            cases += pairwise(chosen)
+        else:  # the variant is one setting among the others
+            together += chosen
+    return cases + pairwise(together)
 
 
 def pairwise(cases: Sequence[LayoutCase], most: int | None = None) -> list[LayoutCase]:

@@ -29,6 +29,7 @@ from fivefold.train.memory_ledger import Ledger
 from fivefold.verify import compare
 from fivefold.verify.batches import make_batch
 from fivefold.verify.reference import Reference
+from fivefold.verify.routing import RouteRecorder
 from fivefold.verify.verdict import Measured
 
 
@@ -46,9 +47,11 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     # Under a counter nothing runs compiled: then it is the numbers that are proven, and those that count stay outside.
     counted: list[AbstractContextManager[Any]] = [ledger, counter]
     first, others = [nullcontext(), nullcontext()] if engine.compiled else counted
+    recorder = RouteRecorder(engine.stages.values(), compare.replays(job))
     mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
     for step, target in enumerate(wanted.steps, start=1):
         batch = make_batch(job, step - 1)
+        recorder.begin(batch.samples, target.routing)
         with first if step == 1 else others:
             loss, norm = engine.accumulate(batch), engine.gradient_norm()
         if step == 1:
@@ -70,9 +73,11 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
         found = _whole(engine.gradients())
         measured.errors.extend(compare.gradients(found, gradients, step, bound, job.model, wanted.zeros, wanted.noise))
+        measured.errors.extend(recorder.end(step, measured.routed))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
         with others:
             engine.step(rate if batch.loss_tokens else None, norm)
+        measured.errors.extend(recorder.biases(step, target.biases, job.train.balance_rate, bound))
     with others:
         engine.weights.ready()  # weights that would have been gathered under the next forward
     measured.traffic.extend(counter.rows())
@@ -81,7 +86,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     found = _whole(engine.parameters())
     parameters = {name: wanted.parameters[name] for name in wanted.parameters if name in mine}
     measured.errors.extend(compare.parameters(found, parameters, job, bound))
-    measured.digests.update({name: digest(parameter) for name, parameter in found.items()})
+    measured.digests.update({name: digest(one) for name, one in (found | recorder.balances()).items()})
     return measured
 
 

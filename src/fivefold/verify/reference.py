@@ -1,13 +1,16 @@
 """What one device computes: the plain decoder, stock autograd, torch's own optimizer, the whole global batch at once.
 
-This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged.
+This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged. The decoder's experts
+are `plain_experts`. Where they send tokens is written down; runs that measure rounding send them to the same experts.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fivefold.data.batch import Batch
@@ -23,6 +26,7 @@ from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.verify.batches import make_batch
 from fivefold.verify.compare import distances, zeros
+from fivefold.verify.plain_experts import Factors, PlainMixture, take_over
 
 DRAWS = 3  # runs with other roundings, beside the reference itself, that measure its noise
 
@@ -42,6 +46,8 @@ class Step:
     loss: float
     norm: float
     gradients: dict[str, Tensor]  # in full precision, before clipping
+    routing: dict[int, Tensor] = field(default_factory=dict)  # by layer, [B, S, K]: the experts of each token, best first
+    biases: dict[str, Tensor] = field(default_factory=dict)  # of experts, after the step
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Reference:
     noise: dict[str, float] = field(default_factory=dict)  # the rounding error of each gradient: see `compare`
 
     def save(self, path: Path) -> None:
-        rows = [(step.loss, step.norm, step.gradients) for step in self.steps]
+        rows = [(one.loss, one.norm, one.gradients, one.routing, one.biases) for one in self.steps]
         torch.save((rows, self.parameters, sorted(self.zeros), self.noise), path)
 
     @classmethod
@@ -61,18 +67,23 @@ class Reference:
         return cls([Step(*row) for row in rows], parameters, set(names), noise)
 
 
-def write_reference(rank: Rank, job: Job, path: Path) -> None:
+Routing = list[dict[int, NDArray[np.int64]]]  # of each step, by layer
+
+
+def write_reference(rank: Rank, job: Job, path: Path) -> Routing:
+    """Write it, and say where tokens went."""
     device = choose_device(job.train.device, rank.number)
     reference = run_reference(job, device)
     if job.train.dtype == "float64":
         reference.zeros.update(zeros(reference.steps[0].gradients, job.model))
     else:
-        exact = run_reference(job, torch.device("cpu"), exact=True)
+        exact = run_reference(job, torch.device("cpu"), exact=True, like=reference)
         reference.zeros.update(zeros(exact.steps[0].gradients, job.model))
         add_noise(reference, exact, reference)
         for draw in range(1, DRAWS + 1):
-            add_noise(reference, exact, run_reference(job, device, nudge=draw))
+            add_noise(reference, exact, run_reference(job, device, nudge=draw, like=reference))
     reference.save(path)
+    return [{layer: chosen.numpy() for layer, chosen in step.routing.items()} for step in reference.steps]
 
 
 def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:
@@ -82,16 +93,21 @@ def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:
             reference.noise[name] = max(reference.noise.get(name, 0.0), distance)
 
 
-def run_reference(job: Job, device: torch.device, exact: bool = False, nudge: int = 0) -> Reference:
+def run_reference(
+    job: Job, device: torch.device, exact: bool = False, nudge: int = 0, like: Reference | None = None
+) -> Reference:
     """Train the job on one device. Of its layout only dp is read: it chooses the data's empty masks.
 
     `exact` computes in float64, with weights that are rounded as the job's are. `nudge`, where it is not 0, is the seed
-    of random signs: every weight is moved up or down by one rounding before each step.
+    of random signs: every weight is moved up or down by one rounding before each step. `like`: tokens go to the experts
+    that they went to in that run.
     """
     rounded = DTYPES[job.train.dtype]
     full = torch.float64 if rounded == torch.float64 else torch.float32
     plain = LocalOps(attention=ByDefinition()) if job.model.sinks or job.model.window else None
-    model = Decoder(job.model, seed=job.train.seed, ops=plain).to(device, full)
+    model = Decoder(job.model, seed=job.train.seed, ops=plain)
+    mixtures = take_over(model, job.model, factors_of(job)) if job.model.experts is not None else {}
+    model.to(device, full)
     initialise(model, job.model, job.train.seed)
     if exact:
         model.double()
@@ -116,9 +132,11 @@ def run_reference(job: Job, device: torch.device, exact: bool = False, nudge: in
     steps = []
     for number in range(job.train.steps):
         batch = make_batch(job, number)
+        for layer, mixture in mixtures.items():
+            mixture.replayed = like.steps[number].routing[layer] if like is not None else None
         loss = _loss(job, model, batch, device) / max(1, batch.loss_tokens)
         model.zero_grad()
-        loss.backward()
+        torch.stack([loss, *(mixture.losses.to(loss) for mixture in mixtures.values())]).sum().backward()
         for name, master in masters.items():
             gradient = weights[name].grad
             master.grad = None if gradient is None else gradient.to(full, copy=True)
@@ -128,9 +146,23 @@ def run_reference(job: Job, device: torch.device, exact: bool = False, nudge: in
             group["lr"] = learning_rate(job.optimizer, number, job.train.steps)
         if batch.loss_tokens:
             optimizer.step()
+            for mixture in mixtures.values():
+                mixture.end_step()
         publish()
-        steps.append(Step(loss.item(), norm.item(), before))
+        steps.append(Step(loss.item(), norm.item(), before, *_routed(mixtures)))
     return Reference(steps, {name: master.detach().cpu() for name, master in masters.items()})
+
+
+def factors_of(job: Job) -> Factors:
+    train = job.train
+    return Factors(train.balance_loss, train.router_z_loss, train.balance_rate)
+
+
+def _routed(mixtures: dict[int, PlainMixture]) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+    """Where a step's tokens went, and the biases that came of it."""
+    biased = {layer: mixture for layer, mixture in mixtures.items() if mixture.of.balance_bias}
+    biases = {f"layers.{layer}.mlp.router.balance": mixture.balance.clone() for layer, mixture in biased.items()}
+    return {layer: mixture.chosen.cpu() for layer, mixture in mixtures.items()}, biases
 
 
 def _stock(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,12 +6,27 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fivefold.job.config import Job
 from fivefold.layout.axes import shown_order
-from fivefold.layout.collective_cost import Traffic, times
-from fivefold.verify.compare import Error, bound_of, worst
+from fivefold.layout.collective_cost import Traffic
+from fivefold.verify.compare import Error, bound_of, replays, worst
 
 _KINDS = ("loss", "norm", "gradient", "parameter")
+_OF_EXPERTS = ("routing", "load", "bias")
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What one rank routed in one layer, in one step."""
+
+    step: int  # from 1
+    name: str  # of the router
+    visits: NDArray[np.int64]  # [B, S] how often it routed each token
+    strays: int  # tokens for which its scores chose other experts than one process did
+    first: int  # the number of the batch's first sample
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class Measured:
     digests: dict[str, str] = field(default_factory=dict)  # of the parameters after the last step
     graphs: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # compiled ones, and the breaks between them
     held: dict[str, float] = field(default_factory=dict)  # bytes by component, microbatches in flight, FLOPs
+    routed: list[Routed] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,7 @@ class Verdict:
     peak: float = 0.0  # bytes, of the rank that holds most in the first step
     flops: float = 0.0  # of all ranks, in the first step
     graphs: tuple[int, dict[str, int]] | None = None  # of the first rank, where blocks are compiled
+    replayed: tuple[int, int] | None = None  # tokens that went where the reference's did, and how many would not have
     broken: str = ""  # why there is nothing to compare: a rank died, hung or raised
     details: str = ""  # its stack
 
@@ -103,14 +120,14 @@ class Verdict:
         holding: list[dict[str, float]],
         seconds: float,
     ) -> "Verdict":
-        """`expected` has a step's traffic of each rank, `holding` what it should hold."""
+        """`expected` has the traffic of each rank in all steps, `holding` what it should hold."""
         return cls(
             job,
             seconds,
             losses=measured[0].losses,
             norms=measured[0].norms,
-            errors=_worst_over_ranks(job, measured),
-            traffic=_counts(job, measured, expected),
+            errors=[*_worst_over_ranks(job, measured), *_once(measured)],
+            traffic=_counts(measured, expected),
             torn=_torn(measured),
             held=_first_that_differs(
                 (name, Held(rank, name, size, one.held[name]))
@@ -120,6 +137,7 @@ class Verdict:
             peak=max(one.held["peak"] for one in measured),
             flops=sum(one.held["flops"] for one in measured),
             graphs=measured[0].graphs[0] if measured[0].graphs else None,
+            replayed=_replayed(job, measured),
         )
 
     def worst(self, what: str) -> Error | None:
@@ -131,12 +149,17 @@ class Verdict:
         if self.broken:
             return [self.broken]
         failed = [error for error in self.errors if not error.holds]
-        firsts = [e for what in _KINDS if (e := worst(error for error in failed if error.what == what)) is not None]
+        firsts = [e for what in (*_KINDS, *_OF_EXPERTS) if (e := worst(error for error in failed if error.what == what)) is not None]
         more = [f"{count} more comparisons fail"] if (count := len(failed) - len(firsts)) else []
         counts = [str(count) for count in self.traffic if not count.holds]
         others = [f"{len(self.torn) - 1} more parameters differ so"] if len(self.torn) > 1 else []
         held = [str(one) for one in self.held if not one.holds]
         return [*map(str, firsts), *more, *self.torn[:1], *others, *counts, *held]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of comparisons."""
+        return _KINDS if self.job.model.experts is None else (*_KINDS, *_OF_EXPERTS)
 
     @property
     def passed(self) -> bool:
@@ -155,7 +178,8 @@ class Verdict:
             "bound": bound_of(job),
             "losses": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in self.losses],
             "norms": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in self.norms],
-            **{f"worst_{what}": _error(self.worst(what)) for what in _KINDS},
+            **{f"worst_{what}": _error(self.worst(what)) for what in self.kinds},
+            "routing_replayed": self.replayed is not None,
             "traffic_per_step": [count.to_dict(job.train.steps) for count in in_order(self.traffic)],
             "held": [asdict(one) | {"holds": one.holds} for one in self.held],
             "peak_bytes": self.peak,
@@ -189,12 +213,37 @@ def _worst_over_ranks(job: Job, measured: list[Measured]) -> list[Error]:
         key = error.what, error.name, error.step
         found[key] = max(found.get(key, error), error, key=lambda e: math.inf if math.isnan(e.value) else e.value)
     steps, bound = job.train.steps, bound_of(job)
-    for parameter in job.model.parameters():
-        wanted = [("gradient", step) for step in range(1, steps + 1)] + [("parameter", steps)]
-        for what, step in wanted:
-            key = what, parameter.name, step
-            found.setdefault(key, Error(*key, math.inf, bound, "is held by no rank"))
+    every = range(1, steps + 1)
+    wanted = [("gradient", one.name, step) for one in job.model.parameters() for step in every]
+    wanted += [("parameter", one.name, steps) for one in job.model.parameters()]
+    wanted += [("bias", name, step) for name in job.model.buffers() for step in every]
+    for key in wanted:
+        found.setdefault(key, Error(*key, math.inf, bound, "is held by no rank"))
     return list(found.values())
+
+
+def _once(measured: list[Measured]) -> list[Error]:
+    """Over all ranks every token is routed once in every layer."""
+    sums: dict[tuple[int, str], NDArray[np.int64]] = {}
+    first: dict[int, int] = {}
+    for one in (one for rank in measured for one in rank.routed):
+        sums[one.step, one.name] = sums.get((one.step, one.name), 0) + one.visits
+        first[one.step] = one.first
+    errors = []
+    for (step, name), visits in sums.items():
+        if (wrong := np.argwhere(visits != 1)).size:
+            row, position = wrong[0].tolist()
+            by = f"by {visits[row, position]} ranks" if visits[row, position] else "by no rank"
+            note = f"has sample {first[step] + row}, position {position} routed {by}"
+            errors.append(Error("routing", name, step, float(len(wrong)), 0.0, note))
+    return errors
+
+
+def _replayed(job: Job, measured: list[Measured]) -> tuple[int, int] | None:
+    if job.model.experts is None or not replays(job):
+        return None
+    routed = [one for rank in measured for one in rank.routed]
+    return sum(int(one.visits.sum()) for one in routed), sum(one.strays for one in routed)
 
 
 def _torn(measured: list[Measured]) -> list[str]:
@@ -209,11 +258,11 @@ def _torn(measured: list[Measured]) -> list[str]:
     return list(found.values())
 
 
-def _counts(job: Job, measured: list[Measured], expected: list[list[Traffic]]) -> list[Count]:
+def _counts(measured: list[Measured], expected: list[list[Traffic]]) -> list[Count]:
     """For each row the first rank that differs from the closed form, or what all agree on."""
     counts = []
     for rank, one in enumerate(measured):
-        wanted = {row[:2]: times(row, job.train.steps) for row in expected[rank]}
+        wanted = {row[:2]: row for row in expected[rank]}
         seen = {row[:2]: row for row in one.traffic}
         for key in {**wanted, **seen}:
             nothing = Traffic(*key, 0, 0, Fraction())
