@@ -176,9 +176,10 @@ def test_weight_gradients_of_their_own_are_buckets_of_their_own() -> None:
 def test_a_seat_follows_the_order_of_the_axes() -> None:
     layout = Layout(dp=4, replicate=2, zero=3, pp=2, cp=2, tp=2)
     seats = [Seat.of(layout, rank) for rank in range(32)]
-    assert seats[:5] == [Seat(0, 0, 0), Seat(1, 0, 0), Seat(0, 0, 1), Seat(1, 0, 1), Seat(0, 1, 0)]
-    assert seats[8] == Seat(0, 0, 2)
-    assert seats[16] == Seat(0, 0, 0)  # the other copy
+    assert [seat[:3] for seat in seats[:5]] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0)]
+    assert seats[8][:3] == (0, 0, 2)
+    assert seats[16][:3] == (0, 0, 0)  # the other copy
+    assert [seat.ezero for seat in seats[:16:8]] == [0, 4]  # experts are sharded over tp too
 
 
 def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:

@@ -16,7 +16,7 @@ from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.verify import compare
 from fivefold.verify.batches import make_batch
 from fivefold.verify.compare import bound_of
-from fivefold.verify.layouts import all_cases, covered, deep_enough, legal_layouts, pairwise, variants
+from fivefold.verify.layouts import cases_of, covered, deep_enough, legal_layouts, pairwise, variants
 from fivefold.verify.reference import add_noise, run_reference
 from fivefold.verify.verdict import Verdict
 from tests.verify.cases import CANCELLING, job, tiny
@@ -239,7 +239,7 @@ def test_variants_are_the_known_ways_to_stumble() -> None:
 
 
 def test_a_sample_meets_every_pair_of_settings() -> None:
-    cases = all_cases(job("dp=1"), 4)
+    cases = cases_of(job("dp=1"), 4)
     assert {case.variant for case in cases} == {"", *variants(tiny())}
     sample = pairwise(cases)
     assert covered(sample, cases) == 1.0

@@ -6,6 +6,7 @@ import pytest
 
 from fivefold.job.config import Job
 from fivefold.launch import ranks
+from fivefold.layout.collective_cost import times
 from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.spec.attention import LatentAttention
 from fivefold.spec.model import ModelSpec
@@ -98,11 +99,12 @@ def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
     """A bucket for each unit of the decoder; models of this size fill only one."""
     one = job(layout)
     found = ranks.run(
-        one.layout.world, "fivefold.verify.measure:measure", one, judge._reference(one),
+        one.layout.world, "fivefold.verify.measure:measure", one, judge._reference(one)[0],
         BUGS + cases.small_buckets.__name__, timeout=60,
     )  # fmt: skip
     seats = [Seat.of(one.layout, rank) for rank in range(one.layout.world)]
-    forms = [expected(one.model, one.layout, 16, 8, "float64", seat=seat, minimum=1) for seat in seats]
+    steps = [expected(one.model, one.layout, 16, 8, "float64", seat=seat, minimum=1) for seat in seats]
+    forms = [[times(row, one.train.steps) for row in rows] for rows in steps]
     verdict = Verdict.of(one, found, forms, [{} for _ in forms], 0.0)
     assert verdict.problems == []
     if one.layout.zero and one.layout.pp == 1:

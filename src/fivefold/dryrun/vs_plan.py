@@ -77,7 +77,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster) -> RankVsPlan:
     seat, layout, seq, batch = Seat.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     case = case_of(job, cluster)
     room = footprint_of(case, seat.pp)
-    state = state_of(job.model, layout, job.train.dtype, job.optimizer, pp=seat.pp, tp=seat.tp, zero=seat.zero, seq=seq)
+    state = state_of(job.model, layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=seq)
     flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp)
     late = room.lazy and room.gradients > 0  # the peak is where all gradients are, and little else
     working = room.after if late else room.working
@@ -90,5 +90,6 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster) -> RankVsPlan:
         Figure("peak", dry.peak, peak, "GB"),
         Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
     )
-    planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat)
+    balances = job.train.balance_loss > 0
+    planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat, balance_loss=balances)
     return RankVsPlan(dry, room, figures, tuple(planned), {axis: layout.size(axis) for axis in layout.table})

@@ -70,6 +70,13 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor
         _keeping.reset(token)
 
 
+@contextmanager
+def unnumbered() -> Iterator[None]:
+    """What runs inside is no part of the block: in its second run there may be more or less of it."""
+    with nullcontext() if _run.get() is None else _pop_mode_temporarily():
+        yield
+
+
 def again() -> bool:
     """Whether this is not the first forward pass of these inputs: what is counted has been."""
     return _again.get()

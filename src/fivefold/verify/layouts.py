@@ -21,7 +21,7 @@ experts is also given some (`mixture`), and proven with those.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
@@ -39,13 +39,17 @@ from fivefold.spec.model import ModelSpec
 from fivefold.support.numbers import divisors
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
+_LATENTS = LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=8)
+_MLA: dict[str, object] = {"mla": _LATENTS, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True}
+_SINKS: dict[str, object] = {"sinks": True, "window": 5, "window_period": 2}
 _DEGREES = [axis for axis in AXES if axis in Layout().degrees]
 _SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
 _FACTORS = (*_DEGREES, *_SETTINGS)
 
 
 # So large that a mistake shows, in choices too.
-BALANCE = {"balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.05}
+BALANCE = {"balance_loss": 0.1, "router_z_loss": 0.01}
+BALANCE_RATE = 0.05
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,9 @@ def _bases(spec: ModelSpec, world: int) -> Iterator[Layout]:
             shares = axes.size("data") > 1 or (spec.experts is not None and dealt.size("edp") > 1)
             sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in divisors(axes.dp) if copies > 1]
             for schedule, (zero, replicate) in product(schedules, sharded if shares else [(0, 1)]):
-                yield msgspec.structs.replace(Layout(**degrees, schedule=schedule), ep=ep, zero=zero, replicate=replicate)
+                yield msgspec.structs.replace(
+                    Layout(**degrees, schedule=schedule), ep=ep, zero=zero, replicate=replicate
+                )
 
 
 def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
@@ -136,7 +142,6 @@ def deep_enough(spec: ModelSpec, layout: Layout) -> ModelSpec:
 
 def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
     """Models that differ from `spec` in one way that layouts have to get right."""
-    mla = LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=8)
     changes: dict[str, dict[str, object]] = {
         "one kv head": {"kv_heads": 1},  # fewer than tp: shared by ranks, whose gradients add up
         "two kv heads": {"kv_heads": 2},
@@ -145,15 +150,16 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         "q/k norm": {"qk_norm": True},  # one scale for heads on different ranks
         "q/k norm over all heads": {"qk_norm": True, "qk_norm_over": "all"},  # their squares add up over ranks
         "tied embeddings": {"tied": True},
-        "sinks and windows": {"sinks": True, "window": 5, "window_period": 2},  # gpt-oss
-        "latent attention": {"mla": mla, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True},  # MLA
+        "sinks and windows": _SINKS,
+        "latent attention": _MLA,
     }
     if (experts := spec.experts) is not None:  # what a dense model shows is not shown again
         changed = partial(msgspec.structs.replace, experts)
         changes = {
-            "DeepSeek's router": {"experts": _deepseek(experts)},
+            "DeepSeek": {**_MLA, "experts": _deepseek(experts)},
             "every expert": {"experts": changed(top_k=experts.count, groups=1, top_groups=1)},
             "more experts than tokens": {"experts": changed(count=_MANY, ffn=8)},  # so that some get none
+            "gpt-oss": {**_SINKS, "bias": True, "activation": "swiglu_clamped"},
             "GPT block with experts": {**_GPT, "kv_heads": spec.heads},  # biases; the embedding is tied
         }
     made = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}
@@ -177,25 +183,30 @@ def mixture(spec: ModelSpec) -> ModelSpec:
 def all_cases(job: Job, world: int, deepen: bool = False) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
     has no experts, the same with experts."""
-    found = _cases(job, "", world, deepen)
+    found = cases_of(job, world, deepen)
     if job.model.experts is None:
-        found += _cases(with_balance(msgspec.structs.replace(job, model=mixture(job.model))), "experts", world, deepen)
+        found += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts")
     return found
 
 
-def with_balance(job: Job) -> Job:
-    """A job whose model has experts, with all that keeps their load even."""
-    return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, **BALANCE))
+def with_balance(job: Job, given: Collection[str] = ()) -> Job:
+    """The job, with all that keeps the load of experts even if it has any; settings that are `given` stay."""
+    if (experts := job.model.experts) is None:
+        return job
+    wanted = BALANCE | ({"balance_rate": BALANCE_RATE} if experts.balance_bias else {})
+    changed = {name: value for name, value in wanted.items() if f"train.{name}" not in given}
+    return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, **changed))
 
 
-def _cases(job: Job, name: str, world: int, deepen: bool) -> list[LayoutCase]:
-    """The job's model, which is called `name`, and its variants."""
+def cases_of(job: Job, world: int, deepen: bool = False, name: str = "") -> list[LayoutCase]:
+    """The job's model, which goes by `name`, and its variants."""
     seq, batch = job.data.seq, job.train.batch
     layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
 
     def case(spec: ModelSpec, layout: Layout, variant: str) -> LayoutCase:
         spec = deep_enough(spec, layout) if deepen else spec
-        return LayoutCase(msgspec.structs.replace(job, model=spec, layout=layout), variant)
+        changed = msgspec.structs.replace(job, model=spec, layout=layout)
+        return LayoutCase(changed if not variant else with_balance(changed), variant)
 
     legal = partial(Layout.problems, world=world, seq=seq, batch=batch)
     cases = [case(job.model, layout, name) for layout in layouts]

@@ -29,17 +29,22 @@ from fivefold.train.memory_ledger import Ledger
 from fivefold.verify import compare
 from fivefold.verify.batches import make_batch
 from fivefold.verify.reference import Reference
-from fivefold.verify.routing import RouteRecorder
+from fivefold.verify.routing import RouteRecorder, loads
 from fivefold.verify.verdict import Measured
 
 
 def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     """`hook` names a function, "module:name", that is called first: a test plants a bug with it."""
-    device = choose_device(job.train.device, rank.number)
     if rank.world > 1:
-        rank.join(backend(device, rank.world))
+        rank.join(backend(choose_device(job.train.device, rank.number), rank.world))
     if hook:
         named(hook)()
+    return compared(rank, job, reference)
+
+
+def compared(rank: Rank, job: Job, reference: Path) -> Measured:
+    """Of a rank that has joined the others."""
+    device = choose_device(job.train.device, rank.number)
     mesh = Mesh.of(job.layout, device, spec=job.model)
     engine, wanted = Engine(job, mesh), Reference.load(reference)
     bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
@@ -74,6 +79,8 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
         found = _whole(engine.gradients())
         measured.errors.extend(compare.gradients(found, gradients, step, bound, job.model, wanted.zeros, wanted.noise))
         measured.errors.extend(recorder.end(step, measured.routed))
+        if engine.loads is not None:
+            measured.errors.extend(loads(step, engine.loads.tokens, target.routing))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
         with others:
             engine.step(rate if batch.loss_tokens else None, norm)

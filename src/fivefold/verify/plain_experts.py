@@ -63,8 +63,8 @@ class PlainMixture(nn.Module):
         """Of one expert, whose weights are its part of the rows."""
 
         def linear(x: Tensor, name: str) -> Tensor:
-            layer = layers[name]
-            return F.linear(x, layer.weight.chunk(of)[expert], None if layer.bias is None else layer.bias.chunk(of)[expert])
+            weight, *bias = (one.chunk(of)[expert] for one in layers[name].parameters())
+            return F.linear(x, weight, *bias)
 
         act = ACTIVATIONS[self.spec.activation]
         ups = [linear(x, name) for name in ("gate", "up") if name in layers]
@@ -125,5 +125,5 @@ def take_over(model: nn.Module, spec: ModelSpec, factors: Factors) -> dict[int, 
     found = {}
     for layer in range(spec.dense_layers, spec.layers):
         found[layer] = PlainMixture(spec, factors)
-        model.get_submodule(f"layers.{layer}").mlp = found[layer]  # type: ignore[assignment]
+        model.get_submodule(f"layers.{layer}").mlp = found[layer]
     return found

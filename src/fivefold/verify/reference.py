@@ -1,7 +1,7 @@
 """What one device computes: the plain decoder, stock autograd, torch's own optimizer, the whole global batch at once.
 
-This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged. The decoder's experts
-are `plain_experts`. Where they send tokens is written down; runs that measure rounding send them to the same experts.
+This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged. The decoder's
+experts are `plain_experts`. Where they send tokens is written down; runs that measure rounding send them there, too.
 """
 
 from dataclasses import dataclass, field
@@ -46,7 +46,9 @@ class Step:
     loss: float
     norm: float
     gradients: dict[str, Tensor]  # in full precision, before clipping
-    routing: dict[int, Tensor] = field(default_factory=dict)  # by layer, [B, S, K]: the experts of each token, best first
+    routing: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by layer, [B, S, K]: the experts of each token, best first
     biases: dict[str, Tensor] = field(default_factory=dict)  # of experts, after the step
 
 

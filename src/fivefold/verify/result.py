@@ -29,11 +29,16 @@ class VerifyResult(Result):
     def failing(self) -> list[tuple[LayoutCase, Verdict]]:
         return [(case, verdict) for case, verdict in self.judged if not verdict.passed]
 
+    @property
+    def with_experts(self) -> int:
+        return sum(case.job.model.experts is not None for case, _ in self.judged)
+
     def to_dict(self) -> dict[str, Any]:
         rows = [verdict.to_dict() | {"variant": case.variant} for case, verdict in self.judged]
         if self.total is None:
             return rows[0]
         counts = {"sampled": len(rows), "total": self.total, "pairs_met": round(self.pairs_met, 4)}
+        counts["with_experts"] = self.with_experts
         return {"passed": self.ok, **counts, "failed": len(self.failing), "layouts": rows}
 
     def blocks(self) -> Iterator[Block]:
@@ -48,6 +53,8 @@ class VerifyResult(Result):
         if (more := len(failing) - _SHOWN) > 0:
             yield Text(f"{more} more fail; --json has them all")
         sampled = f"{len(self.judged)}/{self.total} layouts"
+        if 0 < (mixtures := self.with_experts) < len(self.judged):
+            sampled += f" ({len(self.judged) - mixtures} of dense models, {mixtures} of mixtures of experts)"
         pairs = "" if len(self.judged) == self.total else f", {self.pairs_met:.0%} of all pairs of settings"
         yield Text(
             f"{sampled}{pairs}: {f'{len(failing)} fail' if failing else 'all hold'}", "bad" if failing else "good"
@@ -71,6 +78,12 @@ def _one(verdict: Verdict) -> Iterator[Block]:
             yield from (Text(""), _traffic(verdict))
         if verdict.held:
             yield from (Text(""), _held(verdict))
+        if verdict.replayed is not None:
+            tokens, strays = verdict.replayed
+            yield Text(
+                f"\nrouting replayed from the reference, since a rounding can decide between experts: {strays} of "
+                f"{tokens} choices would have been others"
+            )
         if verdict.graphs is not None:
             yield Text("\n" + graphs_text(*verdict.graphs, blocks=job.layout.compiles_blocks))
     for problem in verdict.problems:
@@ -87,11 +100,14 @@ def _compared(verdict: Verdict) -> Table:
         for error, (found, wanted) in zip(errors, pairs, strict=True):
             numbers = (f"{found:.10g}", f"{wanted:.10g}", _size(error))
             rows.append([f"{what}, step {error.step}", *numbers, mark(error.holds)])
-    for what in ("gradient", "parameter"):
+    for what in ("gradient", "parameter", "bias"):
         if (worst := verdict.worst(what)) is not None:
             rows.append([f"worst {what}", worst.name, f"step {worst.step}", _size(worst), mark(worst.holds)])
             if worst.bound > bound:
                 rows.append(["allowed for it", "", "", f"{worst.bound:.1e}"])
+    for what in ("routing", "load"):
+        if (worst := verdict.worst(what)) is not None:
+            rows.append([what, "", "", "equal" if worst.holds else "differs", mark(worst.holds)])
     rows.append(["allowed", "", "", f"{bound:.1e}"])
     return Table(["", ">layout", ">one process", ">error", ""], rows)
 
@@ -131,7 +147,8 @@ def _summary(judged: Sequence[tuple[LayoutCase, Verdict]]) -> Table:
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for case, verdict in judged:
         layout = verdict.job.layout
-        degrees = " ".join(f"{axis}={n}" for axis in AXES if (n := layout.degrees.get(axis, 1)) > 1)
+        sizes = layout.degrees | {"ep": layout.ep}
+        degrees = " ".join(f"{axis}={n}" for axis in AXES if (n := sizes.get(axis, 1)) > 1)
         groups.setdefault((case.variant or case.job.model.name, degrees or "dp=1"), []).append(verdict)
     rows = []
     for (model, degrees), verdicts in groups.items():

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.model.decoder import Decoder
 from fivefold.model.experts.mixture import Mixture
 from fivefold.model.recompute import again
-from fivefold.verify.compare import Error, bias
+from fivefold.verify.compare import Error, bias, counts
 from fivefold.verify.verdict import Routed
 
 
@@ -45,7 +45,8 @@ class RouteRecorder:
         }
         self.seen: dict[int, _Seen] = {}
         for layer, mixture in self.mixtures.items():
-            mixture.register_forward_pre_hook(self._meet)
+            compiled = mixture.ops.compiled
+            mixture.register_forward_pre_hook(torch.compiler.disable(self._meet) if compiled else self._meet)
             self._watch(layer, mixture.router)
 
     def begin(self, samples: NDArray[np.int64], routing: dict[int, Tensor]) -> None:
@@ -56,11 +57,11 @@ class RouteRecorder:
         }
 
     @torch.no_grad()
-    def _meet(self, mixture: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _meet(self, mixture: Any, inputs: tuple[Any, ...]) -> None:
         """Which samples and positions the tokens have that this rank routes: its dispatch deals them out like any."""
         _, positions = inputs
         places = torch.stack([positions.samples[:, None].expand_as(positions.position_ids), positions.position_ids], -1)
-        self.here = mixture.ops.dispatch.own_tokens(places)  # type: ignore[union-attr]
+        self.here = mixture.ops.dispatch.own_tokens(places)
 
     def _watch(self, layer: int, router: Any) -> None:
         choose = router.choose
@@ -99,13 +100,27 @@ class RouteRecorder:
         return [bias(name, step, one, wanted[name], rate, bound) for name, one in self.balances().items()]
 
 
+def loads(step: int, found: Tensor, routing: dict[int, Tensor]) -> list[Error]:
+    """The tokens of each expert, summed over ranks: [layers with experts, X]."""
+    return [
+        counts(
+            f"layers.{layer}.mlp.router",
+            step,
+            row.to(torch.int64),
+            torch.bincount(chosen.flatten(), minlength=len(row)),
+        )
+        for row, (layer, chosen) in zip(found.cpu(), sorted(routing.items()), strict=True)
+    ]
+
+
 def _words(seen: _Seen, strays: Tensor) -> str:
     if not len(strays):
         return ""
     sample, position, *experts = strays[0].tolist()
     wanted = seen.wanted[sample - seen.first, position].tolist()
     more = f"; {len(strays) - 1} more tokens differ" if len(strays) > 1 else ""
-    return f"sends sample {sample}, position {position} to experts {_list(experts)}, and one process to {_list(wanted)}{more}"
+    token = f"sample {sample}, position {position}"
+    return f"sends {token} to experts {_list(experts)}, and one process to {_list(wanted)}{more}"
 
 
 def _list(experts: list[int]) -> str:

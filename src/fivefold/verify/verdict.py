@@ -149,7 +149,11 @@ class Verdict:
         if self.broken:
             return [self.broken]
         failed = [error for error in self.errors if not error.holds]
-        firsts = [e for what in (*_KINDS, *_OF_EXPERTS) if (e := worst(error for error in failed if error.what == what)) is not None]
+        firsts = [
+            e
+            for what in (*_KINDS, *_OF_EXPERTS)
+            if (e := worst(error for error in failed if error.what == what)) is not None
+        ]
         more = [f"{count} more comparisons fail"] if (count := len(failed) - len(firsts)) else []
         counts = [str(count) for count in self.traffic if not count.holds]
         others = [f"{len(self.torn) - 1} more parameters differ so"] if len(self.torn) > 1 else []

@@ -12,6 +12,7 @@ No torch in this process: what computes is named, and runs in processes of its o
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import msgspec
 
 from fivefold.job.config import Job, read_job
 from fivefold.launch import ranks
-from fivefold.layout.collective_cost import Traffic
+from fivefold.layout.collective_cost import Traffic, times, total
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
+from fivefold.plan.cost.dispatch import Routing, rows_of
 from fivefold.plan.cost.memory import proof_problems, state_of
 from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.schedule.schedule import peak_live
@@ -29,7 +31,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import SEQUENCES, STEPS, TOKENS, checked, seconds, within
 from fivefold.verify.compare import OPTIMIZER
-from fivefold.verify.layouts import LayoutCase, all_cases, covered, pairwise
+from fivefold.verify.layouts import LayoutCase, all_cases, covered, pairwise, with_balance
 from fivefold.verify.result import VerifyResult
 from fivefold.verify.verdict import Verdict
 
@@ -89,6 +91,7 @@ def verify(
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
     if isinstance(model, ModelSpec):
         job = msgspec.structs.replace(job, model=model)
+    job = with_balance(job, {one.partition("=")[0] for one in changes})
     rounding = "train.fp8=true rounds by what a rank sees, so layouts agree as far as 8 bits do; prove train.fp8=false"
     if problems := job.problems() or ([rounding] if job.train.fp8 else proof_problems(job)):
         raise UserError(problems)
@@ -131,7 +134,7 @@ class Judge:
     def __init__(self, patience: float = PATIENCE, hook: str = ""):
         self.patience, self.hook = patience, hook
         self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
-        self.references: dict[bytes, Path] = {}
+        self.references: dict[bytes, tuple[Path, list[Routing]]] = {}
 
     def __enter__(self) -> "Judge":
         return self
@@ -143,31 +146,43 @@ class Judge:
         measure = "fivefold.verify.measure:measure"
         start = time.perf_counter()
         try:
-            reference = self._reference(job)
+            reference, routing = self._reference(job)
             start = time.perf_counter()
             found = ranks.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
         except ranks.RankError as error:
             return Verdict(job, time.perf_counter() - start, broken=str(error), details=error.details)
-        forms = closed_forms(job) if not found[0].graphs else [[] for _ in found]  # what is compiled is not counted
+        forms = (
+            closed_forms(job, routing) if not found[0].graphs else [[] for _ in found]
+        )  # what is compiled is not counted
         return Verdict.of(job, found, forms, holdings(job), time.perf_counter() - start)
 
-    def _reference(self, job: Job) -> Path:
-        """One for all layouts of a model with the same dp, on which the data's masks depend."""
+    def _reference(self, job: Job) -> tuple[Path, list[Routing]]:
+        """One for all layouts of a model with the same dp, on which the data's masks depend; and where tokens went."""
         plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
         key = msgspec.json.encode(plain)
         if key not in self.references:
             path = Path(self.home.name, f"{len(self.references)}.reference")
-            ranks.run(1, "fivefold.verify.reference:write_reference", plain, path, timeout=self.patience)
-            self.references[key] = path
+            [routing] = ranks.run(1, "fivefold.verify.reference:write_reference", plain, path, timeout=self.patience)
+            self.references[key] = path, routing
         return self.references[key]
 
 
-def closed_forms(job: Job) -> list[list[Traffic]]:
-    """What each rank should send in a step."""
-    train, seats = job.train, [Seat.of(job.layout, rank) for rank in range(job.layout.world)]
-    asked, smoothing = (job.model, job.layout, job.data.seq, train.batch, train.dtype), train.label_smoothing > 0
-    forms = {seat: expected(*asked, seat=seat, smoothing=smoothing) for seat in set(seats)}
-    return [forms[seat] for seat in seats]
+def closed_forms(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:
+    """What each rank should send in all steps; where there are experts, given where the tokens of each step go."""
+    train, layout, seq = job.train, job.layout, job.data.seq
+    seats = [Seat.of(layout, rank) for rank in range(layout.world)]
+    a_step = partial(
+        expected, job.model, layout, seq, train.batch, train.dtype,
+        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
+    )  # fmt: skip
+    if job.model.experts is None:
+        forms = {seat: a_step(seat=seat) for seat in set(seats)}
+        return [[times(row, train.steps) for row in forms[seat]] for seat in seats]
+    every = []
+    for rank, seat in enumerate(seats):
+        steps = [rows_of(job.model, layout, rank, seq, train.batch, one) for one in routing]
+        every.append(total(row for rows in steps for row in a_step(seat=seat, rows=rows)))
+    return every
 
 
 def holdings(job: Job) -> list[dict[str, float]]:
@@ -177,8 +192,7 @@ def holdings(job: Job) -> list[dict[str, float]]:
     live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
     forms = {}
     for seat in set(seats):
-        place = {"pp": seat.pp, "tp": seat.tp, "zero": seat.zero, "seq": job.data.seq}
-        state = state_of(job.model, job.layout, job.train.dtype, job.optimizer, **place)
+        state = state_of(job.model, job.layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=job.data.seq)
         sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
         forms[seat] = sizes | {"microbatches in flight": live[seat.pp]}
     return [forms[seat] for seat in seats]

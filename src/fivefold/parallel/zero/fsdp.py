@@ -10,7 +10,7 @@ sum: buckets take them, as in stage 2, and their shards accumulate beside FSDP2'
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fivefold.layout.buckets import MINIMUM, Grouping, Held, buckets, layers_of
 from fivefold.model.dtypes import wide
 from fivefold.model.experts.mixture import ExpertNetworks
 from fivefold.model.init import draw
+from fivefold.model.recompute import unnumbered
 from fivefold.parallel.host_staging import stage
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
@@ -145,12 +146,22 @@ def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype
         sharded.set_force_sum_reduction_for_comms(True)
         if mesh.zero.staged:
             stage(sharded)
+        if isinstance(module, ExpertNetworks):
+            _gather_aside(module)
         found.append(sharded)
     # In backward each one gathers the weights of the one below ahead; the lowest nothing. FSDP2 by itself goes by the
     # order of past forwards, and under a pipeline would gather those of another microbatch or stage, which nobody uses.
     for below, sharded in zip((found[0], *found), found, strict=False):
         sharded.set_modules_to_backward_prefetch([below])
     return found
+
+
+def _gather_aside(module: nn.Module) -> None:
+    """Of a unit inside of a block: whether its weights are there already may differ when the block is recomputed."""
+    during = ExitStack()
+    for register in (module.register_forward_pre_hook, module.register_forward_hook):
+        register(lambda *_: during.enter_context(unnumbered()), prepend=True)  # before FSDP2's own hook ...
+        register(lambda *_: during.close())  # ... and after it
 
 
 def _units(model: nn.Module, layers: list[int]) -> Iterator[nn.Module]:

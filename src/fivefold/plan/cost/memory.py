@@ -1,6 +1,7 @@
 """Bytes that a rank holds between steps: parameters, gradients, optimizer state, by ZeRO stage.
 
-With N ranks to shard over (dp x cp, or dp/replicate x cp), P parameters per tp rank, in bytes per parameter:
+With N ranks to shard over (dp x cp, or dp/replicate x cp; of experts the ranks that have the same ones), P parameters
+per tp rank, in bytes per parameter:
 
   stage   parameters   gradients   optimizer state
   0       c            a           s
@@ -95,28 +96,34 @@ def state_of(
     pp: int = 0,
     tp: int = 0,
     zero: int = 0,
+    ep: int = 0,
+    ezero: int = 0,
     seq: int | None = None,
 ) -> State:
-    """What the rank at those places of the pp, tp and zero axes holds, to the byte.
+    """What the rank at those places of the axes holds, to the byte.
 
     Layers are divided among stages for sequences of `seq` tokens; of the model's context where it is not said.
     Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest.
     """
     compute, full, states = BYTES[dtype], wide_bytes(dtype), len(optimizer.states)
-    ranks = layout.size("zero")
     stages = stages_of(spec, layout, seq or spec.context)
     mine = [stages[number] for number in layout.placement.of_rank[pp]]
     # An embedding that both ends share on one rank is there once.
-    parts = [one for one in held(spec, layout, tp).values() if any(stage.holds(one.parameter) for stage in mine)]
-    whole = sum(one.size for one in parts)
-    owned = sum(math.prod(map(len, one.share(ranks, zero))) for one in parts)
-    padded = sum(one.share_size(ranks) for one in parts)
-    if layout.zero == 3 and ranks * layout.replicate > 1:
-        return State(full * padded, full * padded, states * full * owned)
-    gradients = {0: whole, 1: padded * ranks, 2: padded}[layout.zero] if ranks > 1 else whole
-    masters = owned if layout.zero and ranks > 1 else whole
-    master = full if compute < full else 0
-    return State(compute * whole, full * gradients, (states * full + master) * masters)
+    here = [one for one in held(spec, layout, tp, ep).values() if any(stage.holds(one.parameter) for stage in mine)]
+    states_of = []
+    for axis, place in (("zero", zero), ("ezero", ezero)):
+        parts, ranks = [one for one in here if one.zero_axis == axis], layout.size(axis)
+        whole = sum(one.size for one in parts)
+        owned = sum(math.prod(map(len, one.share(ranks, place))) for one in parts)
+        padded = sum(one.share_size(ranks) for one in parts)
+        if layout.fully_shards(spec):
+            states_of.append(State(full * padded, full * padded, states * full * owned))
+            continue
+        stage = layout.zero if ranks > 1 else 0
+        gradients = {0: whole, 1: padded * ranks, 2: padded}[stage]
+        masters, master = owned if stage else whole, full if compute < full else 0
+        states_of.append(State(compute * whole, full * gradients, (states * full + master) * masters))
+    return State(*map(sum, zip(*states_of, strict=True)))
 
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:

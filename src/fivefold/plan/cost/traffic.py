@@ -8,11 +8,14 @@ one pp rank, E hidden, H and K query and kv heads of one tp rank, D head dim, t 
 the bytes of the weights of one tp and pp rank. `narrow` is the compute dtype, in which activations and weights travel;
 `wide`, float32 or float64, is that of gradients and of whatever is summed on the way.
 
+Experts: X of them in a layer, of which a token visits K; `dispatch` has what they send, given where tokens go.
+
 Textbook cases: dp, one all-reduce of M, 2M(N-1)/N on the wire; ZeRO 3 with one microbatch, 3M(N-1)/N; tp, four
 all-reduces of BSE a layer; pp, BSE forward and BSE back per microbatch and boundary.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -22,6 +25,7 @@ from fivefold.layout.collective_cost import Kind, Traffic, total, wire
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import kv_head, slices
 from fivefold.layout.stages import Stage, schedule_of, stages_of
+from fivefold.plan.cost.dispatch import Rows, dispatched, even_rows
 from fivefold.plan.cost.memory import BYTES, wide_bytes
 from fivefold.spec.model import ModelSpec
 
@@ -32,6 +36,8 @@ class Seat(NamedTuple):
     tp: int = 0  # ranks along tp differ where the vocabulary does not divide
     pp: int = 0  # they have other stages
     zero: int = 0  # where the rows of a tied embedding do not divide
+    ep: int = 0  # they have other experts
+    ezero: int = 0
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
@@ -67,6 +73,13 @@ class _Step:
         return sum(len(stage.layers) for stage in self.stages)
 
     @property
+    def networks(self) -> int:
+        """Layers with a feed-forward network that every token visits."""
+        spec = self.spec
+        shared = spec.experts is not None and spec.experts.shared > 0
+        return sum(spec.dense(layer) or shared for stage in self.stages for layer in stage.layers)
+
+    @property
     def states(self) -> int:
         """Bytes of BSE, the residual stream of a microbatch."""
         return self.tokens * self.spec.hidden * self.narrow
@@ -78,7 +91,7 @@ class _Step:
 
     def held(self) -> Iterator[list[Held]]:
         """The parameters of each stage. An embedding that both ends on one rank share is the first's."""
-        every, seen = held(self.spec, self.layout, self.seat.tp), set[str]()
+        every, seen = held(self.spec, self.layout, self.seat.tp, self.seat.ep), set[str]()
         for stage in self.stages:
             names = [name for name in stage.names(self.spec) if name not in seen]
             seen.update(names)
@@ -87,13 +100,12 @@ class _Step:
 
 _Sent = tuple[str, Kind, int, int]  # axis, kind, calls, bytes of one call
 
-# The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and beside
-# it whether a rank wants to stop. They are added up in float64.
-_NUMBERS: tuple[_Sent, ...] = (
-    ("data", "all-reduce", 1, 8),
-    ("pp", "all-reduce", 1, 8),
-    ("world", "all-reduce", 1, 16),
-)
+
+def _numbers(spec: ModelSpec) -> list[_Sent]:
+    """The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and
+    beside it whether a rank wants to stop, and the load of every expert. They are added up in float64."""
+    loads = 0 if spec.experts is None else (spec.layers - spec.dense_layers) * spec.experts.count + 2
+    return [("data", "all-reduce", 1, 8), ("pp", "all-reduce", 1, 8), ("world", "all-reduce", 1, 16 + 8 * loads)]
 
 
 def expected(
@@ -106,18 +118,23 @@ def expected(
     seat: Seat = FIRST,
     minimum: int = MINIMUM,
     smoothing: bool = False,
+    balance_loss: bool = False,
+    rows: Rows | None = None,
 ) -> list[Traffic]:
-    """One step of one rank."""
+    """One step of one rank. `rows` are those that it sends to experts and receives; None: as many each way, to any."""
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     every = stages_of(spec, layout, seq)
     stages = tuple(every[number] for number in layout.placement.of_rank[seat.pp])
     # `auto` splits the backward passes where its stages call for it; of the others one knows.
     split = schedule_of(spec, layout, seq).splits if layout.record.weighs else layout.splits_backward
     step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
-    sharded = layout.zero == 3 and layout.size("data") > 1
-    sent = [*_NUMBERS, *(_fully_sharded(step) if sharded else _replicated(step))]
+    sent = [*_numbers(spec), *(_fully_sharded(step) if layout.fully_shards(spec) else _replicated(step))]
     for axis, kind, calls, payload in (*_tensor(step), *_context(step), *_pipeline(step)):
         sent.append((axis, kind, calls * layout.microbatches, payload))
+    if spec.experts is not None:
+        mine = [layer for stage in stages for layer in stage.layers if not spec.dense(layer)]
+        rows = even_rows(spec, layout, tokens, mine, seat.tp) if rows is None else rows
+        sent += dispatched(spec, layout, dtype, rows, tokens, batch // layout.size("batch"), balance_loss)
     return total(
         Traffic(layout.same_axis(axis), kind, calls, calls * payload, wire(kind, calls * payload, size))
         for axis, kind, calls, payload in sent
@@ -128,7 +145,8 @@ def expected(
 def _tensor(step: _Step) -> Iterator[_Sent]:
     """Megatron-LM's (arXiv 1909.08053, section 3; with sp 2205.05198, section 4.2). All of them carry BSE elements.
 
-    A layer has two column groups (q, k, v; gate, up) and two row linears (o, down). Forward sums the rows' outputs,
+    A layer has two column groups (q, k, v; gate, up) and two row linears (o, down); one with experts has the second of
+    each only if a shared one is among them. Forward sums the rows' outputs,
     backward the columns' input gradients; with sp a sum leaves each rank its part of the sequence, and what a group
     reads, forward or backward, is gathered first, the columns' saved input once more in backward.
     Latent attention gathers and sums latents instead of the stream (but for queries that have none), the former once.
@@ -138,12 +156,12 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
     """
     layers, forwards, last = step.layers, step.forwards, any(stage.last for stage in step.stages)
     ends = any(stage.first for stage in step.stages) + last
-    mla = step.spec.mla
+    mla, rows = step.spec.mla, layers + step.networks
     sums: Kind = "reduce-scatter" if step.layout.sp else "all-reduce"
-    groups = layers * (1 if mla and mla.q_rank else 2)  # of columns that read the stream
-    yield "tp", sums, layers * 2 * forwards + groups + ends, step.states
+    groups = rows - (layers if mla and mla.q_rank else 0)  # of columns that read the stream
+    yield "tp", sums, rows * forwards + groups + ends, step.states
     if step.layout.sp:
-        yield "tp", "all-gather", groups * (forwards + 1) + 2 * layers + ends, step.states
+        yield "tp", "all-gather", groups * (forwards + 1) + rows + ends, step.states
     if mla:  # what all heads read: queries' latents, keys' and values', the key of positions
         latents = step.tokens * (mla.q_rank + mla.kv_rank + mla.rope_dim) * step.narrow
         yield "tp", sums, layers, latents
@@ -190,50 +208,51 @@ def _replicated(step: _Step) -> Iterator[_Sent]:
     """Buckets, each stage's its own. Shares are padded to the longest, so a reduce-scatter or all-gather is handed N
     times that. Summands of other tp ranks and of the other end's embedding are added up once a step, in the share that
     is left."""
-    layout, parts = step.layout, step.layout.size("zero")
-    stage = layout.zero if parts > 1 else 0
+    layout = step.layout
     for mine in step.held():
         for bucket in buckets(mine, step.minimum, step.split, step.shared):
+            axis, parts = bucket.zero_axis, layout.size(bucket.zero_axis)
+            stage = layout.zero if parts > 1 else 0
             if stage == 0:
-                yield "zero", "all-reduce", 1, bucket.size() * step.wide
+                yield axis, "all-reduce", 1, bucket.size() * step.wide
             else:
                 reductions = layout.microbatches if stage == 2 else 1
-                yield "zero", "reduce-scatter", reductions, bucket.padded(parts) * step.wide
-                yield "zero", "all-gather", 1, bucket.padded(parts) * step.narrow
+                yield axis, "reduce-scatter", reductions, bucket.padded(parts) * step.wide
+                yield axis, "all-gather", 1, bucket.padded(parts) * step.narrow
             left = bucket.padded(parts) // parts if stage else bucket.size()
             yield "tp", "all-reduce", int(bucket.partial), left * step.wide
             yield "ends", "all-reduce", int(bucket.shared), left * step.wide
 
 
 def _fully_sharded(step: _Step) -> Iterator[_Sent]:
-    """FSDP2: a unit is a block, or what stands around the blocks of a stage; it pads like the buckets.
+    """FSDP2: a unit is a block, its experts, or what stands around the blocks of a stage; it pads like the buckets.
 
     A unit is gathered for forward and again for backward, and reduce-scattered, in every microbatch; recompute finds
     its weights gathered. Copies (replicate) add up their shares once a step, and so do the two ends, theirs of a tied
     embedding. A gradient that is a summand over tp is added up before it is reduce-scattered, parameter by parameter,
     in every microbatch. Gradients of linears that are computed apart go by buckets, as in stage 2.
     """
-    parts, m = step.layout.size("zero"), step.layout.microbatches
+    layout, m = step.layout, step.layout.microbatches
     for mine in step.held():
-        gathered: dict[int | None, int] = {}  # by layer, elements of a share
-        reduced: dict[int | None, int] = {}
+        gathered: Counter[tuple[str, int | None]] = Counter()  # by axis and layer, elements of a share
+        reduced: Counter[tuple[str, int | None]] = Counter()
         for one in mine:
-            layer, share = one.parameter.layer, one.share_size(parts)
-            gathered[layer] = gathered.get(layer, 0) + share
+            parts, unit = layout.size(one.zero_axis), (one.zero_axis, one.parameter.layer)
+            gathered[unit] += one.share_size(parts)
             if step.split and one.parameter.deferred:
                 continue
-            reduced[layer] = reduced.get(layer, 0) + share
+            reduced[unit] += one.share_size(parts)
             yield "tp", "all-reduce", m * one.tp.partial, one.size * step.narrow
             if step.shared and one.parameter.tied:
                 yield "ends", "all-reduce", 1, math.prod(map(len, one.share(parts, step.seat.zero))) * step.wide
-        for share in gathered.values():
-            yield "zero", "all-gather", 2 * m, parts * share * step.narrow
-        for share in reduced.values():
-            yield "zero", "reduce-scatter", m, parts * share * step.wide
+        for (axis, _), share in gathered.items():
+            yield axis, "all-gather", 2 * m, layout.size(axis) * share * step.narrow
+        for (axis, _), share in reduced.items():
+            yield axis, "reduce-scatter", m, layout.size(axis) * share * step.wide
             yield "replicate", "all-reduce", 1, share * step.wide
         for bucket in buckets(mine, step.minimum, split=True) if step.split else ():
             if bucket.late:
-                share = bucket.padded(parts) // parts
-                yield "zero", "reduce-scatter", m, parts * share * step.wide
+                share = bucket.padded(layout.size(bucket.zero_axis)) // layout.size(bucket.zero_axis)
+                yield bucket.zero_axis, "reduce-scatter", m, layout.size(bucket.zero_axis) * share * step.wide
                 yield "tp", "all-reduce", int(bucket.partial), share * step.wide
                 yield "replicate", "all-reduce", 1, share * step.wide
