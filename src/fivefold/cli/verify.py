@@ -39,14 +39,17 @@ def verify(
     Starts the ranks on this machine and trains both from the same weights on
     the same data, which has unequal loss masks, a rank without any, and packed
     documents. Every step's loss, gradient norm and gradients are compared, and
-    the parameters at the end. Collectives are counted and compared with closed
-    forms. Exit code 0 if all hold, 1 if not.
+    the parameters at the end; of experts also which tokens they got.
+    Collectives are counted and compared with closed forms. Exit code 0 if all
+    hold, 1 if not.
 
     [dim]Examples:[/]
 
       fivefold verify --layout dp=2,tp=2,zero=3
 
       fivefold verify --layout cp=4,cp_kind=ulysses --model tiny-qwen3
+
+      fivefold verify --layout dp=2,ep=2,zero=1 --model tiny-moe
 
       fivefold verify --layout tp=2,sp model.kv_heads=1 --dtype float32
 
