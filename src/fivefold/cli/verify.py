@@ -31,6 +31,7 @@ def verify(
     sample: Annotated[
         int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")
     ] = None,
+    jobs: Annotated[int, typer.Option(help="With --all: layouts at a time, on a machine with cores for it.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds for one layout.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -57,7 +58,9 @@ def verify(
 
       fivefold verify --all --world 4
 
-      fivefold verify --all --world 8 --sample 30 --json
+      fivefold verify --layout dp=2,tp=2,ep=4 --model tiny-moe
+
+      fivefold verify --all --world 8 --sample 30 --jobs 2 --json
     """
     from fivefold.verify.verify import verify as prove
 
@@ -67,7 +70,7 @@ def verify(
         with counting_bar() as progress:
             found = prove(
                 layout, changes or [], model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
-                everything=everything, world=world, sample=sample, timeout=timeout, progress=progress,
+                everything=everything, world=world, sample=sample, jobs=jobs, timeout=timeout, progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; nothing is proven")

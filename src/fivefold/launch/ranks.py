@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from fivefold.launch.allocator import keep_freed_memory
@@ -23,6 +24,7 @@ from fivefold.launch.world import World, join
 from fivefold.support.errors import TrainingError, UserError, absent
 from fivefold.support.ranges import seconds
 
+_STARTING = Lock()  # threads may call, and `start` hides the caller's script from multiprocessing for a moment
 _GRACE = 1.0  # seconds that the others have after a first failure, to say what they know of it
 
 
@@ -76,7 +78,8 @@ def call(
     with tempfile.TemporaryDirectory(prefix="fivefold-") as home:
         processes = Processes(world, Path(home))
         try:
-            processes.start(f"{__name__}:_act", home, function, args, env=env, threads=threads)
+            with _STARTING:
+                processes.start(f"{__name__}:_act", home, function, args, env=env, threads=threads)
             ends = processes.watch(lambda end: grace, timeout)
         finally:
             processes.kill()

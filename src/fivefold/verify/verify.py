@@ -12,8 +12,10 @@ No torch in this process: what computes is named, and runs in processes of its o
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -55,6 +57,7 @@ def verify(
     everything: bool = False,
     world: int | None = None,
     sample: int | None = None,
+    jobs: int = 1,
     timeout: float = PATIENCE,
     hook: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
@@ -62,11 +65,12 @@ def verify(
     """Prove that a layout, or every legal one of `world` ranks (`everything`), computes what one process computes.
 
     Starts the ranks on this machine. `changes` are settings of the job, KEY=VALUE. `sample` takes so many of the
-    layouts, chosen to meet every pair of settings. `progress` is told how many layouts are done, of how many, and which
-    one is next.
+    layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `progress` is told how many layouts
+    are done, of how many, and which one is next.
     """
     _check(layout, everything, world, sample, timeout)
-    for name, value, most in (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES)):
+    limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES), ("jobs", jobs, 1000))
+    for name, value, most in limits:
         checked(f"--{name}", value, within(1, most))
     world = 4 if world is None else world
     chosen = "dp=1" if everything else str(layout or _DEFAULT)
@@ -97,14 +101,26 @@ def verify(
         raise UserError(problems)
     total = all_cases(job, world, deepen) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)
-    judged = []
-    with Judge(timeout, hook) as judge:
-        for number, case in enumerate(cases):
-            progress(number, len(cases), f"{case.job.layout} {case.variant}")
-            judged.append((case, judge(case.job)))
+    judged = _judged(cases, jobs, timeout, hook, progress)
     if not everything:
         return VerifyResult(judged)
     return VerifyResult(judged, len(total), covered(cases, total))
+
+
+def _judged(
+    cases: Sequence[LayoutCase], jobs: int, timeout: float, hook: str, progress: Callable[[int, int, str], None]
+) -> list[tuple[LayoutCase, Verdict]]:
+    """A verdict on each; `jobs` at a time, whose ranks are processes of their own."""
+    found = []
+    with Judge(timeout, hook) as judge, ThreadPoolExecutor(jobs) as pool:
+        verdicts = pool.map(lambda case: judge(case.job), cases) if jobs > 1 else (judge(case.job) for case in cases)
+        try:
+            for number, case in enumerate(cases):
+                progress(number, len(cases), f"{case.job.layout} {case.variant}")
+                found.append((case, next(verdicts)))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nothing new begins
+    return found
 
 
 def _check(
@@ -135,6 +151,7 @@ class Judge:
         self.patience, self.hook = patience, hook
         self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
         self.references: dict[bytes, tuple[Path, list[Routing]]] = {}
+        self.writing = Lock()
 
     def __enter__(self) -> "Judge":
         return self
@@ -160,11 +177,13 @@ class Judge:
         """One for all layouts of a model with the same dp, on which the data's masks depend; and where tokens went."""
         plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
         key = msgspec.json.encode(plain)
-        if key not in self.references:
-            path = Path(self.home.name, f"{len(self.references)}.reference")
-            [routing] = ranks.run(1, "fivefold.verify.reference:write_reference", plain, path, timeout=self.patience)
-            self.references[key] = path, routing
-        return self.references[key]
+        with self.writing:  # of two that need the same one the second waits
+            if key not in self.references:
+                path = Path(self.home.name, f"{len(self.references)}.reference")
+                write = "fivefold.verify.reference:write_reference"
+                [routing] = ranks.run(1, write, plain, path, timeout=self.patience)
+                self.references[key] = path, routing
+            return self.references[key]
 
 
 def closed_forms(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:

@@ -38,7 +38,6 @@ class Router(nn.Module):
         self.experts = spec.experts
         self.weight = nn.Parameter(torch.empty(self.experts.count, spec.hidden))
         self.bias = nn.Parameter(torch.empty(self.experts.count)) if spec.bias else None
-        self.balance: Tensor | None
         balance = torch.zeros(self.experts.count) if self.experts.balance_bias else None
         self.register_buffer("balance", balance, persistent=False)
         self.load: Tensor | None = None  # [X] tokens that each expert got since the step began

@@ -28,7 +28,7 @@ from fivefold.parallel.host_staging import stage
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
 from fivefold.parallel.zero.reducer import Part, Reducer
-from fivefold.parallel.zero.weights import Weights, held_by, remake, remake_buffers
+from fivefold.parallel.zero.weights import Weights, held_by, remake
 from fivefold.spec.model import ModelSpec
 
 
@@ -55,7 +55,6 @@ class FullySharded(Weights):
             self.modules += _shard(model, layers_of(one.parameter.unit for one in held.values()), mesh, compute)
             self.roots.append(self.modules[-1])
             model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
-            remake_buffers(model, mesh.device)
             for name, parameter in model.named_parameters():
                 assert isinstance(parameter, DTensor)
                 self.parameters[name] = parameter

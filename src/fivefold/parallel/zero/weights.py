@@ -155,15 +155,6 @@ def remake(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
                     new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
                 )
             setattr(module, name, nn.Parameter(new))
-    remake_buffers(model, device)
-
-
-def remake_buffers(model: nn.Module, device: torch.device) -> None:
-    """They all begin at zero."""
-    for module in model.modules():
-        for name, old in list(module._buffers.items()):
-            if old is not None:
-                module._buffers[name] = torch.zeros(old.shape, dtype=torch.float32, device=device)
 
 
 def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Held]:
