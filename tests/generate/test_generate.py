@@ -8,7 +8,9 @@ import transformers
 
 from fivefold.generate.generator import Chooser
 from fivefold.generate.request import Request, Sampling, generate
+from fivefold.job.config import read_job
 from fivefold.support.errors import UserError
+from tests.checkpoint.runs import Run
 from tests.checkpoint.test_hf import made
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -62,7 +64,7 @@ def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
 
 def test_bad_requests_are_refused(tmp_path: Path) -> None:
     directory = made("gpt2", True, tmp_path / "in")
-    with pytest.raises(UserError, match="dp, zero does not help to generate; tp and pp do"):
+    with pytest.raises(UserError, match="dp, zero does not help to generate; tp and pp do, and ep"):
         generate(request(directory, "dp=2,zero=1"), [], PROMPT, lambda _: None)
     with pytest.raises(UserError) as error:
         generate(request(directory, "tp=3", count=80, temperature=-1.0), [], [999], lambda _: None)
@@ -71,3 +73,30 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
         generate(request(directory), ["hello"], None, lambda _: None)
     with pytest.raises(UserError, match="is no directory"):
         generate(request(tmp_path / "nowhere"), [], PROMPT, lambda _: None)
+
+
+def test_experts_generate_alike_in_every_layout_and_without_a_cache(tokens: Path, tmp_path: Path) -> None:
+    """With biases that choose other experts than their scores alone; one token at a time, most ranks route none."""
+    words = ["model.layers=3", "model.hidden=32", "model.experts.ffn=16", "data.seq=16", "train.batch=4"]
+    job = read_job(None, ["model=tiny-deepseek", *words, "train.steps=1", f"data.path={tokens}", "train.device=cpu"])
+    run = Run(job, 1, tmp_path / "checkpoints")
+    for number, bias in enumerate(run.trainer.engine.buffers.values()):
+        bias += 0.1 * torch.arange(8).roll(3 * number)
+    run.keeper.save(0)
+    run.keeper.ensure()
+    want = generated(tmp_path, count=6, dtype="float64")
+    for layout in ("tp=2,ep=2", "pp=2"):
+        assert generated(tmp_path, layout, count=6, dtype="float64") == want, layout
+
+    model = run.trainer.engine.model.eval().double()
+
+    @torch.no_grad()
+    def logits(ids: list[int]) -> torch.Tensor:
+        return model(torch.tensor([ids]))[0, -1]
+
+    for number in range(len(want)):
+        assert int(logits([*PROMPT, *want[:number]]).argmax()) == want[number]
+    before = logits(PROMPT)
+    for bias in model.buffers():
+        bias.zero_()
+    assert not torch.equal(logits(PROMPT), before)

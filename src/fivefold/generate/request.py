@@ -19,7 +19,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.places import Place
 from fivefold.support.ranges import SECONDS, misfit, within
 
-_ALLOWED = {"tp", "pp", "split"}
+_ALLOWED = {"tp", "pp", "split", "ep", "dispatch"}
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,8 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, Text | None,
     """The job to generate with, its weights, its tokenizer, and the directory of the run or Hugging Face model."""
     layout = Layout.parse(request.layout)
     if strange := sorted(set(layout.given()) - _ALLOWED):
-        raise UserError(f"--layout {request.layout}: {', '.join(strange)} does not help to generate; tp and pp do")
+        named = ", ".join(strange)
+        raise UserError(f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp")
     source = request.source
     weights: Place
     directory: Place
