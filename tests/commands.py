@@ -33,7 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
@@ -129,18 +129,30 @@ def start(
     stdin, out, err = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115 - open as long as they are asked for
     stdin.write(input.encode())
     stdin.seek(0)
+    call = module, [str(word) for word in words], str(cwd or Path.cwd()), whole, before
+    return Command(fork(*call, streams=(stdin, out, err)), out, err)
+
+
+def fork(
+    module: str,
+    words: list[str],
+    cwd: str,
+    env: dict[str, str],
+    before: Callable[[], object] | None,
+    streams: Sequence[IO[Any]],
+) -> Any:
+    """A process of the server's that `_become`s a command."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    call = module, [str(word) for word in words], str(cwd or Path.cwd()), whole, pickle.dumps(before)
-    process = context.Process(target=_become, args=(*call, _Streams(stdin, out, err)))
+    process = context.Process(target=_become, args=(module, words, cwd, env, pickle.dumps(before), _Streams(*streams)))
     process.start()
-    return Command(process, out, err)
+    return process
 
 
 class _Streams:
     """Open files, on their way to a process."""
 
-    def __init__(self, *files: IO[bytes]):
+    def __init__(self, *files: IO[Any]):
         self._files = files
 
     def __reduce__(self) -> tuple[Any, ...]:

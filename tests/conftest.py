@@ -3,7 +3,9 @@
 import ast
 import json
 import os
+import shlex
 import signal
+import sys
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -37,6 +39,8 @@ _OURS = [".".join(file.relative_to(_SOURCE.parent).with_suffix("").parts) for fi
 PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.utils.tensorboard", "hypothesis"]
 _GPU = "fused_adamw"  # needs triton, which CPU builds of torch come without
 PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
+# Their imports take longer than the tests that need them, and every worker of pytest-xdist imports all tests.
+_ORACLES = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
 PRELOAD += [*(name for name in _OURS if not name.endswith(("__", _GPU))), "tests.ranks", "tests.warm"]
 
 # Modules that take longest come first: the last one to start decides when all is done.
@@ -48,18 +52,22 @@ _FIRST = (
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Workers of pytest-xdist share one server: to import torch takes it seconds."""
-    forkserver.set_forkserver_preload(PRELOAD)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers of pytest-xdist share one server, and are forked from it: to import torch takes seconds."""
+    oracles = [] if config.option.markexpr.startswith("pure") else _ORACLES
+    forkserver.set_forkserver_preload([*oracles, *PRELOAD])
     forkserver.ensure_running()
-    node.workerinput["server"] = vars(forkserver._forkserver)["_forkserver_address"]
+    server = [sys.executable, str(Path(__file__).parent / "worker.py"), _server()["_forkserver_address"]]
+    specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={shlex.join(server)}") for spec in specs]
+
+
+def _server() -> dict[str, Any]:
+    return vars(forkserver._forkserver)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if address := getattr(config, "workerinput", {}).get("server"):
-        server = vars(forkserver._forkserver)
-        server["_forkserver_address"], server["_forkserver_alive_fd"] = address, os.pipe()[1]
-        server["ensure_running"] = lambda: None  # it runs
+    if hasattr(config, "workerinput"):
+        _server()["ensure_running"] = lambda: None  # it runs
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

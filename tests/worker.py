@@ -1,0 +1,24 @@
+"""A worker of pytest-xdist, forked from the server that ranks and commands are forked from. An interpreter of its own
+would import torch and transformers for itself, which takes longer than to collect all tests.
+
+tests/conftest.py has pytest-xdist start this file instead of an interpreter, with the address of the server and an
+interpreter's arguments. It hands its streams on, and ends when the worker does.
+"""
+
+import os
+import sys
+from functools import partial
+from multiprocessing import forkserver
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+    from tests.commands import fork
+
+    address, code = sys.argv[1], sys.argv[-1]
+    server = {"_forkserver_address": address, "_forkserver_alive_fd": os.pipe()[1], "ensure_running": lambda: None}
+    vars(forkserver._forkserver).update(server)
+    streams = sys.stdin, sys.stdout, sys.stderr
+    worker = fork("", [], os.getcwd(), dict(os.environ), partial(exec, f"{code}; sys.exit()", {}), streams)
+    worker.join()
+    sys.exit(worker.exitcode)
