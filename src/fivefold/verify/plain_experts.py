@@ -51,24 +51,26 @@ class PlainMixture(nn.Module):
         weights = weights * self.of.scale
         self.chosen = chosen.unflatten(0, x.shape[:2])
         self.losses = self._losses(logits, scores)
-        y = torch.zeros_like(tokens, dtype=kind)
-        for expert in range(self.of.count):
+        where, said = [], []
+        for expert, linears in enumerate(self._linears(self.experts, self.of.count)):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
-            said = self._network(self.experts, tokens[token], expert, self.of.count)
-            y = y.index_add(0, token, said.to(kind) * weights[token, slot, None])
+            where.append(token)
+            said.append(self._network(linears, tokens[token]).to(kind) * weights[token, slot, None])
+        y = torch.zeros_like(tokens, dtype=kind).index_add(0, torch.cat(where), torch.cat(said))
         y = y.to(x.dtype).view_as(x)
-        return y if self.shared is None else y + self._network(self.shared, x, 0, 1)
+        if self.shared is None:
+            return y
+        [linears] = self._linears(self.shared, 1)
+        return y + self._network(linears, x)
 
-    def _network(self, layers: nn.ModuleDict, x: Tensor, expert: int, of: int) -> Tensor:
-        """Of one expert, whose weights are its part of the rows."""
+    def _linears(self, layers: nn.ModuleDict, count: int) -> list[dict[str, list[Tensor]]]:
+        """The weight of each linear of each expert, and its bias: equal parts of the rows."""
+        parts = {name: [one.chunk(count) for one in layer.parameters()] for name, layer in layers.items()}
+        return [{name: [one[expert] for one in both] for name, both in parts.items()} for expert in range(count)]
 
-        def linear(x: Tensor, name: str) -> Tensor:
-            weight, *bias = (one.chunk(of)[expert] for one in layers[name].parameters())
-            return F.linear(x, weight, *bias)
-
-        act = ACTIVATIONS[self.spec.activation]
-        ups = [linear(x, name) for name in ("gate", "up") if name in layers]
-        return linear(act(*ups), "down")
+    def _network(self, linears: dict[str, list[Tensor]], x: Tensor) -> Tensor:
+        ups = [F.linear(x, *linears[name]) for name in ("gate", "up") if name in linears]
+        return F.linear(ACTIVATIONS[self.spec.activation](*ups), *linears["down"])
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
