@@ -27,6 +27,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -147,6 +148,23 @@ def fork(
     process = context.Process(target=_become, args=(module, words, cwd, env, pickle.dumps(before), _Streams(*streams)))
     process.start()
     return process
+
+
+def interpreter(preload: list[str] = PRELOAD) -> str:
+    """What to call with an interpreter's arguments instead of one: the server forks the process. `preload` is what it
+    imports, if it does not run yet."""
+    forkserver.set_forkserver_preload(preload)
+    forkserver.ensure_running()
+    address = vars(forkserver._forkserver)["_forkserver_address"]
+    return shlex.join([sys.executable, str(Path(__file__).with_name("worker.py")), address])
+
+
+def executable(folder: Path) -> str:
+    """The same as a file, to be sys.executable."""
+    file = folder / "python"
+    file.write_text(f'#!/bin/sh\nexec {interpreter()} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
 
 
 class _Streams:

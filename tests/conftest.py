@@ -3,9 +3,7 @@
 import ast
 import json
 import os
-import shlex
 import signal
-import sys
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -18,6 +16,7 @@ from hypothesis import settings
 import fivefold
 from fivefold.data.prepare import prepare
 from fivefold.launch.processes import PRELOAD
+from tests.commands import interpreter
 from tests.layers import HEAVY, LAYERS, walk
 
 # Machines that run tests are busy: a slow example is not a failure.
@@ -39,8 +38,10 @@ _OURS = [".".join(file.relative_to(_SOURCE.parent).with_suffix("").parts) for fi
 PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.utils.tensorboard", "hypothesis"]
 _GPU = "fused_adamw"  # needs triton, which CPU builds of torch come without
 PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
-# Their imports take longer than the tests that need them, and every worker of pytest-xdist imports all tests.
-_ORACLES = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
+# What takes longer to import than the tests that need it take: each worker of pytest-xdist imports all tests, and each
+# rank that compiles imports PyTorch's compiler.
+_LONG = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
+_LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
 PRELOAD += [*(name for name in _OURS if not name.endswith(("__", _GPU))), "tests.ranks", "tests.warm"]
 
 # Modules that take longest come first: the last one to start decides when all is done.
@@ -54,20 +55,14 @@ _FIRST = (
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers of pytest-xdist share one server, and are forked from it: to import torch takes seconds."""
-    oracles = [] if config.option.markexpr.startswith("pure") else _ORACLES
-    forkserver.set_forkserver_preload([*oracles, *PRELOAD])
-    forkserver.ensure_running()
-    server = [sys.executable, str(Path(__file__).parent / "worker.py"), _server()["_forkserver_address"]]
-    specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={shlex.join(server)}") for spec in specs]
-
-
-def _server() -> dict[str, Any]:
-    return vars(forkserver._forkserver)
+    pure = config.option.markexpr.startswith("pure")
+    python = interpreter([*([] if pure else _LONG), *PRELOAD])
+    specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        _server()["ensure_running"] = lambda: None  # it runs
+        vars(forkserver._forkserver)["ensure_running"] = lambda: None  # it runs
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

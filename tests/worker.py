@@ -2,7 +2,8 @@
 would import torch and transformers for itself, which takes longer than to collect all tests.
 
 tests/conftest.py has pytest-xdist start this file instead of an interpreter, with the address of the server and an
-interpreter's arguments. It hands its streams on, and ends when the worker does.
+interpreter's arguments. It hands its streams on, and ends when the worker does. `commands.executable` has others start
+it likewise.
 """
 
 import os
@@ -15,10 +16,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
     from tests.commands import fork
 
-    address, code = sys.argv[1], sys.argv[-1]
+    address, *words = sys.argv[1:]
     server = {"_forkserver_address": address, "_forkserver_alive_fd": os.pipe()[1], "ensure_running": lambda: None}
     vars(forkserver._forkserver).update(server)
+    # -m MODULE WORDS, or -u -c CODE
+    before = None if words[0] == "-m" else partial(exec, f"{words[-1]}; sys.exit()", {})
     streams = sys.stdin, sys.stdout, sys.stderr
-    worker = fork("", [], os.getcwd(), dict(os.environ), partial(exec, f"{code}; sys.exit()", {}), streams)
+    worker = fork(words[1], words[2:], os.getcwd(), dict(os.environ), before, streams)
     worker.join()
     sys.exit(worker.exitcode)

@@ -70,7 +70,7 @@ def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, 
 def test_quick_fakes_are_the_fakes_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of views, splits, collectives, FSDP2's resizing: what is remembered is what would be said again."""
     for layout in ("dp=2,tp=2,zero=3,sp,recompute=selective", "pp=2,cp=2,schedule=zb-h1,microbatches=2"):
-        job = job_of("tiny-qwen3", layout, 64, 8)
+        job = job_of("tiny-qwen3 model.layers=2", layout, 64, 8)
         quick = dry_run(job, 1)
         with monkeypatch.context() as patch:
             patch.setattr(world, "QuickFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))

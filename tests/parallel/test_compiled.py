@@ -59,7 +59,13 @@ def test_selective_recompute_is_compiled_where_a_block_is_one_graph(layout: str,
     assert Layout.parse(f"{layout},microbatches=2,recompute={recompute}").compiles_blocks == blocks
 
 
-@pytest.mark.parametrize("layout", ["pp=2,microbatches=2,schedule=zb-h1,recompute=full", "cp=2,recompute=full"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2,microbatches=2,schedule=zb-h1,recompute=full",
+        pytest.param("cp=2,recompute=full", marks=pytest.mark.slow),
+    ],
+)
 def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
     """Without care PyTorch drops the graphs of a block that breaks inside of a checkpoint, and says nothing."""
     job = read_job(None, [f"layout={layout}", "model.layers=2", "data.seq=32", "train.batch=2", "train.compile=on"])

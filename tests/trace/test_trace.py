@@ -29,7 +29,7 @@ LAYOUTS = [
     "tp=2,pp=2,sp,microbatches=2,schedule=zb-v",
     "cp=2,pp=2,microbatches=2,schedule=interleaved",
     "dp=4,zero=3,microbatches=2",
-    "dp=2,tp=2,zero=2,microbatches=2",
+    pytest.param("dp=2,tp=2,zero=2,microbatches=2", marks=pytest.mark.slow),
 ]
 
 

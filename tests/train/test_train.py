@@ -1,5 +1,6 @@
 """`fivefold.train` from Python: other processes train, and what they leave comes back."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import fivefold as ff
 from fivefold.data.prepare import prepare
 from fivefold.support.errors import TrainingError
+from tests.commands import executable
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.ffn=48", "data.seq=16", "train.batch=4", "train.device=cpu",
          "train.eval_samples=0", "train.log_every=1"]  # fmt: skip
@@ -32,7 +34,10 @@ def test_a_run_returns_its_losses_and_its_directory(job: ff.Job, tmp_path: Path)
     assert (found.directory / "job.toml").is_file()
 
 
-def test_bad_input_and_a_run_that_breaks_are_errors(job: ff.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_and_a_run_that_breaks_are_errors(
+    job: ff.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable(tmp_path))
     with pytest.raises(ff.UserError, match="tp=3 does not divide"):
         ff.train(None, [*SMALL, "layout=tp=3"])
     monkeypatch.setenv("FIVEFOLD_FAULT", "raise@rank=1,step=2")

@@ -29,6 +29,9 @@ PROOFS = {
     "cp=2, tp=2, pp=2, biases on q, k and v": job(
         "cp=2,tp=2,pp=2,zero=1,microbatches=4,schedule=zb-h1,recompute=full", tiny(qkv_bias=True, kv_heads=1)
     ),
+    "cp=2, pp=2, biases on q, k and v": job(
+        "cp=2,pp=2,zero=1,microbatches=4,schedule=zb-h1,recompute=full", tiny(qkv_bias=True, kv_heads=1)
+    ),
     "zb-v": job("tp=2,pp=2,schedule=zb-v,microbatches=4", tiny(layers=4)),
     "interleaved, tied, uneven": job(
         "tp=2,pp=2,schedule=interleaved,microbatches=2,split=0,3,1,0", tiny(layers=4, tied=True)
@@ -43,8 +46,8 @@ PROOFS = {
 }
 
 
-# What the first three vary, "zb-v", "bfloat16" and "halves and wholes, zero 2" have as well.
-SLOW = [pytest.mark.slow] * 3 + [()] * (len(PROOFS) - 3)
+# What the first five vary, the others have as well, but not three axes at a time.
+SLOW = [pytest.mark.slow] * 5 + [()] * (len(PROOFS) - 5)
 
 
 @pytest.mark.parametrize(
