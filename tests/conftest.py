@@ -1,6 +1,7 @@
 """Settings for every test."""
 
 import ast
+import gc
 import json
 import os
 import signal
@@ -79,6 +80,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _pure(item.path):
             item.add_marker("pure")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # else every collection goes through all that torch and the tests have imported
 
 
 @cache

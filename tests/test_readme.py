@@ -71,6 +71,7 @@ SMALLER = {
     "fivefold bench overhead": "model.hidden=64 model.heads=2 model.kv_heads=1 model.ffn=96 model.vocab=256 --rounds 1",
     "fivefold bench train": "--steps 1",
     "fivefold dryrun": "model.layers=2",
+    "fivefold generate": "-n 4",
     "fivefold verify --layout pp": "--steps 1",
 }
 

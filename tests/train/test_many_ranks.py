@@ -26,11 +26,17 @@ def run(rank: int, world: int, job: Job) -> list[float]:
 LAYOUTS = ["dp=2,cp=2,zero=3", "dp=4,zero=1", "tp=2,sp", "pp=2,microbatches=2,schedule=zb-v", "dp=2,pp=2,zero=2"]
 
 
+COMMON = ["train.dtype=float64", "train.steps=3", "train.eval_every=2", "train.eval_samples=5", "model.dropout=0.1"]
+
+
+@pytest.fixture(scope="module")
+def want(tokens: Path) -> list[float]:
+    return run(0, 1, small_job(tokens, *COMMON))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_on_many_ranks_is_the_run_on_one(tokens: Path, layout: str) -> None:
-    common = ["train.dtype=float64", "train.steps=3", "train.eval_every=2", "train.eval_samples=5", "model.dropout=0.1"]
-    want = run(0, 1, small_job(tokens, *common))
-    job = small_job(tokens, *common, f"layout={layout}")
+def test_a_run_on_many_ranks_is_the_run_on_one(tokens: Path, want: list[float], layout: str) -> None:
+    job = small_job(tokens, *COMMON, f"layout={layout}")
     assert len(want) == 8
     for got in run_ranks(job.layout.world, run, job):
         assert got == pytest.approx(want, rel=1e-9)
