@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.job.config import EXAMPLES as JOBS
+from fivefold.job.config import read_job
 from tests.commands import executable, fivefold
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -41,3 +43,10 @@ def test_an_example_is_short_and_uses_the_public_names_only(script: Path) -> Non
     assert text.startswith('"""')
     assert "import fivefold as ff\n" in text
     assert "from fivefold" not in text
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("demo", 8), ("moe", 4)])
+def test_a_job_is_installed_and_legal_on_its_ranks(name: str, ranks: int) -> None:
+    assert (EXAMPLES / f"{name}.toml").resolve() == JOBS / f"{name}.toml"
+    assert f"--nproc {ranks}\n" in (EXAMPLES / f"{name}.toml").read_text()
+    assert read_job(EXAMPLES / f"{name}.toml").problems(ranks) == []

@@ -43,7 +43,8 @@ class ExpertsResult(Result):
         if model.experts is None:
             raise UserError(f"{model.name}, which {directory} trains, has no experts")
         every = [one for _, one in read(directory / "metrics.jsonl") if isinstance(one, Step) and one.load is not None]
-        whole = [step for step in every if step.load and step.load.tokens]
+        shape = [model.experts.count] * (model.layers - model.dense_layers)
+        whole = [step for step in every if [len(layer) for layer in _tokens(step)] == shape]
         if not whole:
             raise UserError(f"{directory} has no step with a load yet")
         fullest = max(every, key=lambda step: _load(step).fullest)
