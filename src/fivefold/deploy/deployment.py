@@ -9,7 +9,7 @@ from functools import cached_property
 from fivefold.deploy.machines import Machines
 from fivefold.job.config import Job
 from fivefold.plan.cost.memory import checkpoint_bytes
-from fivefold.support.formatting import si
+from fivefold.support.formatting import bytes_text, si
 
 _PER_NODE = 1e9  # bytes per second that a node writes to a shared file system: an assumption, on the low side
 _LEAST = 300  # seconds: Slurm looks at time limits once a minute, and a short step has to end first
@@ -59,7 +59,7 @@ class Deployment:
     @property
     def saving(self) -> str:
         step = f"after a step of {self.step:.0f} s, as planned; " if self.step >= 1 else ""
-        return f"{step}{self._checkpoint / 1e9:.1f} GB, {self.seconds_to_save:.0f} s at 1 GB/s a node"
+        return f"{step}{bytes_text(self._checkpoint)}, {self.seconds_to_save:.0f} s at 1 GB/s a node"
 
     @property
     def log_directory(self) -> str:

@@ -79,7 +79,7 @@ def deployment(
     if job.data.path and os.path.exists(path_of(job.data.path)):
         open_data(job, problems)
     elif job.data.path:
-        check = " ".join(filter(None, ["fivefold train", file, "--check"]))
+        check = shlex.join(["fivefold", "train", *([file] if file else []), *changes, "--check"])
         notes.append(
             f"data.path={job.data.path} is not on this machine and was not checked: `{check}` does, where it is"
         )

@@ -114,6 +114,7 @@ def simulate(
 
 def case_of(job: Job, cluster: Cluster) -> Case:
     """The job, as the planner asks."""
+    refuse_unplanned(job.model)
     precision = precision_of(job.train.dtype)
     stack = FIVEFOLD.optimizing_with(job.optimizer).computing_in(precision)
     return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
