@@ -1,9 +1,11 @@
 """Job files: defaults, changes, round trips, and all mistakes at once."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from fivefold.job.config import Job, RunConfig, read_job, to_toml
+from fivefold.job.config import Job, RunConfig, job_from, read_job, to_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError
@@ -154,3 +156,49 @@ def test_absurd_numbers_are_refused_before_anything_loops_over_them(change: str,
 )
 def test_texts_that_break_parsers_are_refused(change: str, sentence: str) -> None:
     assert sentence in problems_of(change)[0]
+
+
+def test_a_presets_table_is_changed_setting_by_setting(tmp_path: Path) -> None:
+    job = read_job(None, ["model=tiny-moe", "model.experts.top_k=1", "model.experts.balance_bias=true"])
+    whole = preset("tiny-moe").experts
+    assert whole is not None
+    assert job.model.experts == msgspec.structs.replace(whole, top_k=1, balance_bias=True)
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\npreset = "tiny-moe"\n[model.experts]\ncount = 4\n')
+    assert read_job(file, ["model.experts.top_k=3"]).model.experts == msgspec.structs.replace(whole, count=4, top_k=3)
+    file.write_text(to_toml(job))
+    assert read_job(file).model == job.model
+    assert job_from(msgspec.to_builtins(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        (["model.experts=null"], ["model.experts='null' is not a table; write model.experts.count=... and the like, "
+                                  "or take a preset without experts"]),
+        (["model.experts.count=null"], ["model.experts.count='null' is not a whole number"]),
+        (["model.experts.top_k.x=1"], ["model.experts.top_k.x: top_k is a value, not a table"]),
+        (["model.experts.topk=1"], ["model.experts.topk is not a setting; did you mean 'top_k'?"]),
+        (["model.experts.num_experts=4"], ["model.experts.num_experts is not a setting; write model.experts.count=4"]),
+        (["etp=2"], ["etp is not a setting: an expert is whole on its rank; leave it out"]),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_table_of_the_model(words: list[str], sentences: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        read_job(None, ["model=tiny-moe", "model.experts.top_k=2", *words])
+    assert caught.value.problems == sentences
+
+
+@pytest.mark.parametrize(
+    ("model", "word", "sentence"),
+    [
+        ("tiny", "balance_loss=0.1", "train.balance_loss=0.1 is for experts, and tiny has none"),
+        ("tiny", "router_z_loss=0.1", "train.router_z_loss=0.1 is for experts, and tiny has none"),
+        ("tiny-moe", "balance_rate=0.1", "train.balance_rate=0.1 moves the biases of model.experts.balance_bias=true, "
+                                         "and tiny-moe has none"),
+        ("tiny-deepseek", "balance_rate=-1", "train.balance_rate=-1.0 must be at least 0; 0 moves no bias"),
+        ("tiny-deepseek", "balance_loss=nan", "train.balance_loss=nan must be at least 0; 0 means none"),
+    ],
+)  # fmt: skip
+def test_what_keeps_experts_even_is_refused_where_it_would_do_nothing(model: str, word: str, sentence: str) -> None:
+    assert read_job(None, [f"model={model}", f"train.{word}"]).problems() == [sentence]

@@ -112,3 +112,14 @@ def test_many_differences_are_counted() -> None:
     (said,) = problems(job(), job(*words), 1)
     assert "model.dropout: 0.0 -> 0.1, data.seq: 128 -> 64, data.seed: 0 -> 1" in said
     assert " and 3 more; run.name=NAME or --fresh" in said
+
+
+def test_experts_stay_and_what_keeps_them_even_may_be_changed_by_name() -> None:
+    before = job("model=tiny-deepseek")
+    [never] = problems(before, job("model=tiny-deepseek", "model.experts.top_k=1"), 5, named=True)
+    assert "has another model: model.experts.top_k: 2 -> 1; " in never
+    now = job("model=tiny-deepseek", "train.balance_rate=0.01", "train.balance_loss=0.1")
+    [meant] = problems(before, now, 5)
+    assert "train.balance_rate: 0.001 -> 0.01, train.balance_loss: 0.0 -> 0.1" in meant
+    assert problems(before, now, 5, named=True) == []
+    assert "model.experts.count: none -> 8" in problems(job("model=tiny"), job("model=tiny-moe"), 5)[0]

@@ -23,7 +23,7 @@ from fivefold.train.experts import ExpertsResult
 from fivefold.train.load import routers
 from fivefold.train.loop import Trainer
 from fivefold.train.metrics import MetricsFile
-from fivefold.train.records import Load
+from fivefold.train.records import Load, TensorBoard
 from tests.commands import fivefold
 from tests.ranks import run_ranks
 from tests.train.test_loop import batch_of, run, small_job, trainer
@@ -129,6 +129,11 @@ def test_the_load_of_a_run_is_in_its_metrics_a_table_and_a_picture(tokens: Path,
     for record in recorder.steps:
         file.on_step(record)
     file.close()
+    board = TensorBoard(tmp_path / "board", 1)
+    board.on_step(recorder.steps[0])
+    board.close()
+    (events,) = (tmp_path / "board").iterdir()
+    assert all(name in events.read_bytes() for name in (b"load/fullest", b"load/entropy", b"load/dropped"))
     found = ExpertsResult.read(tmp_path, job.model)
     assert [one.step for one in found.steps] == [1, 2, 4, 5]
     assert found.to_dict()["layers"] == [1, 2]
