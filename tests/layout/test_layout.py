@@ -94,6 +94,12 @@ def test_bad_text_names_every_piece(text: str, sentences: list[str]) -> None:
         ("split=-1,5,pp=2", "tiny", "negative number of layers"),
         ("dp=2,ep=2", "tiny", "ep=2 deals out experts, and tiny has none; nearest: ep=1"),
         ("dp=2,dispatch=allgather", "tiny", "dispatch=allgather sends tokens to experts, and tiny has none"),
+        (
+            "ep=4",
+            "tiny-moe",
+            "= 1 ranks that have the same layers; nearest: ep=1, or dp=4: ep adds no ranks",
+        ),
+        ("dp=2,dispatch=allgather", "tiny-moe", "dispatch=allgather is how tokens reach other ranks of ep, and ep=1"),
         ("dp=4,ep=3", "tiny-moe", "ep=3 does not divide the dp x cp x tp = 4 ranks"),
         (
             "dp=16,ep=16",

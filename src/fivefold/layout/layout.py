@@ -306,12 +306,17 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             elif self.dispatch != "alltoall":
                 yield f"layout.dispatch={self.dispatch} sends tokens to experts, and {spec.name} has none; leave it out"
             return
+        if ep == 1 and self.dispatch != "alltoall":
+            yield f"layout.dispatch={self.dispatch} is how tokens reach other ranks of ep, and ep=1; leave it out"
+        if self.dp % self.replicate:  # said already
+            return
         count, of = spec.experts.count, "dp/replicate x cp x tp" if self.replicate > 1 else "dp x cp x tp"
         legal = [n for n in divisors(ranks) if count % n == 0]
         if ranks % ep:
+            more = "" if ranks > 1 or count % ep else f", or dp={ep}: ep adds no ranks, it shares theirs"
             yield (
                 f"layout.ep={ep} does not divide the {of} = {ranks} ranks that have the same layers; nearest: "
-                f"{_around('ep', ep, legal)}"
+                f"{_around('ep', ep, legal)}{more}"
             )
         if count % ep:
             yield (

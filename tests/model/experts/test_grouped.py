@@ -35,6 +35,14 @@ def test_it_is_a_loop_over_groups(sizes: tuple[int, ...], dtype: torch.dtype, wi
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=bound * max(1.0, float(gradient.abs().sum())))
 
 
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(30, 30, 16), (30, 16, 30), (7, 7, 7)])
+def test_as_many_rows_as_an_odd_width_are_no_exception(rows: int, inputs: int, outputs: int) -> None:
+    x, weight = (torch.ones(n, inputs, requires_grad=True) for n in (rows, 2 * outputs))
+    GroupedLinear.apply(x, weight, Groups((rows - 1, 1), x.device), none).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == [rows - 1.0] * outputs + [1.0] * outputs
+
+
 def test_a_gradient_without_strides_is_taken() -> None:
     x = torch.ones(4, 16, requires_grad=True)
     weight = torch.ones(2 * 16, 16, requires_grad=True)

@@ -70,14 +70,14 @@ class GroupedLinear(Function):
 
 def product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """x [N, I], weights [G, I, O] -> [N, O]."""
-    if _has_kernel(x, weights):
+    if _has_kernel(x, *weights.shape[1:]):
         return _kernel()(x, weights, groups.ends)
     return torch.cat([x[rows] @ weight for rows, weight in zip(groups.slices, weights, strict=True)])
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """gradient [N, O], x [N, I] -> [G, O, I]: zero where a group has no rows."""
-    if _has_kernel(x, gradient):
+    if _has_kernel(x, gradient.shape[1], x.shape[1]):
         found = _kernel()(gradient.mT, x, groups.ends)
         empty = [number for number, size in enumerate(groups.sizes) if not size]
         if empty:  # the kernel need not write them
@@ -86,13 +86,11 @@ def weight_gradient(gradient: Tensor, x: Tensor, groups: Groups) -> Tensor:
     return torch.stack([gradient[rows].mT @ x[rows] for rows in groups.slices])
 
 
-def _has_kernel(*operands: Tensor) -> bool:
-    """Whether the kernel takes operands of these dtypes and widths."""
-    first = operands[0]
-    if first.dtype not in _KINDS or first.shape[0] == 0 or not _runs(first.device.type, first.dtype):
+def _has_kernel(x: Tensor, *widths: int) -> bool:
+    """Whether the kernel takes rows like these, there being some, where its operands have these widths."""
+    if x.dtype not in _KINDS or x.shape[0] == 0 or not _runs(x.device.type, x.dtype):
         return False
-    eights = 16 // first.element_size()
-    return not any(size % eights for one in operands for size in one.shape[-2:] if size != first.shape[0])
+    return not any(width * x.element_size() % 16 for width in widths)
 
 
 @cache
