@@ -16,8 +16,8 @@ pipeline also ep, ZeRO, sp and kinds of cp) chosen to meet every pair.
 
 The model asked for runs on all of them; if it has too few layers for all the stages, and may be changed (`deepen`), on
 as many more as it takes. `variants` of it, each a known way to go wrong, run on the least sample of layouts that meets
-every pair of settings; those of a mixture together on such a sample, in which the variant is a setting. A model without
-experts is also given some (`mixture`), and proven with those.
+every pair of settings; kinds of attention, and the variants of a mixture, together on such a sample, in which the
+variant is a setting. A model without experts is also given some (`mixture`), and proven with those.
 """
 
 from collections import Counter
@@ -42,6 +42,7 @@ _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias
 _LATENTS = LatentAttention(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=8)
 _MLA: dict[str, object] = {"mla": _LATENTS, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True}
 _SINKS: dict[str, object] = {"sinks": True, "window": 5, "window_period": 2}
+_ATTENTIONS = ("q/k norm over all heads", "sinks and windows", "latent attention")
 _DEGREES = [axis for axis in AXES if axis in Layout().degrees]
 _SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
 _FACTORS = (*_DEGREES, *_SETTINGS)
@@ -216,10 +217,10 @@ def cases_of(job: Job, world: int, deepen: bool = False, name: str = "") -> list
         if variant in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
             chosen = [one for one in chosen if one.job.layout.tp > 1]
         chosen = [one for one in chosen if not legal(one.job.layout, one.job.model)]
-        if job.model.experts is None:
-            cases += pairwise(chosen)
-        else:  # the variant is one setting among the others
+        if job.model.experts is not None or variant in _ATTENTIONS:  # the variant is one setting among the others
             together += chosen
+        else:
+            cases += pairwise(chosen)
     return cases + pairwise(together)
 
 
