@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.spec.model import ModelSpec
     from fivefold.spec.presets import preset
     from fivefold.support.errors import UserError
+    from fivefold.train.experts import experts
     from fivefold.train.trace import trace
     from fivefold.train.train import train
     from fivefold.truth.truth import truth
@@ -49,6 +50,7 @@ __all__ = [
     "doctor",
     "draw",
     "dryrun",
+    "experts",
     "models",
     "plan",
     "preset",
@@ -74,6 +76,7 @@ _HOMES = {
     "doctor": "fivefold.doctor.doctor",
     "draw": "fivefold.schedule.result",
     "dryrun": "fivefold.dryrun.dryrun",
+    "experts": "fivefold.train.experts",
     "models": "fivefold.spec.listing",
     "plan": "fivefold.plan.plan",
     "preset": "fivefold.spec.presets",

@@ -20,7 +20,7 @@ def experts(
 
     Reads metrics.jsonl of the run, which has the load of every expert for the
     steps of train.log_every; the run may still be going on. The picture has a
-    line for each expert over all these steps. A run that ends draws it, too,
+    line for each expert over all these steps. A run that finishes draws it, too,
     as load.svg in its directory.
 
     [dim]Examples:[/]
