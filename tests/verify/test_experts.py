@@ -13,6 +13,7 @@ import torch
 import fivefold.verify.plain_experts
 from fivefold.job.config import Job
 from fivefold.launch import ranks
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -270,6 +271,13 @@ def test_ep_meets_zero_sp_and_the_kinds_of_cp_in_full() -> None:
     assert {(one.ep, one.dispatch) for one in flat if one.ep > 1} == {(n, how) for n in (2, 4) for how in BOTH}
     assert {(one.recompute, one.dispatch) for one in flat} == {
         (r, how) for r in ("none", "selective", "full") for how in BOTH
+    }
+    piped = [one for one in every if one.pp > 1]  # what occurs without pp does not count for them
+    assert {(one.ep, one.dispatch) for one in piped} == {(1, "alltoall"), *((2, how) for how in BOTH)}
+    names = CATALOGUE.keys() - {"naive"}
+    assert {(one.schedule, one.ep) for one in piped} == {(name, n) for name in names for n in (1, 2)}
+    assert {(one.schedule, one.dispatch) for one in piped if one.ep > 1} == {
+        (name, how) for name in names for how in BOTH
     }
     assert len(every) < 320
     assert not [one for one in every if one.problems(moe(layers=max(2, one.stages - 2)), world=4, seq=16, batch=8)]

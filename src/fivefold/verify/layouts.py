@@ -46,7 +46,7 @@ _ATTENTIONS = ("q/k norm over all heads", "sinks and windows", "latent attention
 _DEGREES = [axis for axis in AXES if axis in Layout().degrees]
 _SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
 _FACTORS = (*_DEGREES, *_SETTINGS)
-
+_OF_AXIS = {"schedule": "pp", "dispatch": "ep"}  # settings that mean nothing without their axis
 
 # So large that a mistake shows, in choices too.
 BALANCE = {"balance_loss": 0.1, "router_z_loss": 0.01}
@@ -63,7 +63,10 @@ class LayoutCase:
 
 def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
     """Those that each stand for a group, and as many others as it takes to meet every pair of settings."""
-    met: Counter[object] = Counter()
+    met: tuple[Counter[object], Counter[object]] = (
+        Counter(),
+        Counter(),
+    )  # without pp, whose schedule is none, and with it
     left: list[Layout] = []
     groups: dict[object, list[Layout]] = {}
     for base in _bases(spec, world):
@@ -72,14 +75,15 @@ def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: boo
             if not one.problems(deep, world=world, seq=seq, batch=batch):
                 groups.setdefault(_group(one, spec), []).append(one)
     for legal in groups.values():
-        best = max(legal, key=lambda layout: _worth(layout, met)) if len(legal) > 1 else legal[0]
-        if best.pp > 1 or spec.experts is not None:  # the others are all there
-            met.update(_pairs(best))
+        here = met[legal[0].pp > 1]
+        best = max(legal, key=partial(_worth, met=here)) if len(legal) > 1 else legal[0]
+        here.update(_pairs(best))
         left += [layout for layout in legal if layout is not best]
         yield best
     for layout in left:
-        if not _pairs(layout) <= met.keys():
-            met.update(_pairs(layout))
+        here = met[layout.pp > 1]
+        if not _pairs(layout) <= here.keys():
+            here.update(_pairs(layout))
             yield layout
 
 
@@ -254,4 +258,5 @@ def covered(sample: Sequence[LayoutCase], cases: Sequence[LayoutCase]) -> float:
 
 def _pairs(layout: Layout, variant: str = "") -> set[object]:
     settings = [("model", variant), ("piled", bool(layout.split))]
-    return set(combinations([*settings, *((name, getattr(layout, name)) for name in _FACTORS)], 2))
+    meant = [name for name in _FACTORS if getattr(layout, _OF_AXIS.get(name, ""), 2) > 1]
+    return set(combinations([*settings, *((name, getattr(layout, name)) for name in meant)], 2))
