@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-2, "clip": 0.5, "warmup": 1}  # a clip below the first norms: it acts
 SPREAD = 4.0  # times the rounding noise of the reference
 _ZERO = 1e-10
+_FEW, _FEW_OF_ALL = 8, 0.02  # tokens that may stray where no draw of the reference's had one
 
 
 class Error(NamedTuple):
@@ -87,6 +88,17 @@ def bound_of(job: Job) -> float:
 def replays(job: Job) -> bool:
     """Whether ranks send tokens where the reference did: a rounding may decide between experts of the same score."""
     return job.train.dtype != "float64"
+
+
+def strays_allowed(job: Job, measured: int) -> float:
+    """Tokens of a layer and step whose scores may choose other experts. `measured`: in the reference's own runs."""
+    if not replays(job):
+        return 0.0
+    return SPREAD * measured + max(_FEW, _FEW_OF_ALL * job.train.batch * job.data.seq)
+
+
+def router_name(layer: int) -> str:
+    return f"layers.{layer}.mlp.router"
 
 
 def roundings(spec: ModelSpec, tokens: int, seq: int) -> int:

@@ -47,7 +47,7 @@ def compared(rank: Rank, job: Job, reference: Path) -> Measured:
     device = choose_device(job.train.device, rank.number)
     mesh = Mesh.of(job.layout, device, spec=job.model)
     engine, wanted = Engine(job, mesh), Reference.load(reference)
-    bound, measured, counter = compare.bound_of(job), Measured(), TrafficCounter(mesh)
+    bound, measured, counter = compare.bound_of(job), Measured(strays=wanted.strays), TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
     # Under a counter nothing runs compiled: then it is the numbers that are proven, and those that count stay outside.
     counted: list[AbstractContextManager[Any]] = [ledger, counter]
@@ -78,7 +78,7 @@ def compared(rank: Rank, job: Job, reference: Path) -> Measured:
         gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
         found = _whole(engine.gradients())
         measured.errors.extend(compare.gradients(found, gradients, step, bound, job.model, wanted.zeros, wanted.noise))
-        measured.errors.extend(recorder.end(step, measured.routed))
+        measured.routed.extend(recorder.end(step))
         if engine.loads is not None:
             measured.errors.extend(loads(step, engine.loads.tokens, target.routing))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)

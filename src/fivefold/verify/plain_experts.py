@@ -36,6 +36,7 @@ class PlainMixture(nn.Module):
         self.balance = torch.zeros(self.of.count, dtype=torch.float64)  # helps to choose, and does not weigh
         self.replayed: Tensor | None = None  # [B, S, K] what another run chose
         self.chosen = torch.empty(0, dtype=torch.int64)  # [B, S, K] by the last forward pass
+        self.strays = 0  # tokens of that pass for which its scores would have chosen others
         self.losses = torch.zeros(())  # what its losses add to the one of the tokens
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +45,10 @@ class PlainMixture(nn.Module):
         bias = None if self.router.bias is None else self.router.bias.to(kind)
         logits = F.linear(tokens.to(kind), self.router.weight.to(kind), bias)
         scores = logits.softmax(-1) if self.of.scores == "softmax" else logits.sigmoid()
-        chosen = self._choose(scores) if self.replayed is None else self.replayed.flatten(0, 1).to(x.device)
+        own = chosen = self._choose(scores)
+        if self.replayed is not None:
+            chosen = self.replayed.flatten(0, 1).to(x.device)
+        self.strays = int((own.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
         weights = scores.gather(1, chosen)
         if self.of.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -25,7 +25,7 @@ from fivefold.model.loss import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.verify.batches import make_batch
-from fivefold.verify.compare import distances, zeros
+from fivefold.verify.compare import distances, router_name, zeros
 from fivefold.verify.plain_experts import Factors, PlainMixture, take_over
 
 DRAWS = 3  # runs with other roundings, beside the reference itself, that measure its noise
@@ -46,10 +46,11 @@ class Step:
     loss: float
     norm: float
     gradients: dict[str, Tensor]  # in full precision, before clipping
-    routing: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # by layer, [B, S, K]: the experts of each token, best first
+    routing: dict[int, Tensor] = field(default_factory=dict)  # by layer, [B, S, K]: each token's experts, best first
     biases: dict[str, Tensor] = field(default_factory=dict)  # of experts, after the step
+    strays: dict[str, int] = field(
+        default_factory=dict
+    )  # by router: tokens that would not have gone where another's did
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,16 @@ class Reference:
     parameters: dict[str, Tensor]  # after the last step, in full precision
     zeros: set[str] = field(default_factory=set)  # gradients that are zero in theory
     noise: dict[str, float] = field(default_factory=dict)  # the rounding error of each gradient: see `compare`
+    strays: dict[str, int] = field(default_factory=dict)  # the most that rounding has made a router choose otherwise
 
     def save(self, path: Path) -> None:
         rows = [(one.loss, one.norm, one.gradients, one.routing, one.biases) for one in self.steps]
-        torch.save((rows, self.parameters, sorted(self.zeros), self.noise), path)
+        torch.save((rows, self.parameters, sorted(self.zeros), self.noise, self.strays), path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        rows, parameters, names, noise = torch.load(path, mmap=True, weights_only=True)
-        return cls([Step(*row) for row in rows], parameters, set(names), noise)
+        rows, parameters, names, noise, strays = torch.load(path, mmap=True, weights_only=True)
+        return cls([Step(*row) for row in rows], parameters, set(names), noise, strays)
 
 
 Routing = list[dict[int, NDArray[np.int64]]]  # of each step, by layer
@@ -89,10 +91,12 @@ def write_reference(rank: Rank, job: Job, path: Path) -> Routing:
 
 
 def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:
-    """Note how far another run in the dtype of the proof is from the true gradients."""
+    """Note how far another run in the dtype of the proof is from the true gradients, and how many tokens stray."""
     for found, true in zip(drawn.steps, exact.steps, strict=True):
         for name, distance in distances(found.gradients, true.gradients).items():
             reference.noise[name] = max(reference.noise.get(name, 0.0), distance)
+        for router, tokens in (*found.strays.items(), *true.strays.items()):
+            reference.strays[router] = max(reference.strays.get(router, 0), tokens)
 
 
 def run_reference(
@@ -160,11 +164,12 @@ def factors_of(job: Job) -> Factors:
     return Factors(train.balance_loss, train.router_z_loss, train.balance_rate)
 
 
-def _routed(mixtures: dict[int, PlainMixture]) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """Where a step's tokens went, and the biases that came of it."""
+def _routed(mixtures: dict[int, PlainMixture]) -> tuple[dict[int, Tensor], dict[str, Tensor], dict[str, int]]:
+    """Where a step's tokens went, the biases that came of it, and how many would have gone elsewhere."""
     biased = {layer: mixture for layer, mixture in mixtures.items() if mixture.of.balance_bias}
-    biases = {f"layers.{layer}.mlp.router.balance": mixture.balance.clone() for layer, mixture in biased.items()}
-    return {layer: mixture.chosen.cpu() for layer, mixture in mixtures.items()}, biases
+    biases = {f"{router_name(layer)}.balance": mixture.balance.clone() for layer, mixture in biased.items()}
+    strays = {router_name(layer): mixture.strays for layer, mixture in mixtures.items()}
+    return {layer: mixture.chosen.cpu() for layer, mixture in mixtures.items()}, biases, strays
 
 
 def _stock(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -82,7 +82,7 @@ def _one(verdict: Verdict) -> Iterator[Block]:
             tokens, strays = verdict.replayed
             yield Text(
                 f"\nrouting replayed from the reference, since a rounding can decide between experts: {strays} of "
-                f"{tokens} choices would have been others"
+                f"{tokens} tokens of all layers and steps would have gone to others"
             )
         if verdict.graphs is not None:
             yield Text("\n" + graphs_text(*verdict.graphs, blocks=job.layout.compiles_blocks))
@@ -107,7 +107,8 @@ def _compared(verdict: Verdict) -> Table:
                 rows.append(["allowed for it", "", "", f"{worst.bound:.1e}"])
     for what in ("routing", "load"):
         if (worst := verdict.worst(what)) is not None:
-            rows.append([what, "", "", "equal" if worst.holds else "differs", mark(worst.holds)])
+            said = "differs" if not worst.holds else f"{worst.value:.0f} tokens differ" if worst.value else "equal"
+            rows.append([what, "", "", said, mark(worst.holds)])
     rows.append(["allowed", "", "", f"{bound:.1e}"])
     return Table(["", ">layout", ">one process", ">error", ""], rows)
 

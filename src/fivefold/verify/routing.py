@@ -3,7 +3,7 @@
 A token is known by its sample and its position. Every layer must send it to the experts that one process sent it to,
 and over all ranks exactly once. In float64 ranks choose for themselves. In narrower dtypes a rounding can decide
 between two experts of nearly the same score, and then everything after it differs: there the reference's choice is
-replayed, and what ranks would have chosen is counted.
+replayed, and tokens for which ranks would have chosen others are counted: no more than rounding explains.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from torch import Tensor
 from fivefold.model.decoder import Decoder
 from fivefold.model.experts.mixture import Mixture
 from fivefold.model.recompute import again
-from fivefold.verify.compare import Error, bias, counts
+from fivefold.verify.compare import Error, bias, counts, router_name
 from fivefold.verify.verdict import Routed
 
 
@@ -27,7 +27,7 @@ class _Seen:
     """Of one layer, in one step."""
 
     first: int  # the number of the batch's first sample
-    wanted: Tensor  # [B, S, K] what the reference chose, sorted
+    wanted: Tensor  # [B, S, K] what the reference chose, best first
     visits: NDArray[np.int64]  # [B, S] how often this rank routed each token
     found: list[Tensor]  # rows of (sample, position, experts...) that differ
 
@@ -80,20 +80,18 @@ class RouteRecorder:
 
         router.choose = watched
 
-    def end(self, step: int, routed: list[Routed]) -> list[Error]:
-        """What differs; what this rank routed is added to `routed`."""
-        errors = []
-        for layer, seen in self.seen.items():
-            name, strays = f"layers.{layer}.mlp.router", torch.cat(seen.found)
-            routed.append(Routed(step, name, seen.visits, len(strays), seen.first))
-            if not self.replay:
-                errors.append(Error("routing", name, step, float(len(strays)), 0.0, _words(seen, strays)))
-        return errors
+    def end(self, step: int) -> list[Routed]:
+        """What this rank routed."""
+        found = ((layer, seen, torch.cat(seen.found)) for layer, seen in self.seen.items() if seen.found)
+        return [
+            Routed(step, router_name(layer), seen.visits, len(strays), seen.first, _words(seen, strays))
+            for layer, seen, strays in found
+        ]
 
     def balances(self) -> dict[str, Tensor]:
         """The numbers that help experts to be chosen, by name."""
         found = {layer: mixture.router.balance for layer, mixture in self.mixtures.items()}
-        return {f"layers.{n}.mlp.router.balance": one.cpu().clone() for n, one in found.items() if one is not None}
+        return {f"{router_name(n)}.balance": one.cpu().clone() for n, one in found.items() if one is not None}
 
     def biases(self, step: int, wanted: dict[str, Tensor], rate: float, bound: float) -> list[Error]:
         """The same, after a step, against the reference's."""
@@ -104,7 +102,7 @@ def loads(step: int, found: Tensor, routing: dict[int, Tensor]) -> list[Error]:
     """The tokens of each expert, summed over ranks: [layers with experts, X]."""
     return [
         counts(
-            f"layers.{layer}.mlp.router",
+            router_name(layer),
             step,
             row.to(torch.int64),
             torch.bincount(chosen.flatten(), minlength=len(row)),
@@ -118,9 +116,8 @@ def _words(seen: _Seen, strays: Tensor) -> str:
         return ""
     sample, position, *experts = strays[0].tolist()
     wanted = seen.wanted[sample - seen.first, position].tolist()
-    more = f"; {len(strays) - 1} more tokens differ" if len(strays) > 1 else ""
     token = f"sample {sample}, position {position}"
-    return f"sends {token} to experts {_list(experts)}, and one process to {_list(wanted)}{more}"
+    return f"sends {token} to experts {_list(experts)}, and one process to {_list(wanted)}"
 
 
 def _list(experts: list[int]) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from fivefold.job.config import Job
 from fivefold.layout.axes import shown_order
 from fivefold.layout.collective_cost import Traffic
-from fivefold.verify.compare import Error, bound_of, replays, worst
+from fivefold.verify.compare import Error, bound_of, replays, router_name, strays_allowed, worst
 
 _KINDS = ("loss", "norm", "gradient", "parameter")
 _OF_EXPERTS = ("routing", "load", "bias")
@@ -27,6 +28,7 @@ class Routed:
     visits: NDArray[np.int64]  # [B, S] how often it routed each token
     strays: int  # tokens for which its scores chose other experts than one process did
     first: int  # the number of the batch's first sample
+    told: str = ""  # the first of those tokens, and both choices
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Measured:
     graphs: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # compiled ones, and the breaks between them
     held: dict[str, float] = field(default_factory=dict)  # bytes by component, microbatches in flight, FLOPs
     routed: list[Routed] = field(default_factory=list)
+    strays: dict[str, int] = field(default_factory=dict)  # by router: the most that the reference's own runs had
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Verdict:
             seconds,
             losses=measured[0].losses,
             norms=measured[0].norms,
-            errors=[*_worst_over_ranks(job, measured), *_once(measured)],
+            errors=[*_worst_over_ranks(job, measured), *_routings(job, measured), *_once(measured)],
             traffic=_counts(measured, expected),
             torn=_torn(measured),
             held=_first_that_differs(
@@ -224,6 +227,23 @@ def _worst_over_ranks(job: Job, measured: list[Measured]) -> list[Error]:
     for key in wanted:
         found.setdefault(key, Error(*key, math.inf, bound, "is held by no rank"))
     return list(found.values())
+
+
+def _routings(job: Job, measured: list[Measured]) -> list[Error]:
+    """Tokens of a layer and step that went to other experts than the reference's, or under replay would have gone, over
+    all ranks; a router that no rank has seen fails."""
+    spec, found = job.model, [one for rank in measured for one in rank.routed]
+    layers = range(spec.dense_layers, spec.layers) if spec.experts is not None else range(0)
+    errors = []
+    for name, step in product(map(router_name, layers), range(1, job.train.steps + 1)):
+        same = [one for one in found if (one.name, one.step) == (name, step)]
+        strays, allowed = sum(one.strays for one in same), strays_allowed(job, measured[0].strays.get(name, 0))
+        note = next((one.told for one in same if one.told), "")
+        note += f"; {strays - 1} more tokens differ" if strays > 1 else ""
+        note += f", and rounding explains {allowed:.0f}" if allowed and note else ""
+        value, note = (float(strays), note) if same else (math.inf, "was seen by no rank")
+        errors.append(Error("routing", name, step, value, allowed, note))
+    return errors
 
 
 def _once(measured: list[Measured]) -> list[Error]:
