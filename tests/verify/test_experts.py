@@ -17,7 +17,16 @@ from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.verify.layouts import LayoutCase, all_cases, covered, legal_layouts, mixture, pairwise, variants
+from fivefold.verify.layouts import (
+    LOSSES_OFF,
+    LayoutCase,
+    all_cases,
+    covered,
+    legal_layouts,
+    mixture,
+    pairwise,
+    variants,
+)
 from fivefold.verify.reference import run_reference
 from fivefold.verify.result import VerifyResult
 from fivefold.verify.verdict import Verdict
@@ -300,8 +309,13 @@ def test_a_dense_model_is_proven_with_experts_too_and_a_sample_meets_pairs_of_bo
     base = msgspec.structs.replace(cases.job("dp=1"), model=cases.tiny())
     every = all_cases(base, 2)
     with_experts = [one for one in every if one.job.model.experts is not None]
-    assert {one.variant for one in with_experts} == {"experts", *variants(mixture(cases.tiny()))}
-    assert all(one.job.train.balance_loss > 0 for one in with_experts)
+    assert {one.variant for one in with_experts} == {"experts", LOSSES_OFF, *variants(mixture(cases.tiny()))}
+    for one in with_experts:
+        on = one.variant != LOSSES_OFF
+        assert (one.job.train.balance_loss > 0, one.job.train.router_z_loss > 0) == (on, on)
+    asked = all_cases(base, 2, given=["train.balance_loss"])  # as it is: 0
+    mixed = [one for one in asked if one.job.model.experts is not None]
+    assert {(one.job.train.balance_loss, one.job.train.router_z_loss > 0) for one in mixed} == {(0, True), (0, False)}
     assert all(one.job.problems() == [] for one in with_experts)
     sample = pairwise(every, 40)
     assert {one.job.layout.ep for one in sample} == {1, 2}

@@ -51,6 +51,7 @@ _OF_AXIS = {"schedule": "pp", "dispatch": "ep"}  # settings that mean nothing wi
 # So large that a mistake shows, in choices too.
 BALANCE = {"balance_loss": 0.1, "router_z_loss": 0.01}
 BALANCE_RATE = 0.05
+LOSSES_OFF = "no balance losses"  # a variant
 
 
 @dataclass(frozen=True)
@@ -185,25 +186,29 @@ def mixture(spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, experts=Experts(count=8, top_k=2, ffn=max(1, spec.ffn // 4)))
 
 
-def all_cases(job: Job, world: int, deepen: bool = False) -> list[LayoutCase]:
+def all_cases(job: Job, world: int, deepen: bool = False, given: Collection[str] = ()) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
-    has no experts, the same with experts."""
-    found = cases_of(job, world, deepen)
+    has no experts, the same with experts. Settings that are `given` stay."""
+    found = cases_of(job, world, deepen, given=given)
     if job.model.experts is None:
-        found += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts")
+        found += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts", given)
     return found
 
 
-def with_balance(job: Job, given: Collection[str] = ()) -> Job:
-    """The job, with all that keeps the load of experts even if it has any; settings that are `given` stay."""
+def with_balance(job: Job, given: Collection[str] = (), losses: bool = True) -> Job:
+    """The job, with all that keeps the load of experts even if it has any, or without the losses of it; settings that
+    are `given` stay."""
     if (experts := job.model.experts) is None:
         return job
-    wanted = BALANCE | ({"balance_rate": BALANCE_RATE} if experts.balance_bias else {})
+    factors = BALANCE if losses else dict.fromkeys(BALANCE, 0.0)
+    wanted = factors | ({"balance_rate": BALANCE_RATE} if experts.balance_bias else {})
     changed = {name: value for name, value in wanted.items() if f"train.{name}" not in given}
     return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, **changed))
 
 
-def cases_of(job: Job, world: int, deepen: bool = False, name: str = "") -> list[LayoutCase]:
+def cases_of(
+    job: Job, world: int, deepen: bool = False, name: str = "", given: Collection[str] = ()
+) -> list[LayoutCase]:
     """The job's model, which goes by `name`, and its variants."""
     seq, batch = job.data.seq, job.train.batch
     layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
@@ -211,12 +216,13 @@ def cases_of(job: Job, world: int, deepen: bool = False, name: str = "") -> list
     def case(spec: ModelSpec, layout: Layout, variant: str) -> LayoutCase:
         spec = deep_enough(spec, layout) if deepen else spec
         changed = msgspec.structs.replace(job, model=spec, layout=layout)
-        return LayoutCase(changed if not variant else with_balance(changed), variant)
+        return LayoutCase(with_balance(changed, given, variant != LOSSES_OFF) if variant else changed, variant)
 
     legal = partial(Layout.problems, world=world, seq=seq, batch=batch)
     cases = [case(job.model, layout, name) for layout in layouts]
     together: list[LayoutCase] = []
-    for variant, spec in variants(job.model).items():
+    off = {LOSSES_OFF: job.model} if job.model.experts is not None else {}
+    for variant, spec in (variants(job.model) | off).items():
         chosen = [case(spec, layout, variant) for layout in layouts]
         if variant in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
             chosen = [one for one in chosen if one.job.layout.tp > 1]

@@ -95,11 +95,12 @@ def verify(
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
     if isinstance(model, ModelSpec):
         job = msgspec.structs.replace(job, model=model)
-    job = with_balance(job, {one.partition("=")[0] for one in changes})
+    given = {one.partition("=")[0] for one in changes}
+    job = with_balance(job, given)
     rounding = "train.fp8=true rounds by what a rank sees, so layouts agree as far as 8 bits do; prove train.fp8=false"
     if problems := job.problems() or ([rounding] if job.train.fp8 else proof_problems(job)):
         raise UserError(problems)
-    total = all_cases(job, world, deepen) if everything else [LayoutCase(job, "")]
+    total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)
     judged = _judged(cases, jobs, timeout, hook, progress)
     if not everything:
