@@ -29,7 +29,7 @@ from fivefold.verify.layouts import (
 )
 from fivefold.verify.reference import run_reference
 from fivefold.verify.result import VerifyResult
-from fivefold.verify.verdict import Verdict
+from fivefold.verify.verdict import Measured, Verdict
 from fivefold.verify.verify import Judge, closed_forms, holdings, verify
 from tests.verify import cases, mixtures
 from tests.verify.mixtures import DEEPSEEK, Bug, job, moe
@@ -224,6 +224,17 @@ def test_bugs_that_others_have_shipped_are_found_and_named(tmp_path: Path) -> No
         assert "and one process to" in told
         assert "127 more tokens differ" in told
         assert (", and rounding explains " in told) == bool(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_routing_and_load_that_nobody_compared_fail(dtype: str) -> None:
+    one = job("dp=1", moe(DEEPSEEK), dtype, steps=2)
+    measured = Measured(held={"peak": 0.0, "flops": 0.0})
+    missing = {(e.what, e.name, e.step) for e in Verdict.of(one, [measured], [[]], [{}], 0.0).errors if not e.holds}
+    wanted = {
+        (what, "layers.1.mlp.router", step) for what in ("routing", "load") for step in (1, 2)
+    }  # layer 0 is dense
+    assert {key for key in missing if key[0] in ("routing", "load")} == wanted
 
 
 @pytest.mark.slow

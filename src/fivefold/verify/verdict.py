@@ -214,7 +214,7 @@ def _finite(number: float) -> float | None:
 
 
 def _worst_over_ranks(job: Job, measured: list[Measured]) -> list[Error]:
-    """Every comparison, by the rank that is worst off; a parameter that no rank has compared fails."""
+    """Every comparison, by the rank that is worst off; a parameter or load that no rank has compared fails."""
     found: dict[tuple[str, str, int], Error] = {}
     for error in (error for one in measured for error in one.errors):
         key = error.what, error.name, error.step
@@ -224,18 +224,25 @@ def _worst_over_ranks(job: Job, measured: list[Measured]) -> list[Error]:
     wanted = [("gradient", one.name, step) for one in job.model.parameters() for step in every]
     wanted += [("parameter", one.name, steps) for one in job.model.parameters()]
     wanted += [("bias", name, step) for name in job.model.buffers() for step in every]
+    wanted += [("load", name, step) for name in _routers(job) for step in every]
     for key in wanted:
-        found.setdefault(key, Error(*key, math.inf, bound, "is held by no rank"))
+        found.setdefault(
+            key, Error(*key, math.inf, bound, f"is {'counted' if key[0] == 'load' else 'held'} by no rank")
+        )
     return list(found.values())
+
+
+def _routers(job: Job) -> list[str]:
+    spec = job.model
+    return [router_name(layer) for layer in range(spec.dense_layers, spec.layers)] if spec.experts is not None else []
 
 
 def _routings(job: Job, measured: list[Measured]) -> list[Error]:
     """Tokens of a layer and step that went to other experts than the reference's, or under replay would have gone, over
     all ranks; a router that no rank has seen fails."""
-    spec, found = job.model, [one for rank in measured for one in rank.routed]
-    layers = range(spec.dense_layers, spec.layers) if spec.experts is not None else range(0)
+    found = [one for rank in measured for one in rank.routed]
     errors = []
-    for name, step in product(map(router_name, layers), range(1, job.train.steps + 1)):
+    for name, step in product(_routers(job), range(1, job.train.steps + 1)):
         same = [one for one in found if (one.name, one.step) == (name, step)]
         strays, allowed = sum(one.strays for one in same), strays_allowed(job, measured[0].strays.get(name, 0))
         note = next((one.told for one in same if one.told), "")
