@@ -23,7 +23,7 @@ def verify(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world.")
+        int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world if more.")
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="On cuda, ranks may share a GPU.")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Every legal layout of --world ranks.")] = False,
@@ -40,7 +40,8 @@ def verify(
     Starts the ranks on this machine and trains both from the same weights on
     the same data, which has unequal loss masks, a rank without any, and packed
     documents. Every step's loss, gradient norm and gradients are compared, and
-    the parameters at the end; of experts also which tokens they got.
+    the parameters at the end; of experts also which tokens they got, with the
+    losses that even their load out turned on unless they are set.
     Collectives are counted and compared with closed forms. Exit code 0 if all
     hold, 1 if not.
 
@@ -52,13 +53,13 @@ def verify(
 
       fivefold verify --layout dp=2,ep=2,zero=1 --model tiny-moe
 
+      fivefold verify --layout dp=2,tp=2,ep=4 --model tiny-moe
+
       fivefold verify --layout tp=2,sp model.kv_heads=1 --dtype float32
 
       fivefold verify --layout dp=2,tp=2,pp=2,microbatches=4,schedule=zb-h1
 
       fivefold verify --all --world 4
-
-      fivefold verify --layout dp=2,tp=2,ep=4 --model tiny-moe
 
       fivefold verify --all --world 8 --sample 30 --jobs 2 --json
     """
