@@ -202,8 +202,25 @@ def the_balance_loss_is_divided_by_dp() -> AbstractContextManager[Any]:
     return _losses(lambda asked, mesh: replace(asked, rows=asked.rows * mesh.batch.size), lambda stage: True)
 
 
-def the_z_loss_counts_masked_tokens_only() -> AbstractContextManager[Any]:
-    return _losses(lambda asked, mesh: replace(asked, tokens=asked.tokens // 3), lambda stage: True)
+def the_balance_loss_leaves_masked_tokens_out() -> AbstractContextManager[Any]:
+    """It counts only tokens that the loss mask lets count; of one microbatch."""
+    from fivefold.train.engine import Engine
+
+    make, masks = Engine._microbatch, []
+
+    def noting(self: Any, *inputs: Any, **extras: float) -> Any:
+        made = make(self, *inputs, **extras)
+        masks.append(made.targets.mask)
+        return made
+
+    def masked(experts: Any, routed: Any, rows: Any, counts: Any, length: int) -> Any:
+        share = counts.to(routed.scores) * (experts.count / (experts.top_k * length))
+        return (share[rows] * routed.scores * masks[-1].reshape(-1, 1)).sum() / length
+
+    both = ExitStack()
+    both.enter_context(patch.object(Engine, "_microbatch", noting))
+    both.enter_context(patch("fivefold.model.experts.mixture.balance_loss", masked))
+    return both
 
 
 def losses_are_dropped_but_on_the_last_stage() -> AbstractContextManager[Any]:
