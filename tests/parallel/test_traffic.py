@@ -13,6 +13,7 @@ from fivefold.layout.layout import Layout
 from fivefold.parallel import collectives as c
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
+from fivefold.spec.presets import preset
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def test_backward_passes_fsdp2_and_dtensor_are_counted_too() -> None:
 
 
 def names(rank: int, world: int, text: str) -> dict[str, str]:
-    mesh = Mesh.of(Layout.parse(text), CPU)
+    mesh = Mesh.of(Layout.parse(text), CPU, spec=preset("tiny-moe"))
     axes = {name: getattr(mesh, name) for name in AXES}
     counter = TrafficCounter(mesh)
     with counter:
@@ -92,7 +93,8 @@ def names(rank: int, world: int, text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=4", "dp=2,cp=2", "cp=2,tp=2", "dp=4,zero=3,replicate=2", "pp=4", "dp=2,pp=2", "pp=4,schedule=zb-v"]
+    "layout",
+    ["dp=4", "dp=2,cp=2", "cp=2,tp=2", "dp=4,zero=3,replicate=2", "pp=4", "dp=2,pp=2,ep=2", "pp=4,schedule=zb-v"],
 )
 def test_axes_of_the_same_ranks_have_the_name_that_the_closed_forms_give_them(layout: str) -> None:
     parsed = Layout.parse(layout)

@@ -173,10 +173,10 @@ class Decoder(nn.Module):
             if self.positions is not None:
                 x = x + self.ops.look_up(self.positions, here.position_ids)
             x = self.dropout(x, here)
-        rotation, windows = self.rotation(positions, x.dtype), [self.spec.window_of(n) for n in self.stage.layers]
-        masks = {window: self.ops.attention_mask(positions, window, self.spec.sinks) for window in set(windows)}
-        for block, window in zip(self.layers.values(), windows, strict=True):
-            x = block(x, here, rotation, masks[window])
+        rotation, windows = self.rotation(positions, x.dtype), {n: self.spec.window_of(n) for n in self.stage.layers}
+        masks = {window: self.ops.attention_mask(positions, window, self.spec.sinks) for window in {*windows.values()}}
+        for number, block in self.layers.items():
+            x = block(x, here, rotation, masks[windows[int(number)]])
         if self.norm is None:
             return x
         table = self.head or self.embedding
