@@ -238,15 +238,15 @@ def the_bias_moves_with_every_microbatch() -> AbstractContextManager[Any]:
     from fivefold.model.experts.balance import follow_load
     from fivefold.model.experts.router import Router
 
-    count = Router._count
+    forward = Router.forward
 
-    def counting(self: Any, chosen: Any) -> None:
-        before = 0 if self.load is None else self.load
-        count(self, chosen)
+    def moving(self: Any, *inputs: Any) -> Any:
+        routed = forward(self, *inputs)
         if self.balance is not None:
-            follow_load(self.balance, self.load - before, 0.05)
+            follow_load(self.balance, routed.counts, 0.05)
+        return routed
 
-    return patch.object(Router, "_count", counting)
+    return patch.object(Router, "forward", moving)
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------

@@ -64,10 +64,7 @@ class LayoutCase:
 
 def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
     """Those that each stand for a group, and as many others as it takes to meet every pair of settings."""
-    met: tuple[Counter[object], Counter[object]] = (
-        Counter(),
-        Counter(),
-    )  # without pp, whose schedule is none, and with it
+    met = Counter[object](), Counter[object]()  # without pp, where a schedule means nothing, and with it
     left: list[Layout] = []
     groups: dict[object, list[Layout]] = {}
     for base in _bases(spec, world):

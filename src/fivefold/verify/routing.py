@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.experts.mixture import Mixture
 from fivefold.model.recompute import again
+from fivefold.train.load import mixtures
 from fivefold.verify.compare import Error, bias, counts, router_name
 from fivefold.verify.verdict import Routed
 
@@ -37,12 +37,7 @@ class RouteRecorder:
 
     def __init__(self, stages: Iterable[Decoder], replay: bool):
         self.replay, self.here = replay, torch.empty(0)
-        self.mixtures = {
-            number: block.mlp
-            for model in stages
-            for number, block in ((int(name), block) for name, block in model.layers.items())
-            if isinstance(block.mlp, Mixture)
-        }
+        self.mixtures = mixtures(stages)
         self.seen: dict[int, _Seen] = {}
         for layer, mixture in self.mixtures.items():
             compiled = mixture.ops.compiled

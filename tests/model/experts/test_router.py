@@ -56,7 +56,8 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 
 
 def routed(chosen: list[list[int]], scores: Tensor) -> Routed:
-    return Routed(torch.tensor(chosen), torch.ones(len(chosen), len(chosen[0])), scores, scores.log())
+    counts = torch.bincount(torch.tensor(chosen).flatten(), minlength=scores.shape[1])
+    return Routed(torch.tensor(chosen), torch.ones(len(chosen), len(chosen[0])), scores, scores.log(), counts)
 
 
 def test_the_balance_loss_is_one_where_all_is_even_and_more_where_it_is_not() -> None:
@@ -91,7 +92,8 @@ def test_losses_reach_the_gradient_and_not_the_value() -> None:
 
 
 def test_the_z_loss_is_of_logits() -> None:
-    one = Routed(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), torch.ones(2, 2), torch.zeros(2, 2))
+    counts = torch.tensor([2, 0])
+    one = Routed(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), torch.ones(2, 2), torch.zeros(2, 2), counts)
     assert z_loss(one).item() == pytest.approx(2 * torch.tensor(2.0).log().item() ** 2)
 
 

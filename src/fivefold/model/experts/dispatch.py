@@ -48,8 +48,8 @@ class LocalDispatch:
     def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
         """x [n, E] -> [n, E]; `stream` is the number of tokens that the residual stream has here."""
         with self.watch(DISPATCH):
-            order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
-            groups = Groups(tuple(counts.tolist()), x.device)
+            order = sorted_slots(routed.chosen)
+            groups = Groups(tuple(routed.counts.tolist()), x.device)
             rows = x[order // routed.chosen.shape[1]]
         out = compute(rows, groups)
         with self.watch(COMBINE):
@@ -69,10 +69,9 @@ def grouped_linear(x: Tensor, linear: Any, groups: Groups, put_off: Callable[[],
     return y if linear.bias is None else y + linear.bias.unflatten(0, (len(groups.sizes), -1))[groups.numbers]
 
 
-def sorted_slots(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The slots [n * K] in the order of their experts, then of the tokens; and how many each expert has."""
-    flat = chosen.flatten()
-    return flat.sort(dim=0, stable=True).indices, torch.bincount(flat, minlength=experts)
+def sorted_slots(chosen: Tensor) -> Tensor:
+    """The slots [n * K] in the order of their experts, then of the tokens."""
+    return chosen.flatten().sort(dim=0, stable=True).indices
 
 
 def places(order: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The mixture: what a block with experts has in place of a dense network."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -83,4 +85,4 @@ class Mixture(nn.Module):
             values = torch.stack(losses).detach()
             self.losses = values if self.losses is None else self.losses + values
         weights = AddLoss.apply(routed.weights, asked.loss * losses[0] + asked.z_loss * losses[1])
-        return Routed(routed.chosen, weights, routed.scores, routed.logits)
+        return replace(routed, weights=weights)

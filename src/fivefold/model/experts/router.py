@@ -25,6 +25,7 @@ class Routed:
     weights: Tensor  # [n, K] what each of them counts
     scores: Tensor  # [n, X] of all experts
     logits: Tensor  # [n, X] before they became scores
+    counts: Tensor  # [X] slots that each expert has
 
 
 class Router(nn.Module):
@@ -53,20 +54,16 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         if self.experts.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(kind).tiny)
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts.count)
         if self.training and not again():
-            self._count(chosen)
-        return Routed(chosen, weights * self.experts.scale, scores, logits)
+            self.load = counts if self.load is None else self.load + counts
+        return Routed(chosen, weights * self.experts.scale, scores, logits, counts)
 
     @torch.no_grad()
     def best(self, scores: Tensor) -> Tensor:
         """The numbers of the K best experts, [n, K], the best first."""
         wish = scores if self.balance is None else scores + self.balance
         return best(self.experts, wish)
-
-    @torch.no_grad()
-    def _count(self, chosen: Tensor) -> None:
-        load = torch.bincount(chosen.flatten(), minlength=self.experts.count)
-        self.load = load if self.load is None else self.load + load
 
 
 def best(experts: Experts, wish: Tensor) -> Tensor:

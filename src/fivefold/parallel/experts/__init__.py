@@ -11,6 +11,7 @@ from fivefold.model.experts.dispatch import LocalDispatch
 from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.experts.allgather import AllGatherDispatch
 from fivefold.parallel.experts.alltoall import AllToAllDispatch
+from fivefold.parallel.experts.slices import SlicedDispatch
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.model import ModelSpec
 
@@ -21,5 +22,6 @@ def dispatch_of(spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = Non
     """How tokens reach the experts of a layout. With `later`, experts can put off the gradients of their weights."""
     if spec.experts is None:
         return LocalDispatch()
-    kind = AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch
-    return kind(mesh, later)
+    if mesh.ep.size == 1:  # every rank has all experts: nothing travels
+        return SlicedDispatch(mesh, later)
+    return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, later)

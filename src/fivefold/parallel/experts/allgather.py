@@ -29,8 +29,6 @@ from fivefold.parallel.experts.slices import SlicedDispatch
 
 class AllGatherDispatch(SlicedDispatch):
     def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
-        if self.ep.size == 1:
-            return super().run(x, routed, compute, stream)
         experts, own, most = routed.scores.shape[1], x.shape[0], self._most(stream)
         with self.sending(DISPATCH):
             tokens = Gather.apply(_padded(x, most), self)

@@ -26,27 +26,26 @@ from fivefold.parallel.experts.slices import SlicedDispatch
 
 class AllToAllDispatch(SlicedDispatch):
     def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
-        if self.ep.size == 1:
-            return super().run(x, routed, compute, stream)
         with self.sending(DISPATCH):
-            order, counts = sorted_slots(routed.chosen, routed.scores.shape[1])
+            order, counts = sorted_slots(routed.chosen), routed.counts
             (coming,) = kept(lambda: (wait(all_to_all(counts, self.ep), self.ep),), 1, counts)
-            going, coming = counts.view(self.ep.size, -1), coming.view(self.ep.size, -1)  # by rank and expert there
-            out, back = going.sum(1).tolist(), coming.sum(1).tolist()
+            # By rank and expert there; the host waits for both at once.
+            going, due = torch.stack((counts, coming)).unflatten(1, (self.ep.size, -1)).tolist()
+            out, back = [sum(rank) for rank in going], [sum(rank) for rank in due]
             arrived = AllToAll.apply(x[order // routed.chosen.shape[1]], out, back, self, DISPATCH)
             # They lie rank by rank, and the experts want them expert by expert.
-            by_expert = _experts_of(coming).sort(dim=0, stable=True).indices
-            groups, rows = Groups(tuple(coming.sum(0).tolist()), x.device), arrived[by_expert]
+            by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
+            groups, rows = Groups(tuple(map(sum, zip(*due, strict=True))), x.device), arrived[by_expert]
         made = compute(rows, groups)
         with self.sending(COMBINE):
             returned = AllToAll.apply(made[places(by_expert)], back, out, self, COMBINE)
             return weighted(returned[places(order)], routed.weights)
 
 
-def _experts_of(coming: Tensor) -> Tensor:
-    """Which of this rank's experts each row is for; `coming` [ranks, experts here] are numbers of rows."""
-    ranks, here = coming.shape
-    return torch.arange(here, device=coming.device).repeat(ranks).repeat_interleave(coming.flatten())
+def _experts_of(coming: Tensor, ranks: int, rows: int) -> Tensor:
+    """Which of this rank's experts each row is for; `coming` [ranks * experts here] are the numbers of these rows."""
+    experts = torch.arange(len(coming) // ranks, device=coming.device).repeat(ranks)
+    return experts.repeat_interleave(coming, output_size=rows)
 
 
 class AllToAll(Function):
