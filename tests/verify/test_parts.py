@@ -20,6 +20,7 @@ from fivefold.verify.layouts import cases_of, covered, deep_enough, legal_layout
 from fivefold.verify.reference import add_noise, run_reference
 from fivefold.verify.verdict import Verdict
 from tests.verify.cases import CANCELLING, job, tiny
+from tests.verify.mixtures import moe
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
@@ -223,6 +224,11 @@ def test_a_tied_embedding_in_two_stages_of_one_rank_is_not_sharded() -> None:
         assert problem.endswith("nearest: zero=1, or schedule=zb-h1")
     assert job("dp=2,pp=2,zero=1,schedule=zb-v,microbatches=2", tiny(tied=True)).problems() == []
     assert job("dp=2,pp=2,zero=3,schedule=zb-h1,microbatches=2", tiny(tied=True)).problems() == []
+    # tp ranks share experts, so that stage 3 shards there too; without experts it has nobody to share with.
+    bent = "tp=2,pp=2,zero=3,schedule=zb-v,microbatches=2"
+    [problem] = job(bent, moe(tied=True)).problems()
+    assert problem.endswith("nearest: zero=1, or schedule=zb-h1")
+    assert job(bent, tiny(tied=True)).problems() == []
 
 
 def test_variants_are_the_known_ways_to_stumble() -> None:

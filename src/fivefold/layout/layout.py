@@ -252,7 +252,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"layers, an embedding and a head to fill them; nearest: {nearest}"
             )
         both_ends = self.chunks > 1 and self.last_stage == 0
-        if spec.tied and both_ends and self.zero in (2, 3) and self.size("data") > 1:
+        if spec.tied and both_ends and (self.fully_shards(spec) or (self.zero == 2 and self.size("data") > 1)):
             why = "gathers the weights of each stage by itself"
             if self.zero == 2:
                 why = "keeps no whole gradient between two stages' passes"
