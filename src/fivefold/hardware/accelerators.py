@@ -35,6 +35,7 @@ class Rates(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bf16: float | None = None
     fp16: float | None = None
     fp8: float | None = None
+    fp4: float | None = None
 
 
 PRECISIONS = Rates.__struct_fields__
@@ -110,20 +111,20 @@ _HOPPER: Rated = (  # the PCIe and NVL boards are slower: not these entries
     "H100 whitepaper, SXM5 column, without sparsity (datasheets print it with); fp64 is the tensor-core line",
 )
 _B200: Rated = (
-    Rates(fp64=37 * T, fp32=75 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T),
-    "Blackwell datasheet, HGX B200 column, per GPU: sparse 2.2, 4.5 and 9 PFLOPS halved",
+    Rates(fp64=37 * T, fp32=75 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T, fp4=9000 * T),
+    "Blackwell datasheet, HGX B200 column, per GPU: sparse 2.2, 4.5, 9 and 18 PFLOPS halved",
 )
 _GB200: Rated = (
-    Rates(fp64=40 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T),
-    "Blackwell datasheet, GB200 NVL72 column, per GPU: sparse 2.5, 5 and 10 PFLOPS halved",
+    Rates(fp64=40 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T, fp4=10000 * T),
+    "Blackwell datasheet, GB200 NVL72 column, per GPU: sparse 2.5, 5, 10 and 20 PFLOPS halved",
 )
 _B300: Rated = (
-    Rates(fp64=1.3 * T, fp32=77 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T),
-    "Blackwell Ultra datasheet, HGX B300 column, per GPU: dense bf16 and fp8 as the B200's",
+    Rates(fp64=1.3 * T, fp32=77 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T, fp4=13500 * T),
+    "Blackwell Ultra datasheet, HGX B300 column, per GPU: dense bf16 and fp8 as the B200's; fp4 108 dense of eight",
 )
 _GB300: Rated = (
-    Rates(fp64=1.4 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T),
-    "GB300 NVL72 datasheet, per GPU: 360 PFLOPS sparse bf16 and 720 fp8 in a rack of 72, halved",
+    Rates(fp64=1.4 * T, fp32=80 * T, tf32=1250 * T, bf16=2500 * T, fp16=2500 * T, fp8=5000 * T, fp4=15000 * T),
+    "GB300 NVL72 datasheet, per GPU: 360 PFLOPS sparse bf16 and 720 fp8 in a rack of 72, halved; 1,080 dense fp4",
 )
 _L40S: Rated = (
     Rates(fp64=1.43 * T, fp32=91.6 * T, tf32=183 * T, bf16=362.05 * T, fp16=362.05 * T, fp8=733 * T),

@@ -23,6 +23,7 @@ class Achieved(Struct, frozen=True, kw_only=True):
 
     gemm: float = 0.75  # of the peak rate: large GEMMs in bf16 or fp16, sustained
     fp8: float = 0.60  # of the fp8 peak: likewise, without the casts around them
+    fp4: float = 0.45  # of the fp4 peak: likewise
     ramp: float = 200.0  # filling and draining a tile, in steps of its inner loop
     units: int = 108  # multiprocessors: the tiles of a GEMM run in waves of so many
     flash1: float = 0.35  # of the peak rate: attention kernels forward, over the scores that a causal mask leaves

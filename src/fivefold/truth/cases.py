@@ -17,18 +17,23 @@ from fivefold.layout.layout import Layout, Recompute
 from fivefold.plan.cost.stack import Stack
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.search import search
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
-from fivefold.truth.sources import Source, source_of
+from fivefold.truth.describe import described, description
+from fivefold.truth.sources import Source
+from fivefold.truth.spelling import Refused, precision_named, preset_named, schedule_named
 
 DATA = Path(__file__).parent / "data"
-NEEDED = ("source", "model", "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "status")
+NEEDED = ("source", "model", "seq_len", "gpu", "gpus", "status")
 
 
 class Row(NamedTuple):
     file: str  # without its ending
     line: int
     values: dict[str, str]
+    file_says: Source | None = None  # of its software, in a TOML file beside the CSV
 
     def text(self, column: str) -> str:
         return (self.values.get(column) or "").strip()
@@ -60,23 +65,20 @@ def read_rows(directory: Path = DATA) -> list[Row]:
         raise UserError(f"{directory} has no .csv files; give a directory of measured runs, as {DATA} is one")
     rows = []
     for path in files:
+        software = described(path.with_suffix(".toml"))
         with path.open(newline="", encoding="utf-8", errors="replace") as handle:
             reader = csv.DictReader(handle)
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
             try:
-                rows += [Row(path.stem, reader.line_num, values) for values in reader]
+                rows += [Row(path.stem, reader.line_num, values, software) for values in reader]
             except csv.Error as error:
                 raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
     return rows
 
 
-MIXTURES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout"
-
-
-class Refused(UserError):
-    """Why a row cannot be predicted."""
+MIXTURES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout|grok"
 
 
 class Measured(NamedTuple):
@@ -89,8 +91,14 @@ class Measured(NamedTuple):
     memory: float | None
 
 
+def source_of(row: Row) -> Source:
+    """What is known or assumed of a row's software."""
+    words = " ".join(map(row.text, ("url_or_path", "notes")))
+    return description(row.text("system"), row.file_says, row.text("source"), words, row.text("gpu"))
+
+
 def measured(row: Row) -> Measured:
-    source = source_of(row.text("source"))
+    source = source_of(row)
     for column in COUNTS:
         value = row.number(column)
         if row.text(column) and (value is not None and value <= 0):
@@ -101,9 +109,7 @@ def measured(row: Row) -> Measured:
     known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
     batch = row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1)
-    precision = "bf16" if cluster.groups[0].accelerator.peak.bf16 else "fp16"  # the device's 16-bit format
-    if re.search(r"fp8|fp4|float8", row.text("precision").lower()):
-        precision = "fp8"  # for any fp8 recipe, and for narrower formats
+    precision = precision_named(row.text("precision"), cluster.groups[0].accelerator)
     case = Case(spec, layout, cluster, _need(row, "seq_len"), batch, precision, stack_of(row, source))
     if not known:
         # The layout is not published: take the planner's.
@@ -115,7 +121,8 @@ def measured(row: Row) -> Measured:
 def _need(row: Row, column: str) -> int:
     value = row.whole(column)
     if value is None:
-        raise Refused(f"{column} is not published")
+        said = row.text(column)
+        raise Refused(f"{column} is {said!r}, which is no number" if said else f"{column} is not published")
     return value
 
 
@@ -126,15 +133,22 @@ COUNTS = (
 )  # fmt: skip
 
 
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+
+
 def spec_of(row: Row, source: Source) -> ModelSpec:
-    name = row.text("model")
+    """The row's shape; what it leaves out is the model's, if it names one that we know."""
+    name, given = row.text("model"), {column: _need(row, column) for column in SHAPE if row.text(column)}
+    known = preset_named(name)
+    if known and given.get("hidden", PRESETS[known]["hidden"]) == PRESETS[known]["hidden"]:
+        return structs.replace(preset(known, **given, context=_need(row, "seq_len")), name=name)
     shape: dict[str, Any] = {column: _need(row, column) for column in ("layers", "hidden", "heads")}
-    shape |= {column: row.whole(column) or 0 for column in ("kv_heads", "ffn")}
-    shape |= {"vocab": row.whole("vocab") or 1, "context": _need(row, "seq_len")}
+    shape |= {column: given.get(column, 0) for column in ("kv_heads", "ffn")}
+    shape |= {"vocab": given.get("vocab", source.vocab or 1), "context": _need(row, "seq_len")}
     if shape["hidden"] % shape["heads"]:
         shape["head_dim"] = 256 if "PaLM" in name else 128  # arXiv 2204.02311, table 1
-    if not re.search(r"llama|palm", name, re.I):
-        shape |= {"norm": "layernorm", "activation": "gelu", "positions": "learned", "tied": True}
+    if not re.search(r"llama|palm|internlm|mistral|qwen", name, re.I):
+        shape |= {"norm": "layernorm", "activation": "gelu", "positions": "learned", "tied": not source.untied}
         shape |= {"bias": False} if "MPT" in name else {"bias": True, "dropout": source.dropout}
     return ModelSpec(name=name, **shape)
 
@@ -189,16 +203,38 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     microbatches = max(1, batch // (dp * samples))
-    chunks = row.whole("vp") or _chunks(spec.layers, pp, source.chunks)
-    several = chunks > 1 and pp > 1 and microbatches >= pp
     sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
     degrees: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}
     layout = Layout(**degrees, cp_kind=source.cp_kind, sp=sp and tp > 1, recompute=_recompute(row, source))
-    if several:
-        layout = structs.replace(layout, schedule="interleaved", chunks=chunks)
-    if source.stack.even and spec.layers % layout.stages == 0:
-        layout = structs.replace(layout, split=(spec.layers // layout.stages,) * layout.stages)
-    return layout
+    schedule, chunks = _schedule(row, source, spec, layout)
+    layout = structs.replace(layout, schedule=schedule, chunks=chunks)
+    balanced = source.balanced_if and source.balanced_if in row.text("notes")
+    return layout if balanced or not source.stack.even else structs.replace(layout, split=_even(spec.layers, layout))
+
+
+def _schedule(row: Row, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:
+    """Its name, and the stages of a rank."""
+    said = schedule_named(row.text("schedule"))
+    if layout.pp == 1:
+        return "1f1b", 1
+    if said not in ("", "1f1b", "interleaved"):
+        record = CATALOGUE[said]
+        return said, (record.any_chunks and row.whole("vp")) or record.chunks
+    most = max(source.chunks, 2 if said == "interleaved" else 1)
+    chunks = row.whole("vp") or _chunks(spec.layers, layout.pp, most)
+    several = chunks > 1 and layout.microbatches >= layout.pp
+    return ("interleaved", chunks) if several else ("1f1b", 1)
+
+
+def _even(layers: int, layout: Layout) -> tuple[int, ...]:
+    """As many layers on each stage; or with the ends as one more each, as in Llama 3."""
+    n = layout.stages
+    if layers % n == 0:
+        return (layers // n,) * n
+    if (layers + 2) % n == 0 and n > 1 and layers + 2 > n:
+        each = (layers + 2) // n
+        return (each - 1, *(each,) * (n - 2), each - 1)
+    return ()
 
 
 def _chunks(layers: int, pp: int, most: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fivefold.report import Block, Result, Table, Text
 from fivefold.report.svg import COLOURS, circle, document, line, text
+from fivefold.truth.cases import source_of
 from fivefold.truth.fit import FITTED, Constants
 from fivefold.truth.score import Choice, RowScore, Score, choices, median_regret, scores
 from fivefold.truth.sources import ANY, SOURCES
@@ -20,6 +21,7 @@ class TruthResult(Result):
     left_out: dict[str, float]  # by source: the mean error under constants that were fitted without it
     shown: str  # the source whose rows are shown
     constants: Constants | None  # that were fitted
+    own: bool = False  # of a directory of the user's: which software was assumed is told
 
     @cached_property
     def scores(self) -> list[Score]:
@@ -47,6 +49,9 @@ class TruthResult(Result):
                 "median_regret": median_regret(self.sweeps),
                 "out_of_memory": sum(choice.out_of_memory for choice in self.sweeps),
             },
+            "software": [
+                dict(zip(("source", "software", "assumed", "why"), row, strict=True)) for row in self.software
+            ],
             "rows": [result.to_dict() for result in self.results],
         }
 
@@ -60,6 +65,8 @@ class TruthResult(Result):
             yield Table(["of", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
         yield self._errors()
         yield from self._memory()
+        if self.own:
+            yield from self._software()
         yield Text("")
         yield from self._sentences()
         if self.shown:
@@ -89,6 +96,18 @@ class TruthResult(Result):
             + ("; left out: the error under constants fitted without the source" if left else ""),
             totals=[mean + ([_percent(_mean(list(left.values())))] if left else [])] if timed else [],
         )
+
+    @cached_property
+    def software(self) -> list[tuple[str, str, bool, str]]:
+        """By source: the software that its rows are predicted with, whether that is a guess, and who says so."""
+        rows = ((result.row.file, source_of(result.row)) for result in self.results if result.run)
+        found = ((file, source.stack.name, source.assumed, source.why) for file, source in rows)
+        return list(dict.fromkeys(found))
+
+    def _software(self) -> Iterator[Block]:
+        rows = [(file, name, "assumed" if guess else "described", why) for file, name, guess, why in self.software]
+        caption = "a column `system`, or NAME.toml beside NAME.csv, describes the software of a run"
+        yield Table(["source", "~software", "", "~by"], rows, title="The software of these runs", caption=caption)
 
     def _memory(self) -> Iterator[Table]:
         """Of the sources that publish memory or failures, or have rows that cannot be predicted."""

@@ -4,19 +4,35 @@ No entry is about a single row. Every entry gives its reason.
 """
 
 import re
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from fivefold.layout.layout import ContextKind, Recompute
 from fivefold.plan.cost.stack import Attention, Overlap, Stack
-from fivefold.plan.cost.systems import ALEPH, DEEPSPEED, FOUNDRY, MEGATRON_2021, MEGATRON_2022, NEMO, TITAN, XLA
+from fivefold.plan.cost.systems import (
+    ALEPH,
+    DEEPSPEED,
+    FOUNDRY,
+    INTERNEVO,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_2023,
+    MEGATRON_CORE,
+    NEMO,
+    SYSTEMS,
+    TITAN,
+    XLA,
+    ZERO_BUBBLE,
+    software_of,
+)
 from fivefold.spec.model import Attention as Counting
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Struct, frozen=True, kw_only=True):
     """Assumptions about one source."""
 
-    match: str  # of the `source` column
+    match: str = ""  # of the `source` column
     why: str
     stack: Stack
     zero: int = 0
@@ -32,9 +48,20 @@ class Source:
     reserved: bool = False  # it publishes what the allocator reserved, not what was allocated
     memory_unit: float = 1e9  # bytes of a published GB
     ports: float = 1.0  # of a node's network, relative to the catalogue's
+    vocab: int = 0  # where the row does not say
+    untied: bool = False  # of GPT-like models: the head is a table of its own
+    balanced_if: str = ""  # a word in `notes`: layers are dealt out so that embedding and head weigh as layers do
+    assumed: bool = False  # nobody said so: by accelerator, or by a word of the row
 
 
-ANY = Source(match="", why="a source without an entry: today's software", stack=NEMO, zero=1, sp=True)
+ANY = Source(why="a source without an entry: plain Megatron-Core", stack=MEGATRON_CORE, zero=1, sp=True)
+NVIDIA = replace(
+    ANY,
+    match=r"NeMo|DGXC|Megatron-Bridge",
+    why="NeMo's recipes: tp and dp overlapped, sp with tp, distributed optimizer, cuDNN attention",
+    counting="causal",
+    stack=NEMO,
+)
 EARLY = replace(ANY, stack=DEEPSPEED, zero=0, sp=False, recompute="full", dropout=0.1)  # Megatron, up to 2022
 TORCHTITAN = Source(
     match=r"torchtitan",
@@ -103,11 +130,43 @@ SOURCES = (
         stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2"),
         chunks=64,
     ),
+    NVIDIA,
+    replace(
+        EARLY,
+        match=r"Zero-Bubble",
+        why="arXiv 2401.10241: a fork of Megatron-LM of 2023, fp16, no recompute, no flash attention by its memory; "
+        "the ends have a layer fewer, for a vocabulary of GPT-2's size by their parameters",
+        stack=ZERO_BUBBLE,
+        recompute="none",
+        vocab=50_304,
+    ),
+    replace(
+        EARLY,
+        match=r"Vocabulary Parallelism",
+        why="arXiv 2411.05288: the same fork of 2024 with flash attention; notes say where layers are redistributed",
+        stack=ZERO_BUBBLE.but(name="zero-bubble Megatron 2024", attention="flash2"),
+        recompute="none",
+        balanced_if="redistributed",
+        untied=True,
+    ),
     replace(
         ANY,
-        match=r"NeMo|DGXC|Megatron-Bridge",
-        why="NeMo's recipes: tp and dp overlapped, sp with tp, distributed optimizer, cuDNN attention",
-        counting="causal",
+        match=r"SimuMax",
+        why="its real runs: Megatron-LM with Transformer Engine, fused cross-entropy, no flag for overlap",
+        stack=MEGATRON_CORE,
+    ),
+    replace(
+        ANY,
+        match=r"LAER-MoE",
+        why="its artifact: Megatron with distributed optimizer and overlap, on A100s with FlashAttention 2",
+        stack=NEMO.but(name="Megatron-Core on A100", attention="flash2"),
+    ),
+    Source(
+        match=r"InternEvo",
+        why="its performance page: flash attention, ZeRO-1 groups, 4 ports of 100 Gb/s a node",
+        stack=INTERNEVO,
+        zero=1,
+        ports=0.25,
     ),
     replace(
         ANY,
@@ -140,5 +199,53 @@ SOURCES = (
 )
 
 
-def source_of(text: str) -> Source:
-    return next((source for source in SOURCES if re.search(source.match, text, re.IGNORECASE)), ANY)
+# Of a row that names its system: the settings with which that system usually runs.
+USUAL: dict[str, Source] = {
+    "fivefold": Source(why="this code", stack=SYSTEMS["fivefold"], zero=1, sp=True),
+    "nemo": NVIDIA,
+    "torchtitan": TORCHTITAN,
+    "megatron": replace(EARLY, stack=MEGATRON_2022),
+    "megatron-2021": replace(EARLY, stack=MEGATRON_2021),
+    "megatron-2023": replace(EARLY, stack=MEGATRON_2023, recompute="none", dropout=0.0, zero=1, sp=True),
+    "megatron-core": replace(ANY, stack=MEGATRON_CORE),
+    "megatron-deepspeed": EARLY,
+    "zero-bubble": replace(EARLY, stack=ZERO_BUBBLE, recompute="none"),
+    "internevo": Source(why="", stack=INTERNEVO, zero=1),
+    "aleph-alpha": Source(why="", stack=ALEPH, zero=1),
+    "llm-foundry": Source(why="", stack=FOUNDRY, zero=3),
+    "xla": Source(why="", stack=XLA, zero=3, sp=True),
+}
+
+# Of a source that nobody has described, by a word of the row; the first that matches.
+WORDS = (
+    (r"mlperf|nemo|megatron-?bridge", "nemo"),
+    (r"torchtitan|fsdp2", "torchtitan"),
+    (r"internevo|internlm", "internevo"),
+    (r"zero.?bubble|sail-sg", "zero-bubble"),
+    (r"megatron-?deepspeed|deepspeed", "megatron-deepspeed"),
+    (r"llm-foundry|mosaic|fsdp|accelerate|huggingface", "llm-foundry"),
+    (r"megatron-?core|mcore|transformer engine", "megatron-core"),
+)
+# By accelerator, which tells the year: FlashAttention came between the V100 and the H100.
+YEARS = (("V100", "megatron-2021"), ("A100", "megatron-2023"), ("TPU", "xla"), ("", "megatron-core"))
+
+
+def usual(system: str) -> Source:
+    """The settings with which a system of that name usually runs."""
+    name = system.strip().lower()
+    software_of(name)  # raises with the names that there are
+    return replace(USUAL[name], why=f"system {name!r}", match="", assumed=False)
+
+
+def known(text: str) -> Source | None:
+    """A source that has an entry, by its name."""
+    return next((source for source in SOURCES if re.search(source.match, text, re.IGNORECASE)), None)
+
+
+def guessed(text: str, gpu: str) -> Source:
+    """A source that nobody has described, by its words and by its accelerator."""
+    for word, system in WORDS:
+        if found := re.search(word, text, re.IGNORECASE):
+            return replace(usual(system), assumed=True, why=f"{system!r}, by the word {found.group()!r}")
+    system = next(system for start, system in YEARS if start in gpu)
+    return replace(usual(system), assumed=True, why=f"{system!r}, by its {gpu or 'GPU'}")

@@ -38,7 +38,7 @@ def truth(
     constants = fit(_runs(every), _steps(progress, "fitting", STEPS)) if refit else None
     results = evaluate(every, constants, tick=_steps(progress, "predicting", len(every)))
     left = _left_out(every, progress) if leave_out else {}
-    return TruthResult(tuple(results), left, rows, constants)
+    return TruthResult(tuple(results), left, rows, constants, own=data is not None)
 
 
 def _steps(progress: Progress, what: str, total: int) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.efficiency import Achieved, achieved
-from fivefold.plan.cost.stack import WIDE, Attention
+from fivefold.plan.cost.stack import NARROW, WIDE, Attention
 
 # Rows, columns, and how much of the best tile's rate a multiprocessor reaches with it: smaller tiles read more.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
@@ -64,7 +64,7 @@ class Device:
 
     def rate(self, precision: str = "bf16") -> float:
         """FLOP/s of large GEMMs."""
-        return self.peak(precision) * (self.reached.fp8 if precision == "fp8" else self.reached.gemm)
+        return self.peak(precision) * getattr(self.reached, precision if precision in NARROW else "gemm")
 
     def peak(self, precision: str = "bf16") -> float:
         """The maker's rate; fp16's, where a device is older than bf16."""
@@ -82,7 +82,7 @@ class Device:
 
     def gemm(self, m: int, n: int, k: int, precision: str = "bf16", batch: int = 1) -> float:
         """Seconds of [m, k] x [k, n], `batch` of them."""
-        width = 1 if precision == "fp8" else WIDE.get(precision, 2)
+        width = NARROW.get(precision) or WIDE.get(precision, 2)
         moved = batch * (width * (m * k + k * n) + max(2, width) * m * n)
         waves = 2.0 * m * n * k * batch  # a core has no multiprocessors to fill
         if not self.accelerator.is_cpu:

@@ -18,6 +18,7 @@ Pointwise = Literal["eager", "fused", "compiled", "fivefold", "float32"]
 Selective = Literal["pointwise", "attention", "half"]
 
 
+NARROW = {"fp8": 1.0, "fp4": 0.5}  # bytes of what matmuls read, their inputs cast before; activations are in bf16
 WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
 
 

@@ -28,6 +28,8 @@ MEGATRON_2022 = MEGATRON_2021.but(
 DEEPSPEED = MEGATRON_2021.but(
     name="Megatron-DeepSpeed", host=1.0, gradient_bytes=2, accumulate_bytes=6, scattered_sends=False
 )
+# As of 2023: FlashAttention 2 and fused kernels; what is not overlapped by default is not.
+MEGATRON_2023 = MEGATRON_2022.but(name="Megatron-LM 2023", attention="flash2", selective="pointwise")
 NEMO = Stack(
     name="NeMo, Transformer Engine",
     attention="flash3",
@@ -36,6 +38,15 @@ NEMO = Stack(
     host=0.3,
     host_step=0.02,  # timers, logging, and a gradient norm that the host waits for
     logit_bytes=EAGER_LOGITS,
+)
+# Megatron-Core with Transformer Engine and none of the flags for overlap.
+MEGATRON_CORE = NEMO.but(
+    name="Megatron-Core, without overlap", overlap=Overlap(tp_backward=1, cp=1), host=0.5, even=True
+)
+# sail-sg's forks of Megatron-LM, 2023 and 2024: no distributed optimizer, weight gradients apart.
+ZERO_BUBBLE = MEGATRON_2022.but(name="zero-bubble Megatron", overlap=Overlap(pp=1), schedules=("1f1b", "interleaved"))
+INTERNEVO = MEGATRON_2023.but(
+    name="InternEvo", pointwise="eager", norm="fused", overlap=Overlap(dp=1), gradient_bytes=2, columns_apart=True
 )
 ALEPH = Stack(
     name="Aleph Alpha",
@@ -82,14 +93,26 @@ XLA = Stack(
 )
 
 
+SYSTEMS: dict[str, Stack] = {
+    "fivefold": FIVEFOLD,
+    "nemo": NEMO,
+    "torchtitan": TITAN,
+    "megatron": MEGATRON_2022,
+    "megatron-2021": MEGATRON_2021,
+    "megatron-2023": MEGATRON_2023,
+    "megatron-core": MEGATRON_CORE,
+    "megatron-deepspeed": DEEPSPEED,
+    "zero-bubble": ZERO_BUBBLE,
+    "internevo": INTERNEVO,
+    "aleph-alpha": ALEPH,
+    "llm-foundry": FOUNDRY,
+    "xla": XLA,
+}
+
+
 def software_of(name: str, device: Accelerator | None = None) -> Stack:
-    """On a device: a CPU runs this code in another way than a GPU."""
-    known = {
-        "fivefold": ON_CPUS if device is not None and device.is_cpu else FIVEFOLD,
-        "nemo": NEMO,
-        "torchtitan": TITAN,
-        "megatron": MEGATRON_2022,
-    }
-    if name.lower() not in known:
-        raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(known))}")
-    return known[name.lower()]
+    """By name, on a device: a CPU runs this code in another way than a GPU."""
+    found = SYSTEMS.get(name.strip().lower())
+    if found is None:
+        raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(SYSTEMS))}")
+    return ON_CPUS if found is FIVEFOLD and device is not None and device.is_cpu else found

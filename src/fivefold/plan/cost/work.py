@@ -16,11 +16,13 @@ from fivefold.layout.stages import stages_of
 from fivefold.plan.context import methods as context
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
-from fivefold.plan.cost.stack import MOVED, WIDE, Stack
+from fivefold.plan.cost.stack import MOVED, NARROW, WIDE, Stack
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Block, block, head
 
-FP8_CAST = 3.0  # bytes per element of an input: read 2, write 1
+# Bytes that casting an element of a matmul's input moves. fp8: read 2, write 1. fp4: read for the tensor's largest,
+# read and rotated (the random Hadamard transform, arXiv 2509.25149) and written, and again transposed.
+CAST = {"fp8": 3.0, "fp4": 7.0}
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise matmul was another kernel (2024)
 
 
@@ -149,13 +151,13 @@ class Work:
         slower = self.stack.software.norm if self.stack.norm == "eager" else 1.0
         norm = [slower * one for one in getattr(MOVED[self.stack.norm], self.spec.norm)]
         moved = MOVED[self.stack.pointwise]._asdict() | {"norm": norm}
-        # Inputs of fp8 matmuls are cast, forward, and again transposed for the weights' gradients.
+        # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
         own = self.operations
-        cast = sum(group[0].inputs for group in own.groups) if self.precision == "fp8" else 0
+        cast = sum(group[0].inputs for group in own.groups) * CAST.get(self.precision, 0.0)
         kernels = 8 if self.stack.pointwise != "eager" else 20
         shares = [(self.tokens * one.share(self.layout.tp, self.layout.sp), one.kind) for one in own.elementwise]
         forward, backward = (
-            sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast * FP8_CAST
+            sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast
             for at in (0, 1)
         )
         wider = self.wide / 2  # the bytes above are of 2-byte activations
@@ -242,7 +244,7 @@ class Work:
         """The last norm, the head and the loss."""
         spec, t = self.spec, self.layout.tp
         m, n, k = self.tokens, head(spec, t).outputs, spec.hidden
-        precision = "bf16" if self.precision == "fp8" else self.precision  # the head is never in 8 bits
+        precision = "bf16" if self.precision in NARROW else self.precision  # the head is never in 8 bits
         gathered = self.stack.gathers_logits and t > 1
         loss = self.device.stream(self.stack.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
         payload = float(self.wide * m * k)
