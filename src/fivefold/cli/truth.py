@@ -17,7 +17,7 @@ def truth(
     sources: Annotated[bool, typer.Option("--sources", help="Show what is assumed of each source, and why.")] = False,
     leave_out: Annotated[
         bool,
-        typer.Option("--leave-out", help="Also predict each source with constants fitted without it (minutes)."),
+        typer.Option("--leave-out", help="Also predict each source with constants fitted without it."),
     ] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the constants to the runs, and print them.")] = False,
     write: Annotated[bool, typer.Option("--write", help="With --fit: keep them in efficiency.toml.")] = False,

@@ -111,44 +111,92 @@ MOST = 100  # rows of a source: a larger one is sampled, because its errors are 
 PRIOR = 0.08  # weight of the guesses beside that of a source
 NEAR = 0.03  # errors below it are noise: identical runs differ by more
 ROUNDS = 5
+AGAIN = 20  # moves on slopes that are known: they cost nothing
+GUESSES = np.log([one.guess for one in FITTED])
+SPREAD = np.array([one.spread for one in FITTED])
 
 
 def fit(runs: Sequence[Measured], progress: Callable[[], None] = lambda: None) -> Constants:
     """Gauss-Newton on the logarithms, reweighted towards absolute errors."""
+    return _constants(_fitted(_sampled(runs), progress))
+
+
+def fits_without(
+    runs: Sequence[Measured], group: Callable[[Measured], str], progress: Callable[[], None] = lambda: None
+) -> dict[str, Constants]:
+    """By group: the constants that the runs outside of it decide. All are near those that all runs decide, so the
+    slopes there serve for each."""
+    rows = _sampled(runs)
+    start = _fitted(rows, progress)
+    there = _errors(rows, start)
+    slopes, found = _slopes(rows, start, there, progress), {}
+    for name in dict.fromkeys(map(group, runs)):
+        others = [at for at, run in enumerate(rows) if group(run) != name]
+        weights, values = _weights([rows[at] for at in others]), start
+        for _ in range(AGAIN if others else 0):
+            errors = there[others] + slopes[others] @ (values - start)
+            values = values + _move(weights, errors, slopes[others], values)
+        found[name] = _constants(values)
+    return {name: constants for name, constants in found.items() if len(found) > 1}
+
+
+def _fitted(rows: Sequence[Measured], progress: Callable[[], None]) -> np.ndarray:
+    weights = _weights(rows)
+
+    def loss(found: np.ndarray, values: np.ndarray) -> float:
+        return float((weights * np.abs(found)).sum() + PRIOR / 2 * (((values - GUESSES) / SPREAD) ** 2).sum())
+
+    values, found = GUESSES, _errors(rows, GUESSES)
+    for _ in range(ROUNDS):
+        move = _move(weights, found, _slopes(rows, values, found, progress), values)
+        tries = [(values + share * move, _errors(rows, values + share * move)) for share in (1.0, 0.5, 0.25)]
+        values, found = min(tries, key=lambda one: loss(one[1], one[0]))
+    return values
+
+
+def _sampled(runs: Sequence[Measured]) -> list[Measured]:
     rows: list[Measured] = []
     for name in dict.fromkeys(run.row.file for run in runs):
         mine = [run for run in runs if run.seconds and run.row.file == name]
         rows += mine if len(mine) <= MOST else random.Random(0).sample(mine, MOST)
+    return rows
+
+
+def _weights(rows: Sequence[Measured]) -> np.ndarray:
     sizes = Counter(run.row.file for run in rows)
-    weights = np.array([1 / sizes[run.row.file] for run in rows])
-    measured = np.log([run.seconds or 1.0 for run in rows])
-    guesses = np.log([one.guess for one in FITTED])
-    spread = np.array([one.spread for one in FITTED])
+    return np.array([1 / sizes[run.row.file] for run in rows])
 
-    def errors(values: np.ndarray) -> np.ndarray:
-        constants = Constants.of(list(np.exp(values)))
-        return np.array([math.log(predict(run, constants)) for run in rows]) - measured
 
-    def loss(found: np.ndarray, values: np.ndarray) -> float:
-        return float((weights * np.abs(found)).sum() + PRIOR / 2 * (((values - guesses) / spread) ** 2).sum())
-
-    values, found = guesses, errors(guesses)
-    for _ in range(ROUNDS):
-        columns = []
-        for step in 1e-3 * np.eye(len(values)):
-            columns.append((errors(values + step) - found) / 1e-3)
-            progress()
-        jacobian = np.stack(columns, axis=1)
-        pull = weights / np.maximum(np.abs(found), NEAR)
-        curvature = jacobian.T @ (pull[:, None] * jacobian) + np.diag(PRIOR / spread**2)
-        descent = -jacobian.T @ (pull * found) - PRIOR * (values - guesses) / spread**2
-        move = np.clip(np.linalg.solve(curvature, descent), -0.3, 0.3)
-        tries = [(values + share * move, errors(values + share * move)) for share in (1.0, 0.5, 0.25)]
-        values, found = min(tries, key=lambda one: loss(one[1], one[0]))
+def _constants(values: np.ndarray) -> Constants:
     return Constants.of(list(np.exp(values)))
 
 
+def _errors(rows: Sequence[Measured], values: np.ndarray) -> np.ndarray:
+    constants = _constants(values)
+    return np.array([math.log(predict(run, constants) / (run.seconds or 1.0)) for run in rows])
+
+
+def _slopes(
+    rows: Sequence[Measured], values: np.ndarray, there: np.ndarray, progress: Callable[[], None]
+) -> np.ndarray:
+    """How each error moves with each constant."""
+    columns = []
+    for step in 1e-3 * np.eye(len(values)):
+        columns.append((_errors(rows, values + step) - there) / 1e-3)
+        progress()
+    return np.stack(columns, axis=1)
+
+
+def _move(weights: np.ndarray, found: np.ndarray, slopes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """One step towards the least sum of absolute errors, and of the distance from the guesses."""
+    pull = weights / np.maximum(np.abs(found), NEAR)
+    curvature = slopes.T @ (pull[:, None] * slopes) + np.diag(PRIOR / SPREAD**2)
+    descent = -slopes.T @ (pull * found) - PRIOR * (values - GUESSES) / SPREAD**2
+    return np.asarray(np.clip(np.linalg.solve(curvature, descent), -0.3, 0.3))
+
+
 STEPS = ROUNDS * len(FITTED)  # calls of `progress` in one fit
+STEPS_WITHOUT = STEPS + len(FITTED)  # and in those that leave groups out
 
 
 def predict(run: Measured, constants: Constants | None = None, exact: bool = False) -> float:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fivefold.support.errors import UserError
 from fivefold.truth.cases import DATA, Measured, Row, measured, read_rows
-from fivefold.truth.fit import STEPS, fit, predict
+from fivefold.truth.fit import STEPS, STEPS_WITHOUT, fit
 from fivefold.truth.result import TruthResult
 from fivefold.truth.score import evaluate
+from fivefold.truth.unseen import by_source, unseen
 
 Progress = Callable[[int, int, str], None]  # steps so far, all steps, what is done
 
@@ -27,7 +28,7 @@ def truth(
     """Predict every run of a directory of CSV files, by default of those that come with the package.
 
     `rows` names one source, whose rows are then shown; `leave_out` also predicts each source with constants that were
-    fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
+    fitted without it (a minute); `refit` fits the constants to the runs and predicts with them.
     """
     every = read_rows(Path(data) if data else DATA)
     files = list(dict.fromkeys(row.file for row in every))
@@ -59,13 +60,7 @@ def _runs(every: list[Row]) -> list[Measured]:
 def _left_out(every: list[Row], progress: Progress) -> dict[str, float]:
     """The mean error of each source under constants that were fitted without it."""
     runs = [run for run in _runs(every) if run.seconds]
-    found = {}
-    for name in dict.fromkeys(run.row.file for run in runs):
-        others = [run for run in runs if run.row.file != name]
-        if not others:
-            continue
-        constants = fit(others, _steps(progress, f"without {name}", STEPS))
-        mine = [run for run in runs if run.row.file == name]
-        errors = [abs(predict(run, constants, exact=True) / (run.seconds or 1.0) - 1) for run in mine]
-        found[name] = sum(errors) / len(errors)
-    return found
+    found: dict[str, list[float]] = {}
+    for run, seconds in unseen(runs, by_source, _steps(progress, "fitting without each source", STEPS_WITHOUT)):
+        found.setdefault(run.row.file, []).append(abs(seconds / (run.seconds or 1.0) - 1))
+    return {name: sum(errors) / len(errors) for name, errors in found.items()}
