@@ -62,6 +62,7 @@ NEED_TORCH = {
     "checkpoint reshard": "{} --layout tp=2 -o {}/x", "import hf": "{}/hf -o {}/x",
     "export hf": "{} -o {}/x", "bench attention": "--tp 2", "bench pipeline": "", "bench checkpoint": "",
     "bench steps": "llama3-8b", "bench overhead": "", "bench peers": "", "bench scaling": "", "bench train": "tiny",
+    "bench mixed": "",
 }  # fmt: skip
 NEED_NOTHING = {
     "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "truth": "--sources",

@@ -34,6 +34,7 @@ WORKS = {
 NEED_TORCH = {
     "bench attention": "",
     "bench checkpoint": "",
+    "bench mixed": "",
     "bench overhead": "",
     "bench peers": "",
     "bench pipeline": "",

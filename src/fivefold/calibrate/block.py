@@ -139,11 +139,16 @@ def block_of(
     return block, x, lambda: block(x, positions, rotation, ops.attention_mask(positions))
 
 
+def of_device(on_gpu: bool, quick: bool) -> tuple[ModelSpec, int, int]:
+    """The block that is timed there, with its sequences and their length."""
+    if on_gpu:
+        return preset("llama3-8b", layers=1), 2, 4096
+    return preset("small", layers=1), 1, 128 if quick else 512
+
+
 def in_block(clock: Clock, dtype: torch.dtype, seconds: float, quick: bool) -> BlockTiming:
     """A block of Llama 3 8B on a GPU, of a narrow model on a CPU, `seconds` long to warm up and then timed."""
-    spec, samples, seq = preset("llama3-8b", layers=1), 2, 4096
-    if not clock.on_gpu:
-        spec, samples, seq = preset("small", layers=1), 1, 128 if quick else 512
+    spec, samples, seq = of_device(clock.on_gpu, quick)
     ops, device = TimedOps(clock), clock.device
     block, x, forward = block_of(spec, ops, samples, seq, device, dtype)
     output_grad = torch.randn_like(x)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from msgspec import structs
 
 from fivefold.calibrate.clock import Timing
-from fivefold.calibrate.fit import ATTENTION, Samples, fitted, short
+from fivefold.calibrate.fit import ATTENTION, Samples, fitted
 from fivefold.calibrate.kernels import Kernels
-from fivefold.calibrate.result import CalibrationResult
+from fivefold.calibrate.result import CalibrationResult, short
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.launch import ranks
 from fivefold.launch.cores import cores
@@ -77,22 +77,30 @@ def busy_core(rank: ranks.Rank, rounds: int) -> list[Samples]:
 
 def usual_core(found: list[Samples], busy: int) -> Accelerator:
     """The median one. The more moments of a noisy machine, the better."""
-    every = sorted(found, key=lambda one: one.blocks["flash2"].products)
-    usual = every[len(every) // 2]
-    ahead, back = (median(one.host[way] for one in every) for way in (0, 1))  # short, and so the noisiest
-    usual = replace(usual, host=(ahead, back), update=median(one.update for one in every))
-    return _fitted(torch.device("cpu"), usual, quick=True, world=busy).accelerator
+    return _fitted(torch.device("cpu"), usual_samples(found), quick=True, world=busy).accelerator
+
+
+def usual_samples(found: list[Samples]) -> Samples:
+    """The median one, by its matmuls in a block; with the medians of what is short, and so the noisiest."""
+    every = sorted(found, key=lambda one: list(one.blocks.values())[-1].products)
+    ahead, back = (median(one.host[way] for one in every) for way in (0, 1))
+    return replace(every[len(every) // 2], host=(ahead, back), update=median(one.update for one in every))
 
 
 def _fitted(device: torch.device, samples: Samples, quick: bool, world: int) -> CalibrationResult:
     """With links between `world` ranks as they are measured now. One GPU has nobody to talk to."""
     links: list[Timing] = []
     if world > 1:
-        powers = (10, 22) if quick else (10, 16, 20, 24, 26 if device.type == "cpu" else 28)
-        sizes, rounds = tuple(1 << power for power in powers), 5 if quick else 15
+        sizes, rounds = links_between(device, quick)
         links = ranks.run(world, "fivefold.calibrate.clock:collectives", sizes, rounds, device.type, timeout=300)[0]
     base = ceilings(device, max(one.rate for one in samples.products), max(samples.streams.values()))
     return fitted(base, samples, (world, links))
+
+
+def links_between(device: torch.device, quick: bool) -> tuple[tuple[int, ...], int]:
+    """Bytes of the collectives that are timed, and how often."""
+    powers = (10, 22) if quick else (10, 16, 20, 24, 26 if device.type == "cpu" else 28)
+    return tuple(1 << power for power in powers), 5 if quick else 15
 
 
 def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> Samples:

@@ -1,6 +1,5 @@
 """The constants with which the planner's formulas (`plan.cost.kernels.Device`) give measured seconds, and how well."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -13,7 +12,7 @@ from msgspec import structs
 from fivefold.calibrate.block import AttentionTiming, BlockTiming
 from fivefold.calibrate.clock import Timing
 from fivefold.calibrate.kernels import Matmul
-from fivefold.calibrate.result import CalibrationResult, Row
+from fivefold.calibrate.result import CalibrationResult, Row, short
 from fivefold.hardware.accelerators import Accelerator, Link
 from fivefold.hardware.cluster import SHARE
 from fivefold.hardware.efficiency import Achieved, achieved
@@ -208,8 +207,3 @@ def _attention(device: Device, name: str, one: AttentionTiming) -> float:
 
 def tera(rate: float) -> str:
     return f"{rate / 1e12:.4g} TFLOP/s"
-
-
-def short(value: float) -> float:
-    """Four digits: more were not measured."""
-    return float(f"{value:.4g}") if math.isfinite(value) else value

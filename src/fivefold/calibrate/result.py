@@ -1,5 +1,6 @@
 """What was measured on a device, as shares of its maker's ceilings, and the accelerator that comes of it."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,15 +43,23 @@ class CalibrationResult(Result):
         yield Table(["~", ">measured", ">of ceiling", ">error", ">worst", "~"], rows)
 
 
+def short(value: float) -> float:
+    """Four digits: more were not measured."""
+    return float(f"{value:.4g}") if math.isfinite(value) else value
+
+
 def to_toml(accelerator: Accelerator, comments: list[str]) -> str:
     """A file that `Cluster.parse("8xFILE.toml")` reads."""
-    lines = [f"# {comment}" for comment in comments]
-    table = msgspec.to_builtins(accelerator)
+    return "\n".join([*(f"# {comment}" for comment in comments), *table_lines(msgspec.to_builtins(accelerator))]) + "\n"
+
+
+def table_lines(table: dict[str, Any], name: str = "") -> Iterator[str]:
+    """A table and those inside it, as TOML; what is None is left out."""
     nested = {key: value for key, value in table.items() if isinstance(value, dict)}
-    lines += [f"{key} = {_value(value)}" for key, value in table.items() if key not in nested and value is not None]
+    yield from (f"{key} = {_value(value)}" for key, value in table.items() if key not in nested and value is not None)
     for key, values in nested.items():
-        lines += ["", f"[{key}]", *(f"{name} = {_value(value)}" for name, value in values.items() if value is not None)]
-    return "\n".join(lines) + "\n"
+        inner = f"{name}.{key}".lstrip(".")
+        yield from ("", f"[{inner}]", *table_lines(values, inner))
 
 
 def _value(value: object) -> str:

@@ -1,12 +1,14 @@
 """`fivefold bench`: measurements, each with the command that repeats them."""
 
+import csv as table
+import io
 import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -261,6 +263,41 @@ def scaling(
     _show(lambda told: scaling(changes or [], ranks, least, rounds, batch, only, predict, told), as_json, output)
 
 
+@app.command(short_help="Ranks of unequal speed.  [dim]fivefold bench mixed --ranks 4[/]")
+def mixed(
+    changes: Changes = None,
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks; the second half of them is slowed.")] = 2,
+    slow: Annotated[str, typer.Option(help="How many times slower, with commas.")] = "1.5,2",
+    microbatches: Annotated[int, typer.Option(help="Pieces of the batch, a sequence each.")] = 8,
+    rounds: Rounds = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure speeds in fewer rounds, less sure.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the figures here: .csv has the table, .json all.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a plan for unequal ranks gains over 1F1B with an even split: predicted, and measured.
+
+    For each factor, ranks are slowed and their speeds measured while all of them
+    run, as by calibrate --ranks. From these the planner divides the layers for
+    1f1b, zb-h1, zb-v and auto, and predicts each step. Then the steps are timed, in
+    turns. All of them train the same model on the same batches, and their losses
+    must be the same.
+
+    [dim]Examples:[/]
+
+      fivefold bench mixed
+
+      fivefold bench mixed --ranks 4 --slow 1.5,2 --rounds 7 -o mixed.csv
+
+      fivefold bench mixed model.layers=8 --microbatches 4 --json
+    """
+    from fivefold.bench.mixed import mixed
+
+    check_writable(output, ".csv", ".json")
+    _show(lambda told: mixed(changes or [], ranks, slow, microbatches, rounds, quick, told), as_json, output)
+
+
 @app.command(short_help="Step time, MFU and memory of a job.  [dim]fivefold bench train llama3-8b[/]")
 def train(
     words: Annotated[list[str], typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train.")],
@@ -331,8 +368,20 @@ def _keep(result: Result, output: Path) -> bool:
     """Write the figures; where that fails, say so, and they are still shown."""
     command = shlex.join(["fivefold", *sys.argv[1:]])
     try:
-        output.write_text(json.dumps({"command": command} | result.to_dict(), indent=1) + "\n")
+        if output.suffix == ".csv" and hasattr(result, "rows"):
+            output.write_text(_csv(command, result.rows()))
+        else:
+            output.write_text(json.dumps({"command": command} | result.to_dict(), indent=1) + "\n")
     except OSError as error:
         console_of(stderr=True).print(f"--output {output} was not written: {error.strerror}", markup=False)
         return False
     return True
+
+
+def _csv(command: str, rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    text.write(f"# {command}\n")
+    writer = table.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

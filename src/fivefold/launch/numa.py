@@ -49,7 +49,7 @@ def share(sys: Path, devices: list[str], rank: int, allowed: Set[int]) -> set[in
     if nodes[rank] is None or sum(1 for _ in (sys / "devices/system/node").glob("node[0-9]*")) < 2:
         return set()
     near = _cpus(sys / f"devices/system/node/node{nodes[rank]}/cpulist") & allowed
-    cores = sorted({min(together): together for cpu in near if (together := _core(sys, cpu) & near)}.items())
+    cores = sorted({min(together): together for cpu in near if (together := core_of(sys, cpu) & near)}.items())
     neighbours = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     at, count = neighbours.index(rank), len(neighbours)
     mine = cores[at * len(cores) // count : (at + 1) * len(cores) // count]
@@ -62,7 +62,7 @@ def _node(sys: Path, address: str) -> int | None:
     return found if found >= 0 else None
 
 
-def _core(sys: Path, cpu: int) -> set[int]:
+def core_of(sys: Path, cpu: int) -> set[int]:
     """The hyperthreads of the core that a CPU is one of."""
     file = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return _cpus(file) if file.exists() else {cpu}

@@ -1,0 +1,276 @@
+"""`fivefold bench mixed`: ranks of unequal speed, and what a split by speed and a schedule made for it gain.
+
+Half of the ranks are slowed (`bench.slow`). All are measured while they run (`calibrate --ranks`), the planner divides
+the layers and predicts every step from those speeds alone, and then the steps are timed in turns, in one run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from fivefold.bench.comparison import base_job
+from fivefold.bench.harness import Machine, Times, Told, caveats, refuse, table, too_small
+from fivefold.calibrate.speeds import RanksResult
+from fivefold.job.config import Job
+from fivefold.launch import ranks as launched
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.stack import ON_CPUS
+from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
+from fivefold.plan.search.space import groups_of
+from fivefold.report import Block, Result, Text
+from fivefold.schedule.catalogue import build
+from fivefold.schedule.costs import Costs
+from fivefold.schedule.schedule import Schedule
+from fivefold.schedule.simulate import simulate
+from fivefold.schedule.text import save
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import counted
+
+EVEN, AUTO = "1f1b, even split", "auto"
+SYSTEMS = (EVEN, "1f1b", "zb-h1", "zb-v", AUTO)
+# Small vocabulary: the head is a layer that no split can balance. Sixteen layers leave the planner something to divide.
+SIZES = ("model.layers=16", "model.vocab=1024", "data.seq=128")
+SHORTEST = 0.02  # seconds of a stage's forward pass: shorter ones are not long beside the periods of `slow`
+AGREE = 1e-5  # relative, of the losses of all steps
+FACTORS = (1.05, 8.0)
+_PATIENCE = 600.0  # seconds for a step
+COLUMNS = {
+    ">slower": "slower:.2f", "~schedule": "system", "~layers": "layers", ">planned": "planned_seconds:.3f",
+    ">gain": "planned_gain:.2f", ">measured": "seconds:.3f", "> gain": "gain:.2f",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks of unequal speed run: `layouts` by system."""
+
+    job: Job
+    factors: tuple[float, ...]  # by rank
+    layouts: Mapping[str, Layout]
+    rounds: int
+    quick: bool = False  # speeds from fewer rounds
+
+
+class Planned(NamedTuple):
+    """What the planner says of a system."""
+
+    layout: Layout
+    layers: tuple[int, ...]  # by stage
+    seconds: float  # of a step
+    shortest: float  # seconds of the shortest forward pass of a stage that has layers
+
+    @classmethod
+    def of(cls, case: Case) -> "Planned":
+        layers = tuple(len(stage.layers) for stage in case.stages)
+        forward = [one.forward.total for one, count in zip(stage_passes(case), layers, strict=True) if count]
+        return cls(case.layout, layers, estimate(case).seconds, min(forward))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One factor: what the ranks' speeds are, and the steps that they took."""
+
+    factor: float  # that was asked for
+    speeds: RanksResult
+    planned: Mapping[str, Planned]
+    seconds: Times
+    losses: Mapping[str, Sequence[float]]  # of all steps of a system
+
+    @property
+    def slower(self) -> float:
+        """Times that the slowed ranks take as long as the others, as measured."""
+        seconds = [median(one.seconds) for one in self.speeds.speeds]
+        half = len(seconds) // 2
+        return median(seconds[half:]) / median(seconds[:half])
+
+    @property
+    def apart(self) -> float:
+        """How far the losses of two systems lie apart, relatively, in the step in which they do so most."""
+        steps = zip(*self.losses.values(), strict=True)
+        return max((max(one) - min(one)) / max(map(abs, one)) for one in steps)
+
+    @property
+    def shortest(self) -> float:
+        return min(one.shortest for one in self.planned.values())
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self._row(system) for system in self.seconds]
+
+    def _row(self, system: str) -> dict[str, Any]:
+        planned, even = self.planned[system], self.planned[EVEN]
+        return {
+            "asked": self.factor,
+            "slower": self.slower,
+            "system": system,
+            "layers": ",".join(map(str, planned.layers)),
+            "planned_seconds": planned.seconds,
+            "planned_gain": even.seconds / planned.seconds,
+            "seconds": self.seconds.median(system),
+            "fastest": min(self.seconds[system]),
+            "slowest": max(self.seconds[system]),
+            "gain": 1 / self.seconds.ratio(system, EVEN),
+            "loss": self.losses[system][-1],
+        }
+
+
+@dataclass(frozen=True)
+class MixedResult(Result):
+    job: Job
+    ranks: int
+    rounds: int
+    machine: Machine
+    runs: Sequence[Run]
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return all(run.apart <= AGREE for run in self.runs)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for run in self.runs for row in run.rows()]
+
+    def to_dict(self) -> dict[str, Any]:
+        job, here = self.job, self.machine
+        setup = {
+            "bench": "mixed", "ranks": self.ranks, "parameters": job.model.parameter_count, "layers": job.model.layers,
+            "hidden": job.model.hidden, "seq": job.data.seq, "batch": job.train.batch,
+            "microbatches": job.layout.microbatches, "rounds": self.rounds, "cores": here.cores,
+            "machine": here.name, "torch": here.torch,
+        }  # fmt: skip
+        runs = [
+            {"asked": run.factor, "speeds": run.speeds.to_dict(), "losses": run.losses, "apart": run.apart,
+             "shortest_forward": run.shortest, "seconds": run.seconds} for run in self.runs
+        ]  # fmt: skip
+        return setup | {"agree": self.ok, "rows": self.rows(), "runs": runs}
+
+    def blocks(self) -> Iterator[Block]:
+        job, here, model = self.job, self.machine, self.job.model
+        size = f"{model.layers} layers of {model.hidden} ({model.parameter_count / 1e6:.1f}M parameters)"
+        slow = counted(self.ranks - self.ranks // 2, "rank")
+        yield Text(
+            f"pp={self.ranks}, the last {slow} slowed; {size}; {job.layout.microbatches} microbatches of "
+            f"{job.train.batch // job.layout.microbatches} x {job.data.seq} tokens, {job.train.dtype}, AdamW\n"
+            f"torch {here.torch}, {here.cores} cores of {here.name}, a thread a rank; "
+            f"{counted(self.rounds, 'round')} in turns, medians"
+        )
+        yield table(self.rows(), COLUMNS)
+        yield Text(
+            "slower: times that a block takes as long on the slow ranks, as calibrate --ranks has it; planned and "
+            "measured: seconds of a step; gain: speed over 1f1b with an even split, planned and measured"
+        )
+        steps, apart = len(next(iter(self.runs[0].losses.values()))), max(run.apart for run in self.runs)
+        same = f"the losses of all {steps} steps are the same in all systems"
+        yield (
+            Text(f"{same}, within {max(apart, 1e-16):.0e}", "good")
+            if self.ok
+            else Text(f"the losses differ by {apart:.0e}, and may by {AGREE:.0e}", "bad")
+        )
+        if (shortest := min(run.shortest for run in self.runs)) < SHORTEST:
+            yield Text(
+                f"the shortest stage takes {shortest * 1e3:.1f} ms forward, less than {SHORTEST * 1e3:.0f}: too short "
+                "beside the 2 ms periods in which ranks are slowed; take a larger model, or longer sequences"
+            )
+        yield from caveats(
+            [one for run in self.runs for one in run.seconds.values()], self.rounds, self.ranks, here.cores
+        )
+
+
+def mixed(
+    changes: list[str], ranks: int, slow: str, microbatches: int, rounds: int, quick: bool, told: Told
+) -> Iterator[MixedResult]:
+    """The result after each factor of `slow`, with all that was measured until then."""
+    factors = _factors(slow)
+    refuse(too_small(rounds=rounds, microbatches=microbatches))
+    if ranks < 2:
+        raise UserError(f"--ranks {ranks} leaves nobody to be slower than; nearest: --ranks 2")
+    job = base_job([*SIZES, f"train.batch={microbatches}", *changes], microbatches=microbatches)
+    layouts = [Layout(pp=ranks, schedule=name, microbatches=microbatches) for name in ("1f1b", "zb-v")]
+    refuse(list(dict.fromkeys(one for it in layouts for one in it.problems(job.model, batch=job.train.batch))))
+    runs: list[Run] = []
+    for factor in factors:
+        by_rank = tuple(factor if rank >= ranks // 2 else 1.0 for rank in range(ranks))
+        told(f"the speeds of {ranks} ranks, {ranks - ranks // 2} of them slowed {factor:g} times")
+        task = Task(job, by_rank, {}, rounds, quick)
+        speeds = RanksResult(launched.run(ranks, "fivefold.bench.mixed_rank:speeds", task, timeout=_PATIENCE))
+        with TemporaryDirectory(prefix="fivefold-mixed-") as home:
+            told("the planner's splits")
+            planned = plans(job, speeds, ranks, Path(home, "auto.txt"))
+            told(f"{len(planned)} systems, {counted(rounds, 'round')} in turns")
+            task = replace(task, layouts={system: one.layout for system, one in planned.items()})
+            patience = _PATIENCE * (rounds + 2) * len(planned)
+            seconds, losses, here = launched.run(ranks, "fivefold.bench.mixed_rank:run", task, timeout=patience)[0]
+        runs.append(Run(factor, speeds, planned, seconds, losses))
+        yield MixedResult(job, ranks, rounds, here, tuple(runs))
+
+
+def _factors(text: str) -> list[float]:
+    least, most = FACTORS
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--slow {text} is no list of factors; write for example --slow 1.5,2") from None
+    if odd := [one for one in found if not least <= one <= most]:
+        raise UserError(f"--slow {odd[0]:g} must be a factor between {least:g} and {most:g}; nearest: --slow 1.5")
+    return list(dict.fromkeys(found))
+
+
+def plans(job: Job, speeds: RanksResult, ranks: int, file: Path) -> dict[str, Planned]:
+    """Each system on ranks of these speeds. `auto`'s order goes into `file`, which the ranks read."""
+    m, stack = job.layout.microbatches, ON_CPUS.computing_in("fp32")
+    even = Layout(pp=ranks, microbatches=m)
+    case = Case(job.model, even, speeds.cluster, job.data.seq, job.train.batch, "fp32", stack)
+    case = replace(case, groups=groups_of(case.cluster, even))
+    found = {EVEN: case}
+    for name in SYSTEMS[1:]:
+        found[name] = by_speed(replace(case, layout=structs.replace(even, schedule=name, chunks=0)))
+    last = found[AUTO]
+    save(made_for(last), file)
+    found[AUTO] = replace(last, layout=structs.replace(last.layout, schedule=str(file)))
+    return {system: Planned.of(one) for system, one in found.items()}
+
+
+def by_speed(case: Case) -> Case:
+    """The case with the split that is fastest on its schedule's clock: layers by speed, then single ones moved."""
+    stages, owner = case.layout.stages, case.layout.placement.owner
+    each = [sum(part.total for part in case.work_of(rank).block) for rank in owner]
+    load, split = [0.0] * stages, [0] * stages
+    load[0] += sum(part.total for part in case.work_of(owner[0]).bottom)
+    load[-1] += sum(part.total for part in case.work_of(owner[-1]).top)
+    for _ in range(case.spec.layers):
+        at = min(range(stages), key=lambda stage: load[stage] + each[stage])
+        load[at] += each[at]
+        split[at] += 1
+    best, seconds = tuple(split), _seconds(case, tuple(split))
+    moving = True
+    while moving:
+        moving = False
+        for source, target in permutations(range(stages), 2):
+            moved = tuple(n - (at == source) + (at == target) for at, n in enumerate(best))
+            if min(moved) >= 0 and (took := _seconds(case, moved)) < seconds * (1 - 1e-9):
+                best, seconds, moving = moved, took, True
+    return _divided(case, best)
+
+
+def _divided(case: Case, split: tuple[int, ...]) -> Case:
+    return replace(case, layout=structs.replace(case.layout, split=split))
+
+
+def _seconds(case: Case, split: tuple[int, ...]) -> float:
+    case = _divided(case, split)
+    if not case.layout.record.weighs:
+        return estimate(case).seconds
+    return simulate(made_for(case), durations(case)).makespan
+
+
+def made_for(case: Case) -> Schedule:
+    """`auto` for the seconds of these stages on these ranks."""
+    return build(case.layout.record, case.layout.pp, case.layout.microbatches, costs=durations(case))
+
+
+def durations(case: Case) -> Costs:
+    return costs(case, stage_passes(case))

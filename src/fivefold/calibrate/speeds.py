@@ -1,0 +1,167 @@
+"""How fast the ranks of a job are beside each other, which of them are slow, and the cluster that the planner reads.
+
+found = RanksResult(speeds)         # of each rank a RankSpeed
+found.classes                       # ranks that agree within the noise, the fastest first
+to_toml(found.cluster, [...])       # for plan --cluster, simulate and a job's run.cluster
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import structs
+
+from fivefold.calibrate.result import short, table_lines
+from fivefold.hardware.accelerators import Accelerator
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.stack import ON_CPUS
+from fivefold.plan.cost.work import Work
+from fivefold.report import Block, Result, Table, Text
+from fivefold.spec.model import ModelSpec
+from fivefold.support.formatting import counted
+
+LEAST, MOST = 0.05, 0.20  # how far ranks of one speed may lie apart, however quiet or noisy the machine was
+
+
+class RankSpeed(msgspec.Struct, frozen=True):
+    """What one rank measured while all were at work."""
+
+    rank: int
+    node: str
+    device: str
+    seconds: list[float]  # of a block forward and backward, one figure a round
+    accelerator: Accelerator  # fitted, for the planner
+
+
+class SpeedClass(NamedTuple):
+    """Ranks of one speed."""
+
+    ranks: tuple[int, ...]
+    seconds: float  # of the median one
+    slower: float  # times the fastest class
+
+
+@dataclass(frozen=True)
+class RanksResult(Result):
+    speeds: Sequence[RankSpeed]  # in the order of ranks
+
+    @cached_property
+    def tolerance(self) -> float:
+        return tolerance([one.seconds for one in self.speeds])
+
+    @cached_property
+    def classes(self) -> list[SpeedClass]:
+        return classes([one.seconds for one in self.speeds])
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Groups in the order of ranks: neighbours of one speed, as the class's median rank has it."""
+        place = {rank: at for at, one in enumerate(self.classes) for rank in one.ranks}
+        usual = [self._usual(one) for one in self.classes]
+        runs = [list(run) for _, run in groupby(self.speeds, key=lambda one: place[one.rank])]
+        return Cluster(tuple(g for run in runs for g in _groups(run, usual[place[run[0].rank]])))
+
+    def _usual(self, one: SpeedClass) -> Accelerator:
+        ordered = sorted((self.speeds[rank] for rank in one.ranks), key=lambda speed: median(speed.seconds))
+        return ordered[(len(ordered) - 1) // 2].accelerator
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ranks": [msgspec.to_builtins(one) for one in self.speeds],
+            "classes": [one._asdict() for one in self.classes],
+            "tolerance": self.tolerance,
+            "cluster": self.cluster.to_dict(),
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        rows = [
+            (_ranks(one.ranks), self.speeds[one.ranks[0]].device, f"{one.seconds * 1e3:.1f}", f"{one.slower:.2f}")
+            for one in self.classes
+        ]
+        yield Table(["~ranks", "~device", ">ms a block", ">times as long"], rows)
+        yield Text(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """Which ranks are slow, and by how much."""
+        world, most = counted(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run,"
+        if len(self.classes) == 1:
+            return f"{world} at work at once: {most} all have one speed"
+        slow = [f"{_ranks(one.ranks)} {one.slower:.2f} times as long" for one in self.classes[1:]]
+        fast = _ranks(self.classes[0].ranks)
+        return f"{world} at work at once: {fast} {most} are the fastest; a block takes {', '.join(slow)}"
+
+
+def tolerance(rounds: Sequence[Sequence[float]]) -> float:
+    """How far two ranks of one speed may lie apart: as far as the rounds of the usual rank do, within bounds."""
+    return min(MOST, max(LEAST, median(max(one) / min(one) - 1 for one in rounds)))
+
+
+def classes(rounds: Sequence[Sequence[float]]) -> list[SpeedClass]:
+    """The fastest first. A rank belongs to a class if it is as fast as the class's fastest, within the tolerance."""
+    limit, seconds = 1 + tolerance(rounds), [median(one) for one in rounds]
+    found: list[list[int]] = []
+    for rank in sorted(range(len(seconds)), key=seconds.__getitem__):
+        if found and seconds[rank] <= limit * seconds[found[-1][0]]:
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    usual = [median(seconds[rank] for rank in ranks) for ranks in found]
+    return [SpeedClass(tuple(sorted(ranks)), s, s / usual[0]) for ranks, s in zip(found, usual, strict=True)]
+
+
+def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, seq: int) -> Accelerator:
+    """A CPU's core on which the planner gives a block these `seconds`, forward and backward: all its rates alike.
+
+    Kernels are timed one after the other, and each meets other moments of a shared machine; the block was timed on all
+    ranks at the same moments, so what it says of their speeds is the surest.
+    """
+    device, stack = Device.of(core), ON_CPUS.computing_in("fp32")
+    work = Work(spec, Layout(), device, Wires(device, 1, Layout()), stack, samples, seq, "fp32")
+    longer = seconds / sum(part.total for part in work.block)
+    rates = {name: short(rate / longer) for name, rate in structs.asdict(core.peak).items() if rate is not None}
+    host, update = (short(longer * one) for one in (device.reached.host, device.reached.update))
+    return structs.replace(
+        core,
+        peak=structs.replace(core.peak, **rates),
+        memory_bandwidth=short(core.memory_bandwidth / longer),
+        achieved=structs.replace(device.reached, host=host, update=update),
+    )
+
+
+def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:
+    """Neighbours of one speed: nodes with as many ranks each make one group."""
+    each = [len(list(ranks)) for _, ranks in groupby(run, key=lambda one: one.node)]
+    for gpus, nodes in groupby(each):
+        yield Group(len(list(nodes)), gpus, device)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """0-3,8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "ranks " * (len(ranks) > 1) + "rank " * (len(ranks) == 1) + ",".join(_run(run) for run in runs)
+
+
+def _run(run: Sequence[int]) -> str:
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
+def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
+    """A file that `Cluster.read` reads back as the same cluster."""
+    lines = [f"# {comment}" for comment in comments]
+    for group in cluster.groups:
+        table = msgspec.to_builtins(group)  # with every figure: none is the catalogue's
+        lines += ["", "[[cluster.group]]", *table_lines(table, "cluster.group")]
+    return "\n".join(lines) + "\n"
