@@ -8,7 +8,7 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.time import Case
-from fivefold.plan.search.space import groups_of
+from fivefold.plan.mixed.groups import groups_of
 from fivefold.spec.presets import preset
 
 DEVICE = Device.of(find_accelerator("H100"))

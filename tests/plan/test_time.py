@@ -10,7 +10,8 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import footprint
 from fivefold.plan.cost.stack import FIVEFOLD, ON_CPUS, Overlap
 from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
-from fivefold.plan.search.space import groups_of, split_by_speed
+from fivefold.plan.mixed.groups import groups_of
+from fivefold.plan.mixed.split import divided
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.simulate import simulate
 from fivefold.spec.presets import preset
@@ -95,11 +96,12 @@ def test_a_host_that_is_slower_than_its_device_sets_the_pace() -> None:
 
 
 def test_faster_nodes_take_more_layers() -> None:
-    mixed = replace(case("pp=4,microbatches=16", cluster="2xH100+2xA100-80", batch=16), groups=(0, 0, 1, 1))
-    split = split_by_speed(mixed).layout.split
+    line = "pp=4,microbatches=16,recompute=full"
+    mixed = replace(case(line, cluster="2xH100+2xA100-80", batch=16), groups=(0, 0, 1, 1))
+    split = divided(mixed).layout.split
     assert sum(split) == 32
     assert min(split[:2]) > max(split[2:])
-    assert estimate(split_by_speed(mixed)).seconds < 0.8 * estimate(mixed).seconds
+    assert estimate(divided(mixed)).seconds < 0.8 * estimate(mixed).seconds
 
 
 def test_a_layout_over_unlike_nodes_waits_for_the_slower() -> None:

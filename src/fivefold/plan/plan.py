@@ -19,10 +19,11 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.systems import software_of
 from fivefold.plan.cost.time import Case
+from fivefold.plan.mixed.groups import groups_of, merged
 from fivefold.plan.result import PlanResult, SimulateResult
 from fivefold.plan.search.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
-from fivefold.plan.search.search import SURVIVORS, By, Option, evaluate, search
-from fivefold.plan.search.space import groups_of
+from fivefold.plan.search.option import Option, evaluate
+from fivefold.plan.search.search import SURVIVORS, By, search
 from fivefold.plan.training import batch_of, budget_of, training_of
 from fivefold.plan.unplanned import refuse_unplanned
 from fivefold.spec.model import ModelSpec
@@ -140,6 +141,19 @@ def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
     return fixed | ({"samples": int(size[-1])} if size else {})
 
 
+def question(
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster | None = None,
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str = "",
+    software: str = "fivefold",
+) -> Case:
+    """A checked case, whose layout is open."""
+    return _question(model, cluster, changes, batch, seq, precision, software)[-1]
+
+
 def _question(
     model: str | Path | ModelSpec | Job,
     cluster: str | Path | Cluster | None,
@@ -199,6 +213,5 @@ def _given(case: Case, layout: str | Layout) -> Option:
     problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
     if problems:
         raise UserError(problems)
-    if alike := case.cluster.alike():
-        case = replace(case, cluster=alike)
+    case = replace(case, cluster=merged(case.cluster))
     return evaluate(replace(case, layout=layout, groups=groups_of(case.cluster, layout)))

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
-from fivefold.layout.stages import Stage, schedule_of
+from fivefold.layout.stages import Stage
 from fivefold.plan.cost.activations import Kept, kept, put_off
 from fivefold.plan.cost.kernels import times
 from fivefold.plan.cost.memory import Accounting, State
@@ -81,8 +81,9 @@ class Footprint:
 
 
 def footprint(case: Case) -> Footprint:
-    """Of the pipeline rank that needs the most."""
-    return max((footprint_of(case, rank) for rank in range(case.layout.pp)), key=lambda one: one.total)
+    """Of the pipeline rank that needs the most of its device."""
+    ranks = range(case.layout.pp)
+    return max((footprint_of(case, rank) for rank in ranks), key=lambda one: one.total / case.memory_of(one.rank))
 
 
 def footprint_of(case: Case, rank: int) -> Footprint:
@@ -94,7 +95,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     shards = layout.size("zero")
     state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
     block = kept(spec, layout, stack, case.samples, case.seq, case.work.wide)
-    schedule = schedule_of(spec, layout, case.seq, repeating(layout))
+    schedule = case.schedule(repeating(layout))
     flying = schedule.in_flight[rank]
     layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
     moments = dict(_moments(case, stages, block))
@@ -131,7 +132,7 @@ def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str
     ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
     # The gathered ends, and the head's gradient, wait for the end of the backward pass.
     kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
-    rest = put_off(spec, layout, work.tokens, work.wide) if layout.pp > 1 and layout.splits_backward else 0.0
+    rest = put_off(spec, layout, work.tokens, work.wide) if layout.pp > 1 and case.splits else 0.0
     # Where a backward pass is split, blocks behind wait for their weights' gradients, with more than recompute kept.
     waiting = max(0, max(len(stage.layers) for stage in stages) - 1) * max(0.0, rest - block.total)
     yield (

@@ -4,7 +4,7 @@ case = Case(spec, layout, cluster, seq=8192, batch=2048)
 estimate(case).seconds
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -18,7 +18,10 @@ from fivefold.plan.cost.kernels import Device, plus, times
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import FIVEFOLD, Stack
 from fivefold.plan.cost.work import Passes, Seconds, Work, hidden
+from fivefold.schedule.catalogue import build
 from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.record import Record
+from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.spec.model import Attention as Counting
 from fivefold.spec.model import ModelSpec
@@ -59,6 +62,31 @@ class Case:
     def work_of(self, rank: int) -> Work:
         """What a microbatch is on a pipeline rank's device."""
         return self.works[self.groups[rank] if self.groups else 0]
+
+    def memory_of(self, rank: int) -> int:
+        """Bytes of a pipeline rank's device; of the smallest, where ranks of one stage are on several kinds."""
+        if self.groups:
+            return self.cluster.groups[self.groups[rank]].accelerator.memory
+        return min(group.accelerator.memory for group in self.cluster.groups)
+
+    @cached_property
+    def durations(self) -> Costs:
+        """What the stages' passes and messages take, in the simulator's words."""
+        return costs(self, stage_passes(self))
+
+    def schedule(self, microbatches: int = 0) -> Schedule:
+        """What the ranks do, in which order. On unlike nodes `auto` is made for the seconds of their stages."""
+        layout, m = self.layout, microbatches or self.layout.microbatches
+        if self.groups and layout.record.weighs and layout.pp > 1:
+            return _made_for(layout.record, layout.pp, m, self.durations)
+        return schedule_of(self.spec, layout, self.seq, m)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backward passes are in two halves. `auto` may have found that whole ones are quicker."""
+        if self.groups and self.layout.record.weighs:
+            return self.schedule().splits
+        return self.layout.splits_backward
 
     @cached_property
     def works(self) -> list[Work]:
@@ -117,6 +145,8 @@ class Estimate:
 def estimate(case: Case, exact: bool = True) -> Estimate:
     """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
     passes, m = stage_passes(case), case.layout.microbatches
+    if exact and case.layout.splits_backward and not case.splits:
+        passes = stage_passes(unsplit(case))
     loads = [
         times(plus(*(part for stage in mine for part in passes[stage])), m) for mine in case.layout.placement.of_rank
     ]
@@ -125,7 +155,7 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
     if case.layout.pp == 1:
         length = busiest.total
     elif exact:
-        simulation, length = _simulated(case, costs(case, passes))
+        simulation, length = _simulated(case, case.durations)
     else:
         length = closed_form(case, [load.total / m for load in loads])
     optimizer, exposed = _step_end(case, passes)
@@ -136,12 +166,17 @@ def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float]:
     """The schedule on its clock. A long one repeats itself: its steady state is timed, and counted on."""
     layout, m = case.layout, case.layout.microbatches
     few = repeating(layout)
-    simulation = simulate(schedule_of(case.spec, layout, case.seq, few), durations)
+    simulation = simulate(case.schedule(few), durations)
     if few == m:
         return simulation, simulation.makespan
-    longer = simulate(schedule_of(case.spec, layout, case.seq, few + layout.pp), durations)
+    longer = simulate(case.schedule(few + layout.pp), durations)
     each = (longer.makespan - simulation.makespan) / layout.pp
     return simulation, simulation.makespan + (m - few) * each
+
+
+@lru_cache(maxsize=64)
+def _made_for(record: Record, p: int, m: int, durations: Costs) -> Schedule:
+    return build(record, p, m, costs=durations)
 
 
 def repeating(layout: Layout) -> int:
@@ -161,6 +196,11 @@ def stage_passes(case: Case) -> list[Passes]:
     return found
 
 
+def unsplit(case: Case) -> Case:
+    """The same stages with backward passes in one piece."""
+    return replace(case, layout=structs.replace(case.layout, schedule="1f1b"))
+
+
 def message(case: Case) -> float:
     """Bytes of the residual stream between two stages, of one rank."""
     whole = float(case.work.wide * case.work.tokens * case.spec.hidden)
@@ -169,7 +209,7 @@ def message(case: Case) -> float:
 
 def costs(case: Case, passes: list[Passes]) -> Costs:
     """In the simulator's words. What is sent without overlap stands in the stage that sends it."""
-    send = case.wires.time("send", "pp", message(case))
+    send = max(work.wires.time("send", "pp", message(case)) for work in case.works)
     if case.stack.scattered_sends and not case.layout.sp:
         send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
     # An eager message travels while both ends compute; what is not overlapped holds them up.
@@ -177,6 +217,8 @@ def costs(case: Case, passes: list[Passes]) -> Costs:
     f, i = (tuple(one[at].total + held for one in passes) for at in (0, 1))
     w = tuple(one.weights.total for one in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
+    if case.layout.record.weighs:  # where no backward pass is split, tp has the weights' gradients to hide behind
+        b = tuple(one.inputs.total + one.weights.total + held for one in stage_passes(unsplit(case)))
     ones = tuple(1.0 / case.layout.chunks for _ in passes)
     return Costs(f=f, i=i, w=w, b=b, activation=ones, link=Link(latency=case.stack.hides("pp") * send))
 
@@ -193,21 +235,32 @@ def closed_form(case: Case, ranks: list[float]) -> float:
 
 
 def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
-    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage."""
-    layout, placed = case.layout, case.layout.placement.of_rank
-    # Of the pipeline rank that has the most.
-    count = max(sum(stage_parameters(case.spec, case.stages[number]) for number in mine) for mine in placed) / layout.tp
-    mine = count / case.wires.reaches["zero"].ranks if layout.zero else count
+    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage; of unlike
+    nodes, on the fullest of the kind that takes longer."""
+    ranks, stages = case.layout.placement.of_rank, case.stages
+    counts = [sum(stage_parameters(case.spec, stages[number]) for number in mine) / case.layout.tp for mine in ranks]
+    order = sorted(range(len(ranks)), key=counts.__getitem__)
+    fullest = {case.groups[rank] if case.groups else 0: rank for rank in order}  # of each kind the last, which has most
+    return max((_end_on(case, passes, rank, counts[rank]) for rank in fullest.values()), key=sum)
+
+
+def _end_on(case: Case, passes: list[Passes], rank: int, count: float) -> tuple[float, float]:
+    layout, work = case.layout, case.work_of(rank)
+    mine = count / work.wires.reaches["zero"].ranks if layout.zero else count
     learns = case.spec.vocab > 1
-    optimizer = updating(case, count, mine, layout.zero < 2) + 10 * case.on.reached.launch if learns else 0.0
+    optimizer = updating(case, count, mine, layout.zero < 2, work.device) + 10 * work.device.reached.launch
     if layout.size("data") == 1:
-        return optimizer, 0.0
-    return optimizer, _sharded_end(case, passes, count) if layout.zero == 3 else _replicated_end(case, passes, count)
+        return optimizer * learns, 0.0
+    if layout.zero == 3:
+        return optimizer * learns, _sharded_end(case, passes, work.wires, count)
+    held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages
+    fullest = max(held, key=lambda stage: stage_parameters(case.spec, stage))
+    return optimizer * learns, _replicated_end(case, passes[fullest.index], work.wires, count)
 
 
-def updating(case: Case, count: Any, mine: Any, whole: Any) -> Any:
+def updating(case: Case, count: Any, mine: Any, whole: Any, device: Device | None = None) -> Any:
     """Seconds of the optimizer for `mine` of `count` parameters; `whole`: all gradients are here. Also for arrays."""
-    stack, device = case.stack, case.on
+    stack, device = case.stack, device or case.on
     if stack.computes_itself and device.reached.update:
         return device.reached.update * mine
     moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
@@ -215,22 +268,20 @@ def updating(case: Case, count: Any, mine: Any, whole: Any) -> Any:
     return moved / device.bandwidth
 
 
-def _replicated_end(case: Case, passes: list[Passes], count: float) -> float:
+def _replicated_end(case: Case, one: Passes, wires: Wires, count: float) -> float:
     """ZeRO 0 to 2: gradients behind the last backward pass (stage 2: every one), weights behind the next forward."""
-    layout, stack, wires = case.layout, case.stack, case.wires
+    layout, stack = case.layout, case.stack
     rounds = layout.microbatches if layout.zero == 2 else 1
     gather = wires.time("all-gather", "data", count * stack.weight_bytes) if layout.zero else 0.0
     kind: Kind = "reduce-scatter" if layout.zero else "all-reduce"
     reduce = rounds * wires.time(kind, "data", count * stack.gradient_bytes)
-    fullest = max(case.stages, key=lambda stage: stage_parameters(case.spec, stage))
-    one = passes[fullest.index]
     behind, share = (one.inputs.total + one.weights.total) * layout.chunks * rounds, stack.hides("dp")
     return hidden(reduce, behind, share) + hidden(gather, one.forward.total * layout.chunks, share)
 
 
-def _sharded_end(case: Case, passes: list[Passes], count: float) -> float:
+def _sharded_end(case: Case, passes: list[Passes], wires: Wires, count: float) -> float:
     """ZeRO 3: what stands around the blocks, whose own is in their passes; and copies of the shards."""
-    layout, stack, wires = case.layout, case.stack, case.wires
+    layout, stack = case.layout, case.stack
     ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
     gather = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes)
     scatter = wires.time("reduce-scatter", "zero", ends * stack.gradient_bytes)

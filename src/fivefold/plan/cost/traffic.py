@@ -120,13 +120,17 @@ def expected(
     smoothing: bool = False,
     balance_loss: bool = False,
     rows: Rows | None = None,
+    splits: bool | None = None,
 ) -> list[Traffic]:
-    """One step of one rank. `rows` are those that it sends to experts and receives; None: as many each way, to any."""
+    """One step of one rank. `rows` are those that it sends to experts and receives; None: as many each way, to any.
+    `splits`: whether the schedule has backward passes in two halves; None: as its name says."""
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     every = stages_of(spec, layout, seq)
     stages = tuple(every[number] for number in layout.placement.of_rank[seat.pp])
     # `auto` splits the backward passes where its stages call for it; of the others one knows.
-    split = schedule_of(spec, layout, seq).splits if layout.record.weighs else layout.splits_backward
+    split = layout.splits_backward if splits is None else splits
+    if splits is None and layout.record.weighs:
+        split = schedule_of(spec, layout, seq).splits
     step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
     sent = [*_numbers(spec), *(_fully_sharded(step) if layout.fully_shards(spec) else _replicated(step))]
     for axis, kind, calls, payload in (*_tensor(step), *_context(step), *_pipeline(step)):

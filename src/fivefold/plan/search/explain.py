@@ -152,7 +152,8 @@ def traffic(option: Option) -> list[AxisTraffic]:
     """What the first rank sends, by axis and kind, divided by where the ranks of the axis are."""
     case, found = option.case, []
     dtype = {4: "float32", 8: "float64"}.get(case.work.wide, "bfloat16")
-    for row in expected(case.spec, case.layout, case.seq, case.batch, dtype):
+    splits = case.splits if case.groups else None
+    for row in expected(case.spec, case.layout, case.seq, case.batch, dtype, splits=splits):
         reach = case.wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         leaves = (reach or case.cluster).nodes > 1
         # A ring leaves a node once for each that it enters.

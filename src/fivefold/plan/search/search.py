@@ -6,8 +6,7 @@ found.best.layout, found.best.seconds
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,8 +14,9 @@ from msgspec import structs
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint
-from fivefold.plan.cost.time import Case, Estimate, estimate, repeating
+from fivefold.plan.cost.footprint import HEADROOM
+from fivefold.plan.cost.time import Case, repeating
+from fivefold.plan.search.option import Option, evaluate
 from fivefold.plan.search.space import Space, Wish, mixed_cases, space
 from fivefold.schedule.catalogue import CATALOGUE, LARGEST
 from fivefold.support.errors import UserError
@@ -32,41 +32,6 @@ FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs
 SLACK = 1.05  # closed forms of memory may be off by so much
 
 
-@dataclass(frozen=True)
-class Option:
-    """A layout with its time and its memory."""
-
-    case: Case
-    estimate: Estimate
-    footprint: Footprint
-
-    @property
-    def layout(self) -> Layout:
-        return self.case.layout
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.case.batch * self.case.seq / self.seconds
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes of the smallest device."""
-        return min(group.accelerator.memory for group in self.case.cluster.groups)
-
-    @property
-    def limit(self) -> float:
-        """Bytes of the smallest device that a plan may fill."""
-        return HEADROOM * self.device_memory
-
-    @cached_property
-    def fits(self) -> bool:
-        return self.footprint.total <= self.limit
-
-
 class Ranking(NamedTuple):
     options: tuple[Option, ...]  # the best first
     evaluated: int  # combinations of choices
@@ -75,11 +40,6 @@ class Ranking(NamedTuple):
     @property
     def best(self) -> Option:
         return self.options[0]
-
-
-def evaluate(case: Case) -> Option:
-    """The case's own layout, exactly."""
-    return Option(case, estimate(case), footprint(case))
 
 
 def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ranking:

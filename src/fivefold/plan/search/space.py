@@ -4,7 +4,6 @@ On mixed nodes a replica spans all groups, so that no replica is slower than ano
 many layers as its devices have the speed for.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,15 +11,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from msgspec import structs
 
-from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout, Recompute, tp_fits
 from fivefold.plan.cost.time import Case
+from fivefold.plan.mixed.groups import groups_of
+from fivefold.plan.mixed.split import divided
 from fivefold.plan.search.closed import Array, Block, Choices, Closed, Pipeline, Shape
 from fivefold.schedule.catalogue import LARGEST, RECORDS, is_file, record_of
-from fivefold.support.errors import UserError
-from fivefold.support.formatting import either
 from fivefold.support.numbers import divisors
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -160,20 +157,6 @@ def _legal(wish: Wish, of: Choices) -> Choices:
     return Choices(*(column[legal] for column in of))
 
 
-def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
-    """The group of each pipeline rank, where every replica spans all groups; empty where there is one group."""
-    if len(cluster.groups) == 1:
-        return ()
-    row = layout.world // layout.pp  # ranks of one stage
-    if any(group.world % row for group in cluster.groups):
-        raise UserError(
-            f"{layout} does not span the mixed nodes of {cluster}: a pipeline stage has dp x tp x cp = {row} "
-            f"ranks, and the groups have {either([group.world for group in cluster.groups])}; nearest: a dp x tp x cp "
-            f"that divides {math.gcd(*(group.world for group in cluster.groups))}"
-        )
-    return tuple(at for at, group in enumerate(cluster.groups) for _ in range(group.world // row))
-
-
 def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
     """Layouts whose pipeline runs through the groups in their order, with layers divided by speed."""
     spec, groups, free = case.spec, case.cluster.groups, Wish(case, fixed).free
@@ -184,7 +167,9 @@ def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
         [1, 2, 4],
         free("recompute", [*RECOMPUTES]),
     ):
-        if not tp_fits(spec, tp) or any(group.gpus % tp or group.world % (dp * tp) for group in groups):
+        if not tp_fits(spec, tp) or any(
+            group.gpus % tp or group.world % (dp * tp) or group.nodes % dp for group in groups
+        ):
             continue
         where = groups_of(case.cluster, Layout(dp=dp, tp=tp))
         pp, microbatches = len(where), case.batch // (dp * samples)
@@ -192,19 +177,4 @@ def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
             continue
         layout = Layout(dp=dp, tp=tp, pp=pp, zero=zero, sp=tp > 1, microbatches=microbatches, recompute=recompute)
         if not layout.problems(spec, seq=case.seq, batch=case.batch):
-            yield split_by_speed(replace(case, layout=layout, groups=where))
-
-
-def split_by_speed(case: Case) -> Case:
-    """The case with layers divided by speed: each next layer goes to the stage that would then finish first."""
-    pp = case.layout.pp
-    each = [sum(part.total for part in case.work_of(rank).block) for rank in range(pp)]
-    load = [0.0] * pp
-    load[0] += sum(part.total for part in case.work_of(0).bottom)
-    load[-1] += sum(part.total for part in case.work_of(pp - 1).top)
-    split = [0] * pp
-    for _ in range(case.spec.layers):
-        rank = min(range(pp), key=lambda at: load[at] + each[at])
-        load[rank] += each[rank]
-        split[rank] += 1
-    return replace(case, layout=structs.replace(case.layout, split=tuple(split)))
+            yield divided(replace(case, layout=layout, groups=where))

@@ -1,0 +1,124 @@
+"""How many layers each stage takes where devices differ: by speed, as far as each rank's own memory goes.
+
+divided(case)     # by the ranks' loads: exact where microbatches are many
+refined(case)     # then layer by layer, as long as the simulated step becomes shorter
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import permutations
+
+from msgspec import structs
+
+from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint_of
+from fivefold.plan.cost.time import Case, estimate
+
+TRIES = 12  # of handing layers on, until all ranks fit
+EVALUATIONS = 200  # of a refinement, at most
+
+
+def divided(case: Case) -> Case:
+    """The case with layers divided by speed; a rank that would not fit gives layers to the others, as far as they have
+    room. Where there is none, layers stay where they are quickest."""
+    caps = [case.spec.layers] * case.layout.pp
+    quickest = found = with_split(case, by_load(case, caps))
+    for _ in range(TRIES):
+        over = {rank: many for rank in range(case.layout.pp) if (many := _excess(found, rank))}
+        if not over:
+            return found
+        held = layers_of(found)
+        caps = [held[rank] - over[rank] if rank in over else cap for rank, cap in enumerate(caps)]
+        if min(caps) < 0 or sum(caps) < case.spec.layers:
+            break
+        found = with_split(case, by_load(case, caps))
+    return quickest
+
+
+def by_load(case: Case, caps: Sequence[int]) -> list[int]:
+    """Layers of each rank: the next one goes to the rank that would then be done first, if it has room."""
+    pp, owner = case.layout.pp, case.layout.placement.owner
+    each = [_total(case.work_of(rank).block) for rank in range(pp)]
+    load, found = [0.0] * pp, [0] * pp
+    load[owner[0]] += _total(case.work_of(owner[0]).bottom)
+    load[owner[-1]] += _total(case.work_of(owner[-1]).top)
+    for _ in range(case.spec.layers):
+        # Among equals the later one, which holds fewer microbatches.
+        free = [rank for rank in reversed(range(pp)) if found[rank] < caps[rank]]
+        rank = min(free, key=lambda at: load[at] + each[at])
+        load[rank] += each[rank]
+        found[rank] += 1
+    return found
+
+
+def with_split(case: Case, layers: Sequence[int]) -> Case:
+    """The case with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
+    placement, split = case.layout.placement, [0] * case.layout.stages
+    for rank, mine in enumerate(placement.of_rank):
+        work, load = case.work_of(rank), dict.fromkeys(mine, 0.0)
+        if 0 in load:
+            load[0] += _total(work.bottom)
+        if placement.stages - 1 in load:
+            load[placement.stages - 1] += _total(work.top)
+        for _ in range(layers[rank]):
+            stage = min(reversed(mine), key=load.__getitem__)
+            load[stage] += _total(work.block)
+            split[stage] += 1
+    return replace(case, layout=structs.replace(case.layout, split=tuple(split)))
+
+
+def refined(case: Case, evaluations: int = EVALUATIONS) -> Case:
+    """A case that `divided` made, after moves of single layers between stages that shorten the simulated step."""
+    fits = fitting(case)
+    best, seconds, left = case, estimate(case).seconds, evaluations
+    while True:
+        found = None
+        for other in _moves(best):
+            if left == 0:
+                break
+            left -= 1
+            now = estimate(other).seconds
+            if now < seconds * (1 - 1e-9) and (not fits or fitting(other)):
+                found, seconds = other, now
+        if found is None:
+            return best
+        best = found
+
+
+def _moves(case: Case) -> Iterator[Case]:
+    """One layer from one stage to another."""
+    for giver, taker in permutations(range(case.layout.stages), 2):
+        if case.layout.split[giver]:
+            split = list(case.layout.split)
+            split[giver] -= 1
+            split[taker] += 1
+            yield replace(case, layout=structs.replace(case.layout, split=tuple(split)))
+
+
+def layers_of(case: Case) -> list[int]:
+    """Of each pipeline rank."""
+    return [sum(len(case.stages[number].layers) for number in mine) for mine in case.layout.placement.of_rank]
+
+
+def footprints(case: Case) -> list[Footprint]:
+    return [footprint_of(case, rank) for rank in range(case.layout.pp)]
+
+
+def fitting(case: Case) -> bool:
+    """Whether every rank fits into its own device."""
+    return all(one.total <= HEADROOM * case.memory_of(one.rank) for one in footprints(case))
+
+
+def _excess(case: Case, rank: int) -> int:
+    """Layers by which a rank overfills its device, about; at least one where it does."""
+    here = footprint_of(case, rank).total
+    over, held = here - HEADROOM * case.memory_of(rank), layers_of(case)
+    if over <= 0 or not held[rank]:
+        return int(over > 0)
+    fewer = [count - (at == rank) for at, count in enumerate(held)]
+    fewer[rank - 1] += 1
+    each = here - footprint_of(with_split(case, fewer), rank).total
+    return max(1, min(held[rank], int(over / each))) if each > 0 else 1
+
+
+def _total(passes: Sequence[Sequence[float]]) -> float:
+    return sum(map(sum, passes))
