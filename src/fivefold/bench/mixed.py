@@ -114,7 +114,7 @@ class Run:
             "seconds": self.seconds.median(system),
             "fastest": min(self.seconds[system]),
             "slowest": max(self.seconds[system]),
-            "gain": 1 / self.seconds.ratio(system, EVEN),
+            "gain": self.seconds.ratio(EVEN, system),
             "loss": self.losses[system][-1],
         }
 
