@@ -67,7 +67,7 @@ NEED_TORCH = {
 NEED_NOTHING = {
     "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "truth": "--sources",
     "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch", "models": "", "accelerators": "",
-    "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2",
+    "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2", "mixed": "--help",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
     "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help",
     "bench schedules": "--help", "bench plan": "--help",

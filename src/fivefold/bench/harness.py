@@ -109,11 +109,3 @@ def choices(text: str, option: str, known: Sequence[str]) -> list[str]:
     if unknown := [word for word in found if word not in known]:
         raise UserError(f"{option} {unknown[0]} is not a choice; {did_you_mean(unknown[0], known)}")
     return found
-
-
-def numbers(text: str, option: str) -> list[float]:
-    """The numbers of a list with commas."""
-    try:
-        return [float(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        raise UserError(f"{option} {text} is not a list of numbers; write {option} 1.5,2") from None

@@ -28,6 +28,7 @@ from fivefold.cli import (
     experts,
     generate,
     launch,
+    mixed,
     models,
     plan,
     schedules,
@@ -73,6 +74,7 @@ app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
 app.command("draw", short_help=schedules.DRAW)(schedules.draw)
 app.command("zero", short_help=zero.SHORT)(zero.zero)
 app.command("context", short_help=context.SHORT)(context.context)
+app.command("mixed", short_help=mixed.SHORT)(mixed.mixed)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
 app.add_typer(hf.importing, name="import", short_help=hf.IMPORT)

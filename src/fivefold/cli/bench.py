@@ -66,47 +66,6 @@ def plan(
     show(measure(rounds), as_json)
 
 
-@app.command(short_help="Schedules on GPUs of several generations.  [dim]fivefold bench mixed llama3-70b[/]")
-def mixed(
-    words: Annotated[list[str], typer.Argument(metavar="MODEL [KEY=VALUE ...]", help="A model, and changes to it.")],
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="Unlike nodes, such as 2x8xH100+2x8xA100; or like ones and --slower.")
-    ] = "2x8xH100+2x8xA100",
-    layout: Annotated[
-        str | None, typer.Option(help="Degrees, microbatches and recompute of all schedules; default: the planner's.")
-    ] = None,
-    schedules: Annotated[str, typer.Option(help="Schedules to compare, with commas.")] = "",
-    slower: Annotated[str, typer.Option(help="Make half of like nodes so many times slower: 1.5,2.")] = "",
-    batch: Annotated[int | None, typer.Option(help="Sequences per step; default: about 4M tokens.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Predict a step of every schedule on devices of unequal speed, with layers divided evenly and by speed.
-
-    Schedules run on the planner's clock, each stage with the times of its own
-    device; `auto` is made for them. Nothing is executed. An accelerator may be a file of
-    `fivefold calibrate`, also of a CPU.
-
-    [dim]Examples:[/]
-
-      fivefold bench mixed llama3-70b --cluster 2x8xH100+2x8xA100 --batch 128
-
-      fivefold bench mixed llama3-8b --cluster 4x8xH100 --slower 1.5,2 --batch 128
-
-      fivefold bench mixed small --cluster 2xCPU --slower 2 --layout pp=2,microbatches=8 --batch 16 --seq 128
-    """
-    from fivefold.bench.harness import choices, numbers
-    from fivefold.plan.mixed.compare import SCHEDULES, compare
-    from fivefold.schedule.catalogue import CATALOGUE
-
-    names = choices(schedules, "--schedules", list(CATALOGUE)) if schedules else list(SCHEDULES)
-    factors = numbers(slower, "--slower")
-    found = compare(
-        words[0], cluster, layout=layout, schedules=names, slower=factors, changes=words[1:], batch=batch, seq=seq
-    )
-    show(found, as_json)
-
-
 @app.command(short_help="Tensor-parallel attention against one process.  [dim]fivefold bench attention --tp 2[/]")
 def attention(
     tp: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 2,

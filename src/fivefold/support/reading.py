@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
+from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 
 T = TypeVar("T")
@@ -96,3 +97,11 @@ def _plain(kind: Any) -> tuple[bool, Any]:
         first, *others = (option for option in get_args(kind) if option is not type(None))
         return True, (first, *others) if others else _plain(first)[1]
     return False, kind.__origin__ if get_origin(kind) is Annotated else kind
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """The numbers of a list with commas."""
+    try:
+        return [float(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise UserError(f"{option} {text} is not a list of numbers; write for example {option} 1.5,2") from None
