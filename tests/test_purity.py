@@ -65,7 +65,7 @@ NEED_TORCH = {
     "bench mixed": "",
 }  # fmt: skip
 NEED_NOTHING = {
-    "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "truth": "--sources",
+    "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "goodput": "tiny", "truth": "--sources",
     "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch", "models": "", "accelerators": "",
     "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2", "mixed": "--help",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",

@@ -23,6 +23,7 @@ WORKS = {
     "data check": "tokens",
     "data prepare": "text.txt -o tokens",
     "draw": "1f1b --pp 2 --microbatches 2",
+    "goodput": "tiny --cluster 2xCPU --batch 8 --seq 64",
     "launch": "layout=dp=2 --slurm --nodes 2 -o job.sbatch",
     "models": "",
     "plan": "tiny --cluster 2xCPU --batch 8 --seq 64",

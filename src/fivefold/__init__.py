@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.hardware.cluster import Cluster
     from fivefold.job.config import Job, read_job
     from fivefold.layout.layout import Layout
+    from fivefold.plan.goodput.goodput import goodput
     from fivefold.plan.plan import plan, simulate
     from fivefold.plan.serving.serve import serve
     from fivefold.report import Result
@@ -51,6 +52,7 @@ __all__ = [
     "draw",
     "dryrun",
     "experts",
+    "goodput",
     "models",
     "plan",
     "preset",
@@ -77,6 +79,7 @@ _HOMES = {
     "draw": "fivefold.schedule.result",
     "dryrun": "fivefold.dryrun.dryrun",
     "experts": "fivefold.train.experts",
+    "goodput": "fivefold.plan.goodput.goodput",
     "models": "fivefold.spec.listing",
     "plan": "fivefold.plan.plan",
     "preset": "fivefold.spec.presets",

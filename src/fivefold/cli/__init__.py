@@ -27,6 +27,7 @@ from fivefold.cli import (
     dryrun,
     experts,
     generate,
+    goodput,
     launch,
     mixed,
     models,
@@ -56,6 +57,7 @@ app = typer.Typer(
 )
 app.command("plan", short_help=plan.PLAN)(plan.plan)
 app.command("simulate", short_help=plan.SIMULATE)(plan.simulate)
+app.command("goodput", short_help=goodput.SHORT)(goodput.goodput)
 app.command("dryrun", short_help=dryrun.SHORT)(dryrun.dryrun)
 app.command("truth", short_help=truth.SHORT)(truth.truth)
 app.command("train", short_help=train.SHORT)(train.train)

@@ -88,6 +88,8 @@ class PlanResult(Result):
             )
         yield Text(f"\n{_summary(option, self.price)}", "bold")
         yield Text(self.training.sentence(option, self.price))
+        if self.training.said:
+            yield Text(self.training.failing(option))
         if option.case.groups:  # how mixed nodes are to be numbered, so that every replica spans them
             names = enumerate(group.accelerator.name for group in option.case.cluster.groups)
             stages = ", then ".join(f"{option.case.groups.count(at)} on {name}" for at, name in names)

@@ -7,7 +7,7 @@ training.file(option)         # the same, as a file for people
 
 import shlex
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from msgspec import structs
@@ -18,8 +18,11 @@ from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, token
 from fivefold.job.words import NO_FP16
 from fivefold.job.written import written
 from fivefold.optimizers import AdamW
-from fivefold.plan.cost.memory import checkpoint_bytes
 from fivefold.plan.cost.time import Case
+from fivefold.plan.goodput.failures import PUBLISHED, Costs, failures_of, saved_bytes
+from fivefold.plan.goodput.figures import USUAL
+from fivefold.plan.goodput.run import Run, length
+from fivefold.plan.goodput.simulate import RUNS
 from fivefold.plan.search.search import Option
 from fivefold.report import Table
 from fivefold.support.errors import UserError
@@ -27,7 +30,7 @@ from fivefold.support.formatting import bytes_text, si
 
 HOUR, DAY = 3600, 86_400
 GB = 1e9
-BETWEEN = HOUR / 2  # checkpoints
+EVALUATED = HOUR / 2  # between two looks at the held-out loss
 # Of compute, by what was planned. fp16 would need a loss scale, and a job has no switch for tf32.
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 TWENTY = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
@@ -71,16 +74,22 @@ class Training:
             return found
         if case.on.accelerator.is_cpu:
             found["train.device"] = Choice("cpu", "as planned")
-        every = int(float(f"{max(1, BETWEEN / option.seconds):.0e}"))
-        size = f"{bytes_text(checkpoint_bytes(case.spec, DTYPES.get(case.precision, 'bfloat16')))} each"
-        often = max(1, self.steps // 10)
-        span = "half an hour" if every <= often else "a tenth of the run"
-        why = f"steps: about {span}, what a failure may cost; {size}, and the newest two are kept"
-        found["checkpoint.every"] = Choice(min(every, often), why)
-        found["train.eval_every"] = Choice(min(every, often), "steps: the held-out loss beside each checkpoint")
+        run = self.run(option)
+        found["checkpoint.every"] = Choice(run.best, _often(option, run))
+        often = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
+        found["train.eval_every"] = Choice(often, "steps: about half an hour, at most a tenth of the run")
         found["run.name"] = Choice(case.spec.name, "the directory below runs/")
         decided = ("data.seq", "train.batch", "train.dtype", "run.cluster")
         return {key: it for key, it in found.items() if key in decided or key not in self.kept}
+
+    def run(self, option: Option, costs: Costs = PUBLISHED, every: int | None = None) -> Run:
+        """The run under failures, saved as the job is, or else as is best."""
+        run = Run(self.steps, option.seconds, 0, failures_of(option, costs))
+        if every is None and (self.kept is None or "checkpoint.every" in self.kept):
+            every = self.asked.checkpoint.every
+        if not self.asked.checkpoint.save:
+            every = 0
+        return replace(run, every=run.best if every is None else every)
 
     def job(self, option: Option) -> Job:
         if option.case.precision not in DTYPES:
@@ -119,6 +128,7 @@ class Training:
             "steps": self.steps,
             "days": seconds / DAY,
             "gpu_hours": hours,
+            "with_failures": self.run(option).figures(),
             "settings": {key: {"value": choice.value, "why": choice.why} for key, choice in made.items()},
         }
         return row if price is None else row | {"cost": price * hours}
@@ -130,8 +140,22 @@ class Training:
         device = "rank-hours" if option.case.on.accelerator.is_cpu else "GPU-hours"
         cost = f", ${figures['cost']:,.0f}" if price is not None else ""
         return (
-            f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {_length(figures['days'])}, "
+            f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {length(figures['days'])}, "
             f"{_count(figures['gpu_hours'])} {device}{cost}"
+        )
+
+    def failing(self, option: Option) -> str:
+        """How long it takes with failures."""
+        run = self.run(option)
+        found, one = run.simulated(), f"one in {length(run.failures.between / DAY)}"
+        often = f"a checkpoint every {run.every:,} steps" if run.every else "a checkpoint at the end"
+        if found is None:
+            return f"with failures, {one}, and {often}, it comes to no end"
+        low, _, high = (length(days) for days in run.days(found))
+        span = low if low == high else f"{low} to {high}"
+        return (
+            f"with failures, {one}, and {often}: {span} (p10 to p90 of {RUNS:,} simulated runs), "
+            f"{run.work / run.expected:.1%} of it training; fivefold goodput has the parts"
         )
 
     def table(self, option: Option) -> Table:
@@ -166,6 +190,19 @@ def training_of(
     return Training(job, total, steps, choices, kept, cluster, said)
 
 
+def _often(option: Option, run: Run) -> str:
+    """Why so many steps lie between checkpoints."""
+    size = f"{bytes_text(saved_bytes(option))} each, and the newest two are kept"
+    if run.best == run.most:
+        return f"steps: a tenth of the run; {size}"
+    blocked, between = run.failures.blocked, length(run.failures.between / DAY)
+    span = length(run.best * run.step / DAY)
+    return (
+        f"steps, {span}: the shortest expected run, if it fails once in {between} ({USUAL.source}) and a save costs "
+        f"{blocked:.2g} s; {size}"
+    )
+
+
 def start(option: Option, path: str) -> str:
     """The command that runs the job."""
     if option.case.cluster.nodes > 1:
@@ -192,14 +229,6 @@ def _no_job(case: Case) -> str:
     nearest = "bf16" if half and not without else "fp32"
     older = f", as {without[0]} has no bf16" if half and without else ""
     return f"precision={case.precision} can be planned, and not trained in: {why}; nearest: precision={nearest}{older}"
-
-
-def _length(days: float) -> str:
-    if days >= 100:
-        return f"{days:,.0f} days"
-    units = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440, "seconds": 1 / DAY}
-    unit = next((unit for unit, size in units.items() if days >= 2 * size), "seconds")
-    return f"{days / units[unit]:.1f} {unit}"
 
 
 def _count(hours: float) -> str:

@@ -1,0 +1,1 @@
+"""Days to train with failures: how often to save, and what slow ranks cost."""
