@@ -14,6 +14,7 @@ from msgspec import structs
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.layout.layout import Layout, Recompute
+from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.stack import Stack
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.search import search
@@ -198,8 +199,7 @@ def cluster_of(row: Row, source: Source) -> Cluster:
 def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     dp = row.whole("dp") or max(1, _need(row, "gpus") // (tp * pp * cp))
-    stated = re.match(r"\d", row.text("zero_stage"))
-    zero = min(3, int(stated.group())) if stated else source.zero
+    zero = _zero(row, source, spec.parameter_count / (tp * pp))
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     microbatches = max(1, batch // (dp * samples))
@@ -210,6 +210,14 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     layout = structs.replace(layout, schedule=schedule, chunks=chunks)
     balanced = source.balanced_if and source.balanced_if in row.text("notes")
     return layout if balanced or not source.stack.even else structs.replace(layout, split=_even(spec.layers, layout))
+
+
+def _zero(row: Row, source: Source, parameters: float) -> int:
+    """As stated, or as the source has it; a run whose weights and gradients would not fit has sharded them."""
+    if stated := re.match(r"\d", row.text("zero_stage")):
+        return min(3, int(stated.group()))
+    whole = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
+    return 3 if whole > HEADROOM * device_of(row.text("gpu")).memory else source.zero
 
 
 def _schedule(row: Row, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:

@@ -127,7 +127,7 @@ SOURCES = (
         why="README: gradient and weight collectives and tp overlapped, distributed optimizer. "
         "Interleaving is not said, and with 23 and 7 layers a rank, both primes, it can only be by single layers. "
         "Mid-2024: FlashAttention 2",
-        stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2"),
+        stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2", gradient_bytes=4),
         chunks=64,
     ),
     NVIDIA,
@@ -148,6 +148,7 @@ SOURCES = (
         recompute="none",
         balanced_if="redistributed",
         untied=True,
+        dropout=0.0,
     ),
     replace(
         ANY,
@@ -159,7 +160,7 @@ SOURCES = (
         ANY,
         match=r"LAER-MoE",
         why="its artifact: Megatron with distributed optimizer and overlap, on A100s with FlashAttention 2",
-        stack=NEMO.but(name="Megatron-Core on A100", attention="flash2"),
+        stack=NEMO.but(name="Megatron-Core on A100", attention="flash2", gradient_bytes=4),
     ),
     Source(
         match=r"InternEvo",
@@ -174,6 +175,7 @@ SOURCES = (
         why="arXiv 2407.21783, section 3.3: gradients and optimizer sharded, sp with tp, RoCE of 400 Gb/s",
         stack=NEMO.but(
             name="Llama 3",
+            gradient_bytes=4,  # added up and reduced in float32, as its section 3.3.2 says
             attention="flash2",
             pointwise="eager",
             accumulate_bytes=10,

@@ -9,6 +9,7 @@ from fivefold.support.formatting import did_you_mean
 # maximum, difference, exponential, sum and quotient each by themselves; the gradient scaled and cast back.
 EAGER_LOGITS = 52.0
 TORCH_LOGITS = 30.0  # F.cross_entropy in float32: cast, log-softmax, and back
+FUSED_LOGITS = 8.0  # one kernel each way over bf16 logits: written, read; read, and the gradient written
 MEGATRON_ORDER = ("tp", "cp", "dp", "pp")  # parallel_state's default: pipeline stages are furthest apart
 
 
@@ -37,14 +38,22 @@ NEMO = Stack(
     order=MEGATRON_ORDER,
     host=0.3,
     host_step=0.02,  # timers, logging, and a gradient norm that the host waits for
+    gradient_bytes=2,  # its recipes for speed set grad_reduce_in_fp32=False
     logit_bytes=EAGER_LOGITS,
 )
 # Megatron-Core with Transformer Engine and none of the flags for overlap.
 MEGATRON_CORE = NEMO.but(
-    name="Megatron-Core, without overlap", overlap=Overlap(tp_backward=1, cp=1), host=0.5, even=True
+    name="Megatron-Core, without overlap",
+    overlap=Overlap(tp_backward=1, cp=1),
+    host=0.5,
+    even=True,
+    gradient_bytes=4,  # bf16 runs add up in float32 unless told otherwise
 )
-# sail-sg's forks of Megatron-LM, 2023 and 2024: no distributed optimizer, weight gradients apart.
-ZERO_BUBBLE = MEGATRON_2022.but(name="zero-bubble Megatron", overlap=Overlap(pp=1), schedules=("1f1b", "interleaved"))
+# sail-sg's forks of Megatron-LM, 2023 and 2024: no distributed optimizer, weight gradients apart; fp16 runs add them
+# up in fp16, as Megatron does unless told otherwise.
+ZERO_BUBBLE = MEGATRON_2022.but(
+    name="zero-bubble Megatron", overlap=Overlap(pp=1), schedules=("1f1b", "interleaved"), gradient_bytes=2
+)
 INTERNEVO = MEGATRON_2023.but(
     name="InternEvo", pointwise="eager", norm="fused", overlap=Overlap(dp=1), gradient_bytes=2, columns_apart=True
 )
@@ -70,7 +79,8 @@ FOUNDRY = Stack(
     overlap=Overlap(zero=1),
     host=0.5,
     gradient_bytes=2,
-    logit_bytes=TORCH_LOGITS,
+    logit_bytes=FUSED_LOGITS,  # its loss_fn is "fused_crossentropy", FlashAttention's, unless set
+    peak_logit_bytes=4,  # bf16 logits and their gradient
 )
 TITAN = Stack(
     name="torchtitan, FSDP2",
