@@ -1,7 +1,7 @@
 """make recipes: dry-runs every job of recipes/, and holds it against its first comment.
 
     python tools/recipes.py              the first and the fullest pipeline rank of each, as the trainer would run them
-    python tools/recipes.py --write      writes what the planner says now into the first comments
+    python tools/recipes.py --write      writes what the planner says now: first comments, steps between checkpoints
 
 A recipe's first comment has what the planner expects of it: tokens/s, MFU, seconds of a step, memory of the fullest
 rank. It holds if the dry run needs that memory, within TOLERANCE, and sends what was planned. tests/test_recipes.py
@@ -18,13 +18,16 @@ from msgspec import structs
 from fivefold.dryrun.dryrun import dryrun
 from fivefold.job.config import Job, read_job
 from fivefold.job.written import comment
+from fivefold.plan.goodput.failures import failures_of
+from fivefold.plan.goodput.run import Run
 from fivefold.plan.plan import simulate
 from fivefold.plan.search.search import Option
-from fivefold.plan.training import expected
+from fivefold.plan.training import expected, often
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 TOLERANCE = 0.05  # of the planned memory: activations are within 3% on GPUs, within 11% on CPUs; state is exact
 FIRST = re.compile(r"\A(?:#[^\n]*\n)*?#[^\n]*planned\.\n")  # the first comment, which may be several lines
+SAVES = re.compile(r"(?<=\[checkpoint\]\n)(?:#[^\n]*\n)*every = [^\n]*\n")
 
 
 def planned(job: Job) -> Option:
@@ -36,9 +39,16 @@ def first_comment(job: Job) -> str:
     return "".join(f"{line}\n" for line in comment(f"{job.model.name} on {job.run.cluster}: {expected(planned(job))}"))
 
 
+def saves(job: Job) -> str:
+    """How often it is saved, and why."""
+    option = planned(job)
+    run = Run(job.train.steps, option.seconds, 0, failures_of(option, timeout=job.train.timeout))
+    return "".join(f"{line}\n" for line in [*comment(often(option, run)), f"every = {run.best}"])
+
+
 def write(file: Path) -> None:
-    text = FIRST.sub("", file.read_text())
-    file.write_text(first_comment(read_job(file)) + text)
+    job, text = read_job(file), FIRST.sub("", file.read_text())
+    file.write_text(first_comment(job) + SAVES.sub(saves(job), text))
 
 
 def shorter(job: Job) -> Job:

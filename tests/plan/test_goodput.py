@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import fivefold as ff
 from fivefold.cli import app
 from fivefold.plan.goodput import figures
-from fivefold.plan.goodput.expected import Failures, best_interval, best_steps, expected, young
+from fivefold.plan.goodput.expected import Failures, best_interval, best_steps, daly, expected, young
 from fivefold.plan.goodput.figures import DAY, HOUR
 from fivefold.plan.goodput.result import GoodputResult
 from fivefold.plan.goodput.run import Run, length
@@ -74,9 +74,37 @@ def test_the_best_interval_is_the_minimum_and_nearly_youngs() -> None:
         least = expected(1e7, best, it)
         assert all(expected(1e7, best * by, it) >= least for by in (0.5, 0.9, 0.99, 1.01, 1.1, 2))
         assert best == pytest.approx(young(it), rel=0.05)
+        assert best == pytest.approx(daly(it), rel=0.001)
         seconds = np.geomspace(it.writing + 1, it.between, 4000)
         assert min(expected(1e7, float(each), it) for each in seconds) == pytest.approx(least, rel=1e-5)
     assert best_interval(OFTEN._replace(writing=900)) == 900 - OFTEN.blocked  # one save at a time
+
+
+def test_simulated_runs_are_shortest_with_it() -> None:
+    best, work = best_interval(OFTEN), 1e6
+    means = {}
+    for by in (1 / 3, 1, 3):
+        found = simulated(work, best * by, OFTEN, runs=400)
+        assert found is not None
+        means[by] = found.seconds.mean(), standard_error(found)
+    for by in (1 / 3, 3):
+        assert means[by][0] - means[1][0] > 3 * (means[by][1] + means[1][1])
+
+
+def test_a_hang_is_noticed_after_the_timeout_of_the_job() -> None:
+    slow, quick = (
+        ff.goodput("tiny", "2xCPU", batch=8, seq=64, tokens="1M", changes=[f"train.timeout={seconds}"]).run.failures
+        for seconds in (600, 60)
+    )
+    assert slow.detect == pytest.approx(59.4)
+    assert quick.detect == pytest.approx(5.94)
+
+
+def test_help_has_the_figures_that_are_used() -> None:
+    text = " ".join(CliRunner().invoke(app, ["goodput", "--help"], env={"COLUMNS": "200"}).output.split())
+    numbers = [f"{figures.USUAL.hours:,.0f}", f"{figures.RESTART:.0f}", f"{figures.BLOCKED}", f"{figures.JITTER}"]
+    for number in (*numbers, f"{figures.NODE_STORES / 1e9} a node", f"at most {figures.STORES / 1e9:.0f}"):
+        assert number in text
 
 
 def test_it_is_a_number_of_steps() -> None:
@@ -172,7 +200,7 @@ def test_what_the_user_knows_counts() -> None:
     assert given.run.expected > 1.1 * usual.run.expected
     table = str(given)
     assert "given" in table
-    assert f"{given.run.expected / usual.run.expected - 1:+.2%}" in table
+    assert f"{given.run.expected / usual.run.expected - 1:.2%}" in table
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,17 @@ def goodput(
     mtbf: Annotated[
         float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")
     ] = None,
-    detect: Annotated[float | None, typer.Option(help="Seconds to notice a failure; default: 59.")] = None,
+    detect: Annotated[
+        float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")
+    ] = None,
     restart: Annotated[float | None, typer.Option(help="Seconds to start again after one; default: 600.")] = None,
     storage: Annotated[
         float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")
     ] = None,
     save: Annotated[float | None, typer.Option(help="Seconds that a save blocks steps; default: 0.59.")] = None,
-    jitter: Annotated[float, typer.Option(help="Deviation of a rank's step, as a share of its mean.")] = 0.0072,
+    jitter: Annotated[
+        float | None, typer.Option(help="Deviation of a rank's step, as a share of its mean; default: 0.0072.")
+    ] = None,
     runs: Annotated[int, typer.Option(help="Simulated runs.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the simulation: the same seed draws the same failures.")] = 0,
     as_json: Json = False,

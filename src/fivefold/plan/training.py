@@ -75,16 +75,16 @@ class Training:
         if case.on.accelerator.is_cpu:
             found["train.device"] = Choice("cpu", "as planned")
         run = self.run(option)
-        found["checkpoint.every"] = Choice(run.best, _often(option, run))
-        often = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
-        found["train.eval_every"] = Choice(often, "steps: about half an hour, at most a tenth of the run")
+        found["checkpoint.every"] = Choice(run.best, often(option, run))
+        half = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
+        found["train.eval_every"] = Choice(half, "steps: about half an hour, at most a tenth of the run")
         found["run.name"] = Choice(case.spec.name, "the directory below runs/")
         decided = ("data.seq", "train.batch", "train.dtype", "run.cluster")
         return {key: it for key, it in found.items() if key in decided or key not in self.kept}
 
     def run(self, option: Option, costs: Costs = PUBLISHED, every: int | None = None) -> Run:
         """The run under failures, saved as the job is, or else as is best."""
-        run = Run(self.steps, option.seconds, 0, failures_of(option, costs))
+        run = Run(self.steps, option.seconds, 0, failures_of(option, costs, self.asked.train.timeout))
         if every is None and (self.kept is None or "checkpoint.every" in self.kept):
             every = self.asked.checkpoint.every
         if not self.asked.checkpoint.save:
@@ -190,7 +190,7 @@ def training_of(
     return Training(job, total, steps, choices, kept, cluster, said)
 
 
-def _often(option: Option, run: Run) -> str:
+def often(option: Option, run: Run) -> str:
     """Why so many steps lie between checkpoints."""
     size = f"{bytes_text(saved_bytes(option))} each, and the newest two are kept"
     if run.best == run.most:

@@ -49,6 +49,12 @@ def young(it: Failures) -> float:
     return math.sqrt(2 * it.blocked * it.between)
 
 
+def daly(it: Failures) -> float:
+    """His higher-order estimate; it does not hold for a save that blocks for longer than 2 M."""
+    ratio = it.blocked / (2 * it.between)
+    return young(it) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - it.blocked if ratio < 1 else it.between
+
+
 def best_interval(it: Failures) -> float:
     """Seconds of work between saves, for the least expected time: the root of ln(1 - x) + x + b/M, x = interval/M."""
     low, high = 0.0, 1.0

@@ -48,8 +48,8 @@ def saved_bytes(option: Option) -> int:
     return checkpoint_bytes(option.case.spec, "float64" if option.case.precision == "fp64" else "bfloat16")
 
 
-def failures_of(option: Option, costs: Costs = PUBLISHED) -> Failures:
-    """Those of a plan; the sources are in `inputs`."""
+def failures_of(option: Option, costs: Costs = PUBLISHED, timeout: float = figures.TIMEOUT) -> Failures:
+    """Those of a plan whose ranks wait `timeout` seconds for one that hangs; the sources are in `inputs`."""
     world, size, stored = option.layout.world, saved_bytes(option), _stored(option, costs)
     share = size / world
     if option.case.on.accelerator.is_cpu:
@@ -60,7 +60,7 @@ def failures_of(option: Option, costs: Costs = PUBLISHED) -> Failures:
         between=(figures.USUAL.hours if costs.mtbf is None else costs.mtbf) * figures.HOUR / world,
         blocked=blocked if costs.save is None else costs.save,
         writing=size / stored,
-        detect=figures.DETECT if costs.detect is None else costs.detect,
+        detect=figures.HANGS * timeout if costs.detect is None else costs.detect,
         restart=figures.RESTART if costs.restart is None else costs.restart,
         reload=figures.READS * size / stored,
     )
@@ -79,7 +79,7 @@ def inputs(option: Option, costs: Costs, it: Failures) -> list[Input]:
     return [
         Input("a GPU fails once in", it.between * world / figures.HOUR, "h", source(costs.mtbf, of_gpu)),
         Input("the job", it.between / figures.HOUR, "h", f"that, over {world:,} ranks"),
-        Input("to notice it", it.detect, "s", source(costs.detect, figures.DETECT_SOURCE)),
+        Input("to notice it", it.detect, "s", source(costs.detect, figures.HANGS_SOURCE)),
         Input("to start again", it.restart, "s", source(costs.restart, figures.RESTART_SOURCE)),
         Input("storage", rate, "GB/s", source(costs.storage, figures.STORES_SOURCE)),
         Input("to load", it.reload, "s", f"{size:,.4g} GB, read twice: once to be hashed"),

@@ -26,10 +26,9 @@ FLEETS = (
 )
 USUAL = FLEETS[0]
 
-# A tenth of ByteDance's incidents are hangs (arXiv 2509.16293, table 1: 9.9%), which ranks notice after train.timeout,
-# 600 s. A rank that dies is noticed within seconds.
-DETECT = 0.099 * 600
-DETECT_SOURCE = "9.9% of failures are hangs (arXiv 2509.16293), seen after train.timeout, 600 s; others at once"
+HANGS = 0.099  # of failures: arXiv 2509.16293, table 1. Ranks notice them after train.timeout, and a dead rank at once
+HANGS_SOURCE = "9.9% of failures are hangs (arXiv 2509.16293), seen after train.timeout; others at once"
+TIMEOUT = 600.0  # seconds of train.timeout, where a job does not say
 RESTART = 600.0
 RESTART_SOURCE = "Meta's synchronous restarts (arXiv 2602.00277); MegaScale's diagnosis stays below (arXiv 2402.15627)"
 

@@ -45,7 +45,7 @@ def goodput(
     restart: float | None = None,
     storage: float | None = None,
     save: float | None = None,
-    jitter: float = JITTER,
+    jitter: float | None = None,
     runs: int = RUNS,
     seed: int = 0,
 ) -> GoodputResult:
@@ -64,6 +64,7 @@ def goodput(
     checked("seed", seed, within(0, SEEDS))
     if wrong := misfit("jitter", jitter, within(0, 1)):
         raise UserError(wrong)
+    jitter = JITTER if jitter is None else jitter
     own = isinstance(model, Job) or str(model).endswith(".toml") or any("train.steps=" in change for change in changes)
     planned = plan(
         model, cluster, changes=changes, batch=batch, seq=seq, layout=layout, fix=fix, precision=precision,

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.plan.goodput.expected import young
-from fivefold.plan.goodput.failures import Costs, Input, failures_of
+from fivefold.plan.goodput.expected import daly, young
+from fivefold.plan.goodput.failures import Costs, Input
 from fivefold.plan.goodput.figures import DAY, FLEETS, HOUR, JITTER, JITTER_SOURCE, SLOW_SOURCE
 from fivefold.plan.goodput.run import Run, length
 from fivefold.plan.goodput.simulate import Simulated
@@ -52,7 +52,8 @@ class GoodputResult(Result):
         """The run by how often it is saved."""
         found = {"given": self.run} if self.given else {}
         found |= {"the best": self.saved_every(self.run.best)}
-        others = {"Young, sqrt(2 b M)": young(self.run.failures), "half an hour": HALF}
+        it = self.run.failures
+        others = {"Young, sqrt(2 b M)": young(it), "Daly": daly(it), "half an hour": HALF}
         steps = {name: max(1, round(seconds / self.run.step)) for name, seconds in others.items()}
         return found | {name: self.saved_every(many) for name, many in steps.items() if many <= self.run.most}
 
@@ -61,7 +62,8 @@ class GoodputResult(Result):
         """The run with others' failures, each saved as is best then; the user's own figure has no others."""
         found = {}
         for fleet in FLEETS if self.costs.mtbf is None else ():
-            run = replace(self.run, failures=failures_of(self.option, replace(self.costs, mtbf=fleet.hours)))
+            between = fleet.hours * HOUR / self.option.layout.world
+            run = replace(self.run, failures=self.run.failures._replace(between=between))
             found[fleet.name] = run if self.given else replace(run, every=run.best)
         return found
 
@@ -135,7 +137,7 @@ class GoodputResult(Result):
         least = self.saved_every(self.run.best).expected
         rows = []
         for name, run in self.intervals.items():
-            more = f"{run.expected / least - 1:+.2%}" if run.expected < 1e3 * least else "no end"
+            more = f"{max(0.0, run.expected / least - 1):.2%}" if run.expected < 1e3 * least else "no end"
             mine = run.every == self.run.every
             cells = (name, f"{run.every or run.steps:,}", length(run.interval / DAY), _share(run), more)
             rows.append([Cell(text, "bold" if mine else "") for text in cells])
