@@ -21,7 +21,7 @@ from fivefold.job.written import comment
 from fivefold.plan.goodput.failures import failures_of
 from fivefold.plan.goodput.run import Run
 from fivefold.plan.plan import simulate
-from fivefold.plan.search.search import Option
+from fivefold.plan.search.option import Option
 from fivefold.plan.training import expected, often
 
 FOLDER = Path(__file__).parent.parent / "recipes"

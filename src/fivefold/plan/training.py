@@ -23,7 +23,7 @@ from fivefold.plan.goodput.failures import PUBLISHED, Costs, failures_of, saved_
 from fivefold.plan.goodput.figures import USUAL
 from fivefold.plan.goodput.run import Run, length
 from fivefold.plan.goodput.simulate import RUNS
-from fivefold.plan.search.search import Option
+from fivefold.plan.search.option import Option
 from fivefold.report import Table
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text, si

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fivefold.plan.cost.memory import checkpoint_bytes
 from fivefold.plan.goodput import figures
 from fivefold.plan.goodput.expected import Failures
-from fivefold.plan.search.search import Option
+from fivefold.plan.search.option import Option
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import SECONDS, misfit, within
 

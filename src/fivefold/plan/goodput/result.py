@@ -10,7 +10,7 @@ from fivefold.plan.goodput.figures import DAY, FLEETS, HOUR, JITTER, JITTER_SOUR
 from fivefold.plan.goodput.run import Run, length
 from fivefold.plan.goodput.simulate import Simulated
 from fivefold.plan.goodput.stragglers import Straggling
-from fivefold.plan.search.search import Option
+from fivefold.plan.search.option import Option
 from fivefold.report import Block, Cell, Result, Table, Text
 from fivefold.support.formatting import si
 
