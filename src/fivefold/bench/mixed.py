@@ -6,7 +6,6 @@ the layers and predicts every step from those speeds alone, and then the steps a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,14 +20,13 @@ from fivefold.job.config import Job
 from fivefold.launch import ranks as launched
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.stack import ON_CPUS
-from fivefold.plan.cost.time import Case, costs, estimate, stage_passes
-from fivefold.plan.search.space import groups_of
+from fivefold.plan.cost.time import Case, stage_passes
+from fivefold.plan.mixed.compare import best_split
+from fivefold.plan.mixed.groups import groups_of
+from fivefold.plan.mixed.written import trained
+from fivefold.plan.search.option import Option, evaluate
 from fivefold.report import Block, Result, Text
-from fivefold.schedule.catalogue import build
-from fivefold.schedule.costs import Costs
-from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.simulate import simulate
-from fivefold.schedule.text import save
+from fivefold.schedule.catalogue import record_of
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import counted
 
@@ -66,10 +64,10 @@ class Planned(NamedTuple):
     shortest: float  # seconds of the shortest forward pass of a stage that has layers
 
     @classmethod
-    def of(cls, case: Case) -> "Planned":
-        layers = tuple(len(stage.layers) for stage in case.stages)
-        forward = [one.forward.total for one, count in zip(stage_passes(case), layers, strict=True) if count]
-        return cls(case.layout, layers, estimate(case).seconds, min(forward))
+    def of(cls, option: Option, layout: Layout) -> "Planned":
+        layers = tuple(len(stage.layers) for stage in option.case.stages)
+        forward = [one.forward.total for one, count in zip(stage_passes(option.case), layers, strict=True) if count]
+        return cls(layout, layers, option.seconds, min(forward))
 
 
 @dataclass(frozen=True)
@@ -221,56 +219,13 @@ def _factors(text: str) -> list[float]:
 
 def plans(job: Job, speeds: RanksResult, ranks: int, file: Path) -> dict[str, Planned]:
     """Each system on ranks of these speeds. `auto`'s order goes into `file`, which the ranks read."""
-    m, stack = job.layout.microbatches, ON_CPUS.computing_in("fp32")
-    even = Layout(pp=ranks, microbatches=m)
-    case = Case(job.model, even, speeds.cluster, job.data.seq, job.train.batch, "fp32", stack)
-    case = replace(case, groups=groups_of(case.cluster, even))
-    found = {EVEN: case}
+    even = Layout(pp=ranks, microbatches=job.layout.microbatches)
+    stack, cluster = ON_CPUS.computing_in("fp32"), speeds.cluster
+    case = Case(job.model, even, cluster, job.data.seq, job.train.batch, "fp32", stack)
+    case = replace(case, groups=groups_of(cluster, even))
+    found = {EVEN: Planned.of(evaluate(case), even)}
     for name in SYSTEMS[1:]:
-        found[name] = by_speed(replace(case, layout=structs.replace(even, schedule=name, chunks=0)))
-    last = found[AUTO]
-    save(made_for(last), file)
-    found[AUTO] = replace(last, layout=structs.replace(last.layout, schedule=str(file)))
-    return {system: Planned.of(one) for system, one in found.items()}
-
-
-def by_speed(case: Case) -> Case:
-    """The case with the split that is fastest on its schedule's clock: layers by speed, then single ones moved."""
-    stages, owner = case.layout.stages, case.layout.placement.owner
-    each = [sum(part.total for part in case.work_of(rank).block) for rank in owner]
-    load, split = [0.0] * stages, [0] * stages
-    load[0] += sum(part.total for part in case.work_of(owner[0]).bottom)
-    load[-1] += sum(part.total for part in case.work_of(owner[-1]).top)
-    for _ in range(case.spec.layers):
-        at = min(range(stages), key=lambda stage: load[stage] + each[stage])
-        load[at] += each[at]
-        split[at] += 1
-    best, seconds = tuple(split), _seconds(case, tuple(split))
-    moving = True
-    while moving:
-        moving = False
-        for source, target in permutations(range(stages), 2):
-            moved = tuple(n - (at == source) + (at == target) for at, n in enumerate(best))
-            if min(moved) >= 0 and (took := _seconds(case, moved)) < seconds * (1 - 1e-9):
-                best, seconds, moving = moved, took, True
-    return _divided(case, best)
-
-
-def _divided(case: Case, split: tuple[int, ...]) -> Case:
-    return replace(case, layout=structs.replace(case.layout, split=split))
-
-
-def _seconds(case: Case, split: tuple[int, ...]) -> float:
-    case = _divided(case, split)
-    if not case.layout.record.weighs:
-        return estimate(case).seconds
-    return simulate(made_for(case), durations(case)).makespan
-
-
-def made_for(case: Case) -> Schedule:
-    """`auto` for the seconds of these stages on these ranks."""
-    return build(case.layout.record, case.layout.pp, case.layout.microbatches, costs=durations(case))
-
-
-def durations(case: Case) -> Costs:
-    return costs(case, stage_passes(case))
+        layout = structs.replace(even, schedule=name, chunks=record_of(name).chunks)
+        best = evaluate(best_split(replace(case, layout=layout)))
+        found[name] = Planned.of(best, trained(best, file))
+    return found

@@ -13,9 +13,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import structs
 
-from fivefold.calibrate.result import short, table_lines
+from fivefold.calibrate.result import table_lines
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.layout.layout import Layout
@@ -23,6 +22,7 @@ from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import ON_CPUS
 from fivefold.plan.cost.work import Work
+from fivefold.plan.mixed.compare import slowed
 from fivefold.report import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.formatting import counted
@@ -125,15 +125,7 @@ def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, se
     """
     device, stack = Device.of(core), ON_CPUS.computing_in("fp32")
     work = Work(spec, Layout(), device, Wires(device, 1, Layout()), stack, samples, seq, "fp32")
-    longer = seconds / sum(part.total for part in work.block)
-    rates = {name: short(rate / longer) for name, rate in structs.asdict(core.peak).items() if rate is not None}
-    host, update = (short(longer * one) for one in (device.reached.host, device.reached.update))
-    return structs.replace(
-        core,
-        peak=structs.replace(core.peak, **rates),
-        memory_bandwidth=short(core.memory_bandwidth / longer),
-        achieved=structs.replace(device.reached, host=host, update=update),
-    )
+    return slowed(core, seconds / sum(part.total for part in work.block))
 
 
 def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:
