@@ -214,7 +214,7 @@ def test_serving() -> None:
         ("simulate llama3-8b --layout dp=8 --batch 8 -o step.gif", "should end in"),
         ("truth --data /nowhere", "has no .csv files"),
         ("truth --rows nobody", "unknown source 'nobody'"),
-        ("truth --write", "--write keeps what --fit finds"),
+        ("truth --write", "--write keeps what --fit or --coverage finds"),
     ],
 )
 def test_bad_input_gets_a_sentence(line: str, words: str) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from fivefold.cli.progress import counting_bar
 from fivefold.support.errors import UserError
+from fivefold.support.formatting import either
 
 SHORT = "Compare the planner with measured runs.  [dim]fivefold truth[/]"
 
@@ -19,8 +20,14 @@ def truth(
         bool,
         typer.Option("--leave-out", help="Also predict each source with constants fitted without it."),
     ] = False,
+    coverage: Annotated[
+        bool,
+        typer.Option("--coverage", help="Show how many runs lie in the ranges that plans print, sources left out."),
+    ] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the constants to the runs, and print them.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="With --fit: keep them in efficiency.toml.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw predicted against measured: .svg.")
     ] = None,
@@ -44,6 +51,8 @@ def truth(
 
       fivefold truth --leave-out
 
+      fivefold truth --coverage
+
       fivefold truth --fit --write
     """
     from fivefold.report.show import check_writable, show
@@ -54,10 +63,26 @@ def truth(
         show(SourceList(), as_json)
         return
     check_writable(output, ".svg")
-    if write and not fit:
-        raise UserError("--write keeps what --fit finds; give both")
+    if write and not (fit or coverage):
+        raise UserError("--write keeps what --fit or --coverage finds; give one of them too")
+    if coverage:
+        _coverage(data, {"--fit": fit, "--leave-out": leave_out, "--rows": rows, "-o": output}, write, as_json)
+        return
     with counting_bar() as progress:
         found = comparing.truth(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
     if write and found.constants:
         found.constants.write()
     show(found, as_json, output)
+
+
+def _coverage(data: Path | None, others: dict[str, object], write: bool, as_json: bool) -> None:
+    from fivefold.report.show import show
+    from fivefold.truth import coverage as ranges
+
+    if given := [option for option, value in others.items() if value]:
+        raise UserError(f"--coverage leaves sources out and prints their errors by itself; leave {either(given)} out")
+    with counting_bar() as progress:
+        found = ranges.coverage(data, progress=progress)
+    if write:
+        found.write()
+    show(found, as_json)

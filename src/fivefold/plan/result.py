@@ -10,6 +10,8 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.bars import bars
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case
+from fivefold.plan.goodput.run import length
+from fivefold.plan.interval import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.plan.search.explain import CAUSES, Neighbour, difference, traffic
 from fivefold.plan.search.search import Option
 from fivefold.plan.training import DAY, GB, Training
@@ -88,6 +90,7 @@ class PlanResult(Result):
             )
         yield Text(f"\n{_summary(option, self.price)}", "bold")
         yield Text(self.training.sentence(option, self.price))
+        yield Text(_range_sentence(option, self.training.steps))
         if self.training.said:
             yield Text(self.training.failing(option))
         if option.case.groups:  # how mixed nodes are to be numbered, so that every replica spans them
@@ -147,6 +150,7 @@ class SimulateResult(Result):
         if advice := self.advice:
             yield Text(f"{advice}; what follows is the step of a device with more memory\n", "bad")
         yield Text(_summary(self.option), "bold")
+        yield Text(_range_sentence(self.option))
         yield from (_times(self.option), _memory(self.option))
         if simulation := self.simulation:
             if self.option.layout.microbatches * self.option.layout.pp <= DRAWN:
@@ -166,6 +170,7 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
         "tokens_per_second_per_gpu": option.tokens_per_second / option.layout.world,
         "tokens_per_day": option.tokens_per_second * DAY,
         "mfu": case.mfu(option.seconds),
+        **_ranges(option),
         "memory_bytes": footprint.total,
         "memory_by_component": footprint.parts,
         "memory_rank": footprint.rank,
@@ -179,6 +184,35 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
         row["cost_per_trillion_tokens"] = price * option.layout.world * 1e12 / option.tokens_per_second / 3600
         row["cost_per_day"] = price * 24 * option.layout.world
     return row
+
+
+def _ranges(option: Option) -> dict[str, Any]:
+    """Where the numbers should lie in `range_share` of all cases; null where nothing is known of the device."""
+    case, found = option.case, step_range(option.case)
+    allocated = option.footprint.allocated
+    return {
+        "range_share": SHARE,
+        "step_seconds_range": found and found.around(option.seconds),
+        "tokens_per_second_range": found and found.inverse(option.tokens_per_second),
+        "mfu_range": found and found.inverse(case.mfu(option.seconds)),
+        "memory_bytes_range": [option.footprint.total - allocated + size for size in memory_range().around(allocated)],
+    }
+
+
+def _range_sentence(option: Option, steps: int | None = None) -> str:
+    """What the step, its rates and a run of so many steps may be."""
+    found = step_range(option.case)
+    if found is None:
+        return "no range: what this CPU reaches is assumed; `fivefold calibrate --device cpu -o mine.toml` measures it"
+    low, high = found.around(option.seconds)
+    unit, size = ("s", 1.0) if low >= 1 else ("ms", 1e-3)
+    times = found.text(option.seconds / size)
+    rates = " to ".join(map(si, found.inverse(option.tokens_per_second)))
+    shares = " to ".join(f"{share:.1%}" for share in found.inverse(option.case.mfu(option.seconds)))
+    text = f"{IN_WORDS}: {times} {unit} per step, {rates} tokens/s, MFU {shares}"
+    if steps is not None:
+        text += f", {' to '.join(length(steps * seconds / DAY) for seconds in (low, high))}"
+    return f"{text} (`fivefold truth --coverage`)"
 
 
 def _device(option: Option) -> str:
@@ -228,7 +262,13 @@ def _memory(option: Option) -> Table:
     needs = option.footprint
     rows = [(name, f"{size / GB:.2f}", f"{size / needs.total:.0%}") for name, size in needs.parts.items() if size > 0]
     total = ("total", f"{needs.total / GB:.2f}", f"{needs.total / option.device_memory:.0%} of the device")
-    title, caption = f"Memory of a {_device(option)}", f"on pipeline rank {needs.rank}, the fullest"
+    low, high = (size / GB for size in _ranges(option)["memory_bytes_range"])
+    known = bands().memory
+    title, caption = (
+        f"Memory of a {_device(option)}",
+        f"on pipeline rank {needs.rank}, the fullest; {IN_WORDS} {low:.3g} to {high:.3g} GB, by {known.rows} runs of "
+        f"{known.sources} sources that published it",
+    )
     return Table(["component", ">GB", ">share"], rows, title, caption, totals=[total])
 
 

@@ -23,6 +23,7 @@ from fivefold.plan.goodput.failures import PUBLISHED, Costs, failures_of, saved_
 from fivefold.plan.goodput.figures import USUAL
 from fivefold.plan.goodput.run import Run, length
 from fivefold.plan.goodput.simulate import RUNS
+from fivefold.plan.interval import IN_WORDS, step_range
 from fivefold.plan.search.option import Option
 from fivefold.report import Table
 from fivefold.support.errors import UserError
@@ -120,13 +121,14 @@ class Training:
         return written(job, why, head, hints)
 
     def figures(self, option: Option, price: float | None) -> dict[str, Any]:
-        seconds = self.steps * option.seconds
+        seconds, found = self.steps * option.seconds, step_range(option.case)
         hours = seconds * option.layout.world / HOUR
         made = self.settings(option)
         row: dict[str, Any] = {
             "tokens": self.tokens,
             "steps": self.steps,
             "days": seconds / DAY,
+            "days_range": found and found.around(seconds / DAY),
             "gpu_hours": hours,
             "with_failures": self.run(option).figures(),
             "settings": {key: {"value": choice.value, "why": choice.why} for key, choice in made.items()},
@@ -216,9 +218,16 @@ def expected(option: Option) -> str:
     case, rate = option.case, option.tokens_per_second
     each = f" ({rate / option.layout.world:,.0f} a rank)" if option.layout.world > 1 else ""
     return (
-        f"{rate:,.0f} tokens/s{each}, MFU {case.mfu(option.seconds):.1%}, {option.seconds:.3g} s a step, "
+        f"{rate:,.0f} tokens/s{each}, MFU {case.mfu(option.seconds):.1%}, {option.seconds:.3g} s a step"
+        f"{range_text(option)}, "
         f"{option.footprint.total / GB:.1f} of {option.device_memory / GB:.1f} GB on the fullest rank, as planned."
     )
+
+
+def range_text(option: Option) -> str:
+    """Behind a step's seconds; empty where nothing is known of the device."""
+    found = step_range(option.case)
+    return f" ({found.text(option.seconds)} {IN_WORDS})" if found else ""
 
 
 def _no_job(case: Case) -> str:

@@ -126,18 +126,20 @@ def fits_without(
 ) -> dict[str, Constants]:
     """By group: the constants that the runs outside of it decide. All are near those that all runs decide, so the
     slopes there serve for each."""
-    rows = _sampled(runs)
+    rows, names = _sampled(runs), list(dict.fromkeys(map(group, runs)))
+    if len(names) < 2:
+        return {}
     start = _fitted(rows, progress)
     there = _errors(rows, start)
     slopes, found = _slopes(rows, start, there, progress), {}
-    for name in dict.fromkeys(map(group, runs)):
+    for name in names:
         others = [at for at, run in enumerate(rows) if group(run) != name]
         weights, values = _weights([rows[at] for at in others]), start
-        for _ in range(AGAIN if others else 0):
+        for _ in range(AGAIN):
             errors = there[others] + slopes[others] @ (values - start)
             values = values + _move(weights, errors, slopes[others], values)
         found[name] = _constants(values)
-    return {name: constants for name, constants in found.items() if len(found) > 1}
+    return found
 
 
 def _fitted(rows: Sequence[Measured], progress: Callable[[], None]) -> np.ndarray:

@@ -36,13 +36,13 @@ def truth(
         raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}")
     if rows and not refit:
         every = [row for row in every if row.file == rows]
-    constants = fit(_runs(every), _steps(progress, "fitting", STEPS)) if refit else None
-    results = evaluate(every, constants, tick=_steps(progress, "predicting", len(every)))
+    constants = fit(_runs(every), steps(progress, "fitting", STEPS)) if refit else None
+    results = evaluate(every, constants, tick=steps(progress, "predicting", len(every)))
     left = _left_out(every, progress) if leave_out else {}
     return TruthResult(tuple(results), left, rows, constants, own=data is not None)
 
 
-def _steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
+def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
     """Counts the calls, and reports each of them."""
     done = iter(range(1, total + 1))
     return lambda: progress(next(done, total), total, what)
@@ -61,6 +61,6 @@ def _left_out(every: list[Row], progress: Progress) -> dict[str, float]:
     """The mean error of each source under constants that were fitted without it."""
     runs = [run for run in _runs(every) if run.seconds]
     found: dict[str, list[float]] = {}
-    for run, seconds in unseen(runs, by_source, _steps(progress, "fitting without each source", STEPS_WITHOUT)):
+    for run, seconds in unseen(runs, by_source, steps(progress, "fitting without each source", STEPS_WITHOUT)):
         found.setdefault(run.row.file, []).append(abs(seconds / (run.seconds or 1.0) - 1))
     return {name: sum(errors) / len(errors) for name, errors in found.items()}

@@ -153,7 +153,10 @@ class Closed:
         remains = np.array([one.schedule.fill for one in self.pipelines])[self.of.pipeline]
         link, reached = self.case.on.accelerator.across, self.case.on.reached
         send = 2 * (self.of.pp - 1) * (link.latency + self.block.message / (link.bandwidth * reached.across))
-        return self.of.microbatches * rank + remains * (self.of.pp - 1) * rank / self.chunks + send
+        passes = self.of.microbatches * rank + remains * (self.of.pp - 1) * rank / self.chunks
+        # Forward and input passes are two thirds of a microbatch's compute.
+        waits = np.array([one.schedule.waits for one in self.pipelines])[self.of.pipeline] & ~self.alone
+        return np.maximum(passes, waits * (self.of.pp + self.of.microbatches) * rank * 2 / 3) + send
 
     def _after(self, rate: Array, latency: Array) -> Array:
         """Gradients and weights of ZeRO 0 to 2 that nothing hides."""

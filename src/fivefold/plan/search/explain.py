@@ -167,9 +167,12 @@ ALIKE = 0.03  # of a step
 WORTH = 0.05  # more tokens per second: from here on another batch is worth a sentence
 
 
-def complexity(layout: Layout) -> int:
-    """How much there is to get right: axes in use, and a schedule to trust."""
-    axes = (layout.pp > 1) * 2 + (layout.tp > 1) + (layout.cp > 1)
+def complexity(option: Option) -> int:
+    """How much there is to get right: axes in use, a schedule to trust, and tp over a network. The last weighs as two
+    axes: its collectives stand in every block and wait for the slowest port, so nobody takes it where there is a way
+    around."""
+    layout = option.layout
+    axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.case.wires.across("tp") else 1) + (layout.cp > 1)
     return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1)
 
 
@@ -177,7 +180,7 @@ def simplest(options: Sequence[Option]) -> Option:
     """Of those within 3% of the fastest."""
     fastest = min(option.seconds for option in options)
     near = [option for option in options if option.seconds <= (1 + ALIKE) * fastest]
-    return min(near, key=lambda option: (complexity(option.layout), option.seconds))
+    return min(near, key=lambda option: (complexity(option), option.seconds))
 
 
 def better_batch(option: Option) -> str:

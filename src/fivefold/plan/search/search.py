@@ -29,6 +29,7 @@ SURVIVORS = 24  # layouts that are timed exactly
 ALIKE = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
 ENOUGH, HOPELESS = 8, 1.06  # after so many layouts that fit, one whose closed form is so much slower is skipped
 FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
+RIVALS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
 SLACK = 1.05  # closed forms of memory may be off by so much
 
 
@@ -53,7 +54,7 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
     if not len(every):
         raise UserError(_no_layout(case, fixed))
     fits = every.memory <= case.on.accelerator.memory * HEADROOM * SLACK
-    options = _timed(case, every, _survivors(every, fits, by))
+    options = _timed(case, every, _survivors(every, fits, by, case.cluster.groups[0].gpus))
     fitting = [option for option in options if option.fits]
     if not fitting:
         raise UserError(_too_large(case, options))
@@ -91,7 +92,7 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
         raise UserError(found)
 
 
-def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
+def _survivors(every: Space, fits: np.ndarray, by: By, node: int) -> list[int]:
     """The fastest by the closed form, or those that need the least memory; few of a kind."""
     order = np.argsort(every.memory if by == "memory" else every.seconds, kind="stable")
     chosen: list[int] = []
@@ -109,6 +110,9 @@ def _survivors(every: Space, fits: np.ndarray, by: By) -> list[int]:
             chosen.append(at)
         if len(chosen) == SURVIVORS:
             break
+    # Among equals tp within a node is chosen, so some of those are timed, too.
+    inside = order[fits[order] & (every.of.tp[order] <= node)]
+    chosen += [at for at in inside[:RIVALS].tolist() if by == "throughput" and at not in chosen]
     # Nothing fits: the smallest ones show by how much.
     return chosen or [int(at) for at in np.argsort(every.memory)[:3]]
 

@@ -44,7 +44,9 @@ def _order(p: int, m: int, rank: int, depth: int) -> Order:
     return order + [Action(WEIGHT_GRAD, rank, k) for k in range(max(0, m - delay), m)]
 
 
-ZB_H1 = Record("zb-h1", lambda r: zb_h1(r.p, r.m), splits=True, bubble="(p-1)(F+I-W)", fill=0.4, planned=(1,))
+ZB_H1 = Record(
+    "zb-h1", lambda r: zb_h1(r.p, r.m), splits=True, bubble="(p-1)(F+I-W)", fill=0.4, waits=True, planned=(1,)
+)
 ZB_H2 = Record(
     "zb-h2",
     lambda r: zb_h2(r.p, r.m),

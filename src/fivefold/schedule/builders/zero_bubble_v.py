@@ -46,5 +46,6 @@ ZB_V = Record(
     splits=True,
     bubble="span 0 if F=I=W",
     fill=0.3,
+    waits=True,
     planned=(2,),
 )
