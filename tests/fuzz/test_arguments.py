@@ -19,7 +19,7 @@ ABSURD = ["-1", str(2**63), "9" * 5000, "1e400", "nan", ""]
 WORDS = NEED_TORCH | WORKS | {"bench scaling": "layout=dp=2"}
 SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")  # of `plan`
 # A seed may be any number, a target in seconds also one that nothing misses, and one may sample from all tokens.
-FINE = {("data prepare", "--seed"), ("plan", "--ttft"), ("plan", "--tpot")}
+FINE = {("data prepare", "--seed"), ("goodput", "--seed"), ("plan", "--ttft"), ("plan", "--tpot")}
 NEED_A_RUN = ("resume", "generate", "checkpoint", "export", "import")  # they look for it first
 
 

@@ -147,7 +147,7 @@ def _advice(job: Job, found: list[RankVsPlan], machines: Cluster) -> str:
         return ""
     from fivefold.dryrun.run import dry_run
     from fivefold.plan.search.explain import neighbours
-    from fivefold.plan.search.search import evaluate
+    from fivefold.plan.search.option import evaluate
 
     largest = max(worst.room.parts.items(), key=lambda part: part[1])
     stage = worst.dry.place["pp"]

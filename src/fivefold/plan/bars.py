@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fivefold.plan.search.explain import CAUSES
-from fivefold.plan.search.search import Option
+from fivefold.plan.search.option import Option
 from fivefold.report.svg import COLOURS, document, line, rect, text
 
 WIDTH, BAR, ROW, MARGIN = 640, 24, 16, 12

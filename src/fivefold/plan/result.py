@@ -13,7 +13,7 @@ from fivefold.plan.cost.time import Case
 from fivefold.plan.goodput.run import length
 from fivefold.plan.interval import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.plan.search.explain import CAUSES, Neighbour, difference, traffic
-from fivefold.plan.search.search import Option
+from fivefold.plan.search.option import Option
 from fivefold.plan.training import DAY, GB, Training
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
 from fivefold.schedule.draw.paint import to_svg
