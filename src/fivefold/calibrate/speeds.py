@@ -17,6 +17,7 @@ import msgspec
 from fivefold.calibrate.result import table_lines
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster, Group
+from fivefold.launch.statement import ranks_text
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
@@ -82,7 +83,7 @@ class RanksResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         rows = [
-            (_ranks(one.ranks), self.speeds[one.ranks[0]].device, f"{one.seconds * 1e3:.1f}", f"{one.slower:.2f}")
+            (ranks_text(one.ranks), self.speeds[one.ranks[0]].device, f"{one.seconds * 1e3:.1f}", f"{one.slower:.2f}")
             for one in self.classes
         ]
         yield Table(["~ranks", "~device", ">ms a block", ">times as long"], rows)
@@ -94,8 +95,8 @@ class RanksResult(Result):
         world, most = counted(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run,"
         if len(self.classes) == 1:
             return f"{world} at work at once: {most} all have one speed"
-        slow = [f"{_ranks(one.ranks)} {one.slower:.2f} times as long" for one in self.classes[1:]]
-        fast = _ranks(self.classes[0].ranks)
+        slow = [f"{ranks_text(one.ranks)} {one.slower:.2f} times as long" for one in self.classes[1:]]
+        fast = ranks_text(self.classes[0].ranks)
         return f"{world} at work at once: {fast} {most} are the fastest; a block takes {', '.join(slow)}"
 
 
@@ -133,21 +134,6 @@ def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:
     each = [len(list(ranks)) for _, ranks in groupby(run, key=lambda one: one.node)]
     for gpus, nodes in groupby(each):
         yield Group(len(list(nodes)), gpus, device)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """0-3,8."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return "ranks " * (len(ranks) > 1) + "rank " * (len(ranks) == 1) + ",".join(_run(run) for run in runs)
-
-
-def _run(run: Sequence[int]) -> str:
-    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
 
 
 def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:

@@ -57,7 +57,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     balance_rate: Annotated[float, within(0, 1, "0 moves no bias")] = BALANCE_RATE
     balance_loss: Annotated[float, within(0, 1000, "0 means none")] = 0.0
     router_z_loss: Annotated[float, within(0, 1000, "0 means none")] = 0.0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # mixed: a GPU for as many ranks of a node as it has, the CPU for the others; gloo joins them all.
+    device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
     fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)

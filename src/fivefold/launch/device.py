@@ -18,10 +18,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """CUDA where there is one, unless told otherwise; ranks of a node beyond its GPUs share them."""
+    """CUDA where there is one, unless told otherwise; ranks of a node beyond its GPUs share them, or are "mixed"."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device='cuda', and torch sees no GPU on this machine; nearest: train.device=cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if wanted == "mixed" and local_rank >= torch.cuda.device_count():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -74,7 +74,8 @@ def _run_job(
     make_repeatable(job.train)
     slow = check_bfloat16(device, job.train.dtype)
     proof = claim(job, sources.path / INDEX, world) if world.joined else None
-    worlds.join(world, backend(device, world.local_size), job.train.timeout, proof)
+    joined_by = "gloo" if job.train.device == "mixed" else backend(device, world.local_size)
+    worlds.join(world, joined_by, job.train.timeout, proof)
 
     def note(sentence: str) -> None:
         console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
