@@ -24,6 +24,9 @@ def truth(
         bool,
         typer.Option("--coverage", help="Show how many runs lie in the ranges that plans print, sources left out."),
     ] = False,
+    sweeps: Annotated[
+        bool, typer.Option("--sweeps", help="Show each sweep of layouts: the planner's choice, and rules of thumb.")
+    ] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the constants to the runs, and print them.")] = False,
     write: Annotated[
         bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")
@@ -53,6 +56,8 @@ def truth(
 
       fivefold truth --coverage
 
+      fivefold truth --sweeps
+
       fivefold truth --fit --write
     """
     from fivefold.report.show import check_writable, show
@@ -65,8 +70,9 @@ def truth(
     check_writable(output, ".svg")
     if write and not (fit or coverage):
         raise UserError("--write keeps what --fit or --coverage finds; give one of them too")
-    if coverage:
-        _coverage(data, {"--fit": fit, "--leave-out": leave_out, "--rows": rows, "-o": output}, write, as_json)
+    others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows, "-o": output}
+    if coverage or sweeps:
+        _by_itself(data, others, coverage, sweeps, write, as_json)
         return
     with counting_bar() as progress:
         found = comparing.truth(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
@@ -75,14 +81,22 @@ def truth(
     show(found, as_json, output)
 
 
-def _coverage(data: Path | None, others: dict[str, object], write: bool, as_json: bool) -> None:
+def _by_itself(
+    data: Path | None, others: dict[str, object], coverage: bool, sweeps: bool, write: bool, as_json: bool
+) -> None:
+    """--coverage or --sweeps, which have tables of their own."""
     from fivefold.report.show import show
-    from fivefold.truth import coverage as ranges
+    from fivefold.truth.coverage import coverage as ranges
+    from fivefold.truth.sweeps import sweeps as comparing
 
-    if given := [option for option, value in others.items() if value]:
-        raise UserError(f"--coverage leaves sources out and prints their errors by itself; leave {either(given)} out")
+    name = "--coverage" if coverage else "--sweeps"
+    if given := [option for option, value in {**others, "--sweeps": coverage and sweeps}.items() if value]:
+        raise UserError(f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out")
     with counting_bar() as progress:
-        found = ranges.coverage(data, progress=progress)
+        if not coverage:
+            show(comparing(data, progress=progress), as_json)
+            return
+        found = ranges(data, progress=progress)
     if write:
         found.write()
     show(found, as_json)

@@ -180,6 +180,7 @@ class Choice(NamedTuple):
     layouts: int
     chosen: RowScore
     best: RowScore
+    tried: tuple[RowScore, ...] = ()
 
     @property
     def out_of_memory(self) -> bool:
@@ -212,7 +213,7 @@ def choices(results: Sequence[RowScore]) -> list[Choice]:
             continue
         chosen = min(fitting, key=lambda result: result.seconds or 0.0)
         best = min(timed, key=lambda result: result.run.seconds if result.run and result.run.seconds else 0.0)
-        found.append(Choice(", ".join(filter(None, key)), len(tried), chosen, best))
+        found.append(Choice(", ".join(filter(None, key)), len(tried), chosen, best, tuple(tried)))
     return found
 
 
