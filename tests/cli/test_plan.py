@@ -165,7 +165,7 @@ def test_a_job_file_is_planned_and_keeps_its_own_settings(tmp_path: Path) -> Non
 
 def test_unlike_nodes_are_planned_with_their_hosts() -> None:
     output = run("plan llama3-8b --cluster 8xH100+8xA100 --batch 64").output
-    assert "pipeline stages in order: " in output
+    assert "pipeline ranks in order: " in output
 
 
 def test_serving() -> None:

@@ -100,8 +100,10 @@ def plan(
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
     check_writable(output, ".toml")
+    schedule = ""
     from fivefold.job.preflight import needs_data
     from fivefold.plan import plan as planning
+    from fivefold.plan.mixed.written import write_schedule
     from fivefold.plan.training import TWENTY, start
 
     if tokens is None and output is not None and not words[0].endswith(".toml"):
@@ -112,11 +114,13 @@ def plan(
     )  # fmt: skip
     if output is not None:
         command = shlex.join(["fivefold", *sys.argv[1:]])
-        write(output, found.training.file(found.explained, str(output), command))
+        schedule = write_schedule(found.explained, output.with_suffix(".schedule.txt"))
+        write(output, found.training.file(found.explained, str(output), command, schedule))
     show(found, as_json)
     if output is not None and not as_json:
         fill = "fill in data.path, then " if needs_data(found.job) else ""
-        typer.echo(f"\nwritten to {output}: {fill}{start(found.explained, str(output))}")
+        beside = f", with its schedule in {schedule}" if schedule else ""
+        typer.echo(f"\nwritten to {output}{beside}: {fill}{start(found.explained, str(output))}")
 
 
 def simulate(

@@ -93,14 +93,8 @@ class PlanResult(Result):
         yield Text(_range_sentence(option, self.training.steps))
         if self.training.said:
             yield Text(self.training.failing(option))
-        if option.case.groups:  # how mixed nodes are to be numbered, so that every replica spans them
-            names = enumerate(group.accelerator.name for group in option.case.cluster.groups)
-            stages = ", then ".join(f"{option.case.groups.count(at)} on {name}" for at, name in names)
-            layers = ",".join(map(str, option.layout.split))
-            yield Text(
-                f"pipeline stages in order: {stages}, with layers {layers}; number the hosts so that each replica has "
-                "its share of every group"
-            )
+        if option.case.groups:
+            yield Text(f"{_stages(option)}; hosts are numbered as in {self.training.hosts(option)}")
         yield from (_times(option), _memory(option), _traffic(option))
         if self.given:
             if not self.given.fits:
@@ -151,6 +145,8 @@ class SimulateResult(Result):
             yield Text(f"{advice}; what follows is the step of a device with more memory\n", "bad")
         yield Text(_summary(self.option), "bold")
         yield Text(_range_sentence(self.option))
+        if self.option.case.groups:
+            yield Text(_stages(self.option))
         yield from (_times(self.option), _memory(self.option))
         if simulation := self.simulation:
             if self.option.layout.microbatches * self.option.layout.pp <= DRAWN:
@@ -180,6 +176,7 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
     }
     if case.groups:
         row["groups"] = list(case.groups)
+        row["order"] = str(case.cluster)
     if price is not None:
         row["cost_per_trillion_tokens"] = price * option.layout.world * 1e12 / option.tokens_per_second / 3600
         row["cost_per_day"] = price * 24 * option.layout.world
@@ -218,6 +215,15 @@ def _range_sentence(option: Option, steps: int | None = None) -> str:
 def _device(option: Option) -> str:
     """What a rank runs on: a CPU plan does not speak of GPUs."""
     return "CPU rank" if option.case.on.accelerator.is_cpu else "GPU"
+
+
+def _stages(option: Option) -> str:
+    """Where the stages of a pipeline over mixed nodes are."""
+    case, names = option.case, [group.accelerator.name for group in option.case.cluster.groups]
+    ranks = ", then ".join(f"{case.groups.count(at)} on {name}" for at, name in enumerate(names))
+    layers = ",".join(str(len(stage.layers)) for stage in case.stages)
+    made = f"; {option.layout.schedule} is made for them" if case.layout.record.weighs else ""
+    return f"pipeline ranks in order: {ranks}; layers of the stages: {layers}{made}"
 
 
 def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:

@@ -24,6 +24,7 @@ from fivefold.plan.goodput.figures import USUAL
 from fivefold.plan.goodput.run import Run, length
 from fivefold.plan.goodput.simulate import RUNS
 from fivefold.plan.interval import IN_WORDS, step_range
+from fivefold.plan.mixed.groups import hosts
 from fivefold.plan.search.option import Option
 from fivefold.report import Table
 from fivefold.support.errors import UserError
@@ -71,6 +72,8 @@ class Training:
         if case.precision == "fp8":
             found["train.fp8"] = Choice(True, "matmuls of blocks, as planned")
         found["run.cluster"] = Choice(self.cluster, "what this file was planned for")
+        if case.groups:
+            found["run.cluster"] = Choice(self.hosts(option), "nodes in the order of their hosts' numbers, as planned")
         if self.kept is None:
             return found
         if case.on.accelerator.is_cpu:
@@ -92,10 +95,16 @@ class Training:
             every = 0
         return replace(run, every=run.best if every is None else every)
 
-    def job(self, option: Option) -> Job:
+    def hosts(self, option: Option) -> str:
+        """The cluster as its hosts are to be numbered."""
+        return hosts(option.case.cluster, option.layout.dp, self.cluster) if option.case.groups else self.cluster
+
+    def job(self, option: Option, schedule: str = "") -> Job:
+        """`schedule`: the file with the option's own, where it has one (`plan.mixed.written`)."""
         if option.case.precision not in DTYPES:
             raise UserError(_no_job(option.case))
-        changed: dict[str, Any] = {"layout": option.layout}
+        layout = structs.replace(option.layout, schedule=schedule) if schedule else option.layout
+        changed: dict[str, Any] = {"layout": layout}
         for key, choice in self.settings(option).items():
             section, _, field = key.partition(".")
             changed[section] = structs.replace(
@@ -103,9 +112,9 @@ class Training:
             )
         return structs.replace(self.asked, **changed)
 
-    def file(self, option: Option, path: str = "job.toml", command: str = "") -> str:
+    def file(self, option: Option, path: str = "job.toml", command: str = "", schedule: str = "") -> str:
         """A job file; a job that could not be trained is refused. `command` is what made it."""
-        job, spec = self.job(option), option.case.spec
+        job, spec = self.job(option, schedule), option.case.spec
         if problems := job.problems(world=option.layout.world):
             raise UserError(problems)
         head = [

@@ -81,7 +81,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class MixedResult(Result):
+class MixedSchedules(Result):
     case: Case  # what was asked; its layout is the one that schedules and splits were put into
     rows: tuple[Row, ...]
 
@@ -116,7 +116,7 @@ def compare(
     seq: int | None = None,
     precision: str = "",
     software: str = "fivefold",
-) -> MixedResult:
+) -> MixedSchedules:
     """Time a step of every schedule, with layers divided evenly and by speed.
 
     `layout` has the degrees, microbatches and recompute that all of them share; without one it is the planner's choice
@@ -126,7 +126,7 @@ def compare(
     clusters = _clusters(case.cluster, slower)
     base = _base(replace(case, cluster=clusters[-1][1]), layout)
     rows = [row for factor, machines in clusters for row in _rows(replace(base, cluster=machines), factor, schedules)]
-    return MixedResult(base, tuple(rows))
+    return MixedSchedules(base, tuple(rows))
 
 
 def _base(case: Case, layout: str | Layout | None) -> Case:

@@ -11,7 +11,7 @@ from itertools import permutations
 from msgspec import structs
 
 from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint_of
-from fivefold.plan.cost.time import Case, estimate
+from fivefold.plan.cost.time import Case, estimate, unsplit
 
 TRIES = 12  # of handing layers on, until all ranks fit
 EVALUATIONS = 200  # of a refinement, at most
@@ -19,7 +19,9 @@ EVALUATIONS = 200  # of a refinement, at most
 
 def divided(case: Case) -> Case:
     """The case with layers divided by speed; a rank that would not fit gives layers to the others, as far as they have
-    room. Where there is none, layers stay where they are quickest."""
+    room. Where there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
+    if case.layout.record.weighs:
+        return replace(case, layout=structs.replace(case.layout, split=divided(unsplit(case)).layout.split))
     caps = [case.spec.layers] * case.layout.pp
     quickest = found = with_split(case, by_load(case, caps))
     for _ in range(TRIES):

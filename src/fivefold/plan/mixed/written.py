@@ -23,10 +23,14 @@ def schedule_text(option: Option) -> str:
     return to_text(schedule, implied=rewired(schedule) == schedule)
 
 
+def write_schedule(option: Option, path: str | Path) -> str:
+    """Writes the schedule of an option that has one of its own, and returns the file's name; else an empty one."""
+    if text := schedule_text(option):
+        write(Path(path), text)
+    return str(path) if text else ""
+
+
 def trained(option: Option, path: str | Path) -> Layout:
     """The layout of a job that trains as planned; where it needs a schedule of its own, that is written to `path`."""
-    text = schedule_text(option)
-    if not text:
-        return option.layout
-    write(Path(path), text)
-    return structs.replace(option.layout, schedule=str(path))
+    named = write_schedule(option, path)
+    return structs.replace(option.layout, schedule=named) if named else option.layout

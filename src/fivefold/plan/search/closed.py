@@ -125,11 +125,11 @@ class Closed:
 
     def seconds(self) -> Array:
         """Of a step."""
-        rate, latency = self._data_links()
-        rank = self._rank() + np.where(self.of.zero == 3, self._gathering(rate, latency), 0.0)
+        rate, latency = self.data_links()
+        rank = self._rank() + np.where(self.of.zero == 3, self.gathering(rate, latency), 0.0)
         mine = self.parameters / np.where(self.of.zero > 0, self.of.dp * self.of.cp, 1)
         optimizer = np.asarray(updating(self.case, self.parameters, mine, self.of.zero < 2))
-        return self._pipeline(rank) + self._after(rate, latency) + optimizer + self.case.stack.host_step
+        return self._pipeline(rank) + self.after(rate, latency) + optimizer + self.case.stack.host_step
 
     def _rank(self) -> Array:
         """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
@@ -139,7 +139,7 @@ class Closed:
         most = np.ceil((layers + block.ends / each) / (pp * self.chunks)) * self.chunks
         return np.maximum((layers * each + block.ends) / pp, np.where(self.alone, 0, np.minimum(most, layers)) * each)
 
-    def _gathering(self, rate: Array, latency: Array) -> Array:
+    def gathering(self, rate: Array, latency: Array) -> Array:
         """ZeRO 3's exposed collectives of a microbatch."""
         stack = self.case.stack
         fetch = latency + self.per_block * stack.weight_bytes * rate
@@ -151,14 +151,18 @@ class Closed:
 
     def _pipeline(self, rank: Array) -> Array:
         remains = np.array([one.schedule.fill for one in self.pipelines])[self.of.pipeline]
-        link, reached = self.case.on.accelerator.across, self.case.on.reached
-        send = 2 * (self.of.pp - 1) * (link.latency + self.block.message / (link.bandwidth * reached.across))
+        send = 2 * (self.of.pp - 1) * self.sending()
         passes = self.of.microbatches * rank + remains * (self.of.pp - 1) * rank / self.chunks
         # Forward and input passes are two thirds of a microbatch's compute.
         waits = np.array([one.schedule.waits for one in self.pipelines])[self.of.pipeline] & ~self.alone
         return np.maximum(passes, waits * (self.of.pp + self.of.microbatches) * rank * 2 / 3) + send
 
-    def _after(self, rate: Array, latency: Array) -> Array:
+    def sending(self) -> Array:
+        """A message between stages."""
+        link, reached = self.case.on.accelerator.across, self.case.on.reached
+        return np.asarray(link.latency + self.block.message / (link.bandwidth * reached.across))
+
+    def after(self, rate: Array, latency: Array) -> Array:
         """Gradients and weights of ZeRO 0 to 2 that nothing hides."""
         stack, of, layers = self.case.stack, self.of, self.case.spec.layers
         rounds = np.where(of.zero == 2, of.microbatches, 1)
@@ -170,7 +174,7 @@ class Closed:
         left = left + fetch - share * np.minimum(fetch, self.block.forward * layers / of.pp)
         return np.where((of.zero == 3) | (of.dp * of.cp == 1), 0.0, left)
 
-    def _data_links(self) -> tuple[Array, Array]:
+    def data_links(self) -> tuple[Array, Array]:
         """Seconds per byte of a gather over dp x cp, and its latency, for where the ranks are."""
         keys = np.column_stack([self.of.tp, self.of.pp, self.of.cp, self.of.dp])
         unique, inverse = np.unique(keys, axis=0, return_inverse=True)
@@ -186,7 +190,7 @@ class Closed:
         """Bytes of the fullest rank."""
         stack, share = self.case.stack, self.case.spec.layers / self.of.pp
         flying = self._flying()
-        first = self.block.kept * flying * share + self.block.whole + self._gathered()
+        first = self.block.kept * flying * share + self.block.whole + self.gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
         messages = np.where(self.alone, 0.0, (2 + 2 * self.chunks + flying * self.chunks) * self.block.message)
@@ -211,7 +215,7 @@ class Closed:
             found[at] = np.minimum(m, schedule.live(self.of.pp[at], m, chunks))
         return found
 
-    def _gathered(self) -> Array:
+    def gathered(self) -> Array:
         """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
         stack, one = self.case.stack, self.per_block * self.case.stack.gradient_bytes
         three = self.per_block * (2 * stack.weight_bytes + stack.gradient_bytes)

@@ -12,15 +12,20 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.footprint import footprint
-from fivefold.plan.cost.time import estimate
+from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.time import Case, estimate
 from fivefold.plan.cost.traffic import expected
+from fivefold.plan.mixed.groups import groups_of, spanning
+from fivefold.plan.mixed.search import can_be_made
+from fivefold.plan.mixed.split import divided
 from fivefold.plan.search.search import Option, search
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
 
 RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
+
+EVEN, SPEED = "even layers", "layers by speed"  # over mixed nodes
 
 # The name of each cause of time. Communication is what compute does not hide.
 CAUSES = {
@@ -53,7 +58,7 @@ class Neighbour(NamedTuple):
 
 def neighbours(option: Option) -> list[Neighbour]:
     """What each single change would do."""
-    return [_judge(option, change, layout) for change, layout in _changes(option.layout, option.case.cluster.world)]
+    return [_judge(option, change, layout) for change, layout in _changes(option.case)]
 
 
 def nearest_fit(option: Option) -> Neighbour | None:
@@ -68,10 +73,13 @@ def nearest_fit(option: Option) -> Neighbour | None:
     return Neighbour(change, best.layout, best.seconds / option.seconds - 1, f"{change} {difference(option, best)}")
 
 
-def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
+def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
     """One degree doubled or halved (dp takes the difference), or one other choice."""
-    # A split by hand, or over mixed nodes, belongs to its degrees.
-    for axis in () if layout.split else ("tp", "pp", "cp"):
+    layout, world = case.layout, case.cluster.world
+    if case.groups:
+        yield (EVEN, structs.replace(layout, split=())) if layout.split else (SPEED, layout)
+    # A split by hand belongs to its degrees; over mixed nodes it is made anew.
+    for axis in () if layout.split and not case.groups else ("tp", "pp", "cp"):
         value = getattr(layout, axis)
         for other in (2 * value, value // 2):
             dp = world // max(1, layout.world // layout.dp // value * other) if other else 0
@@ -95,23 +103,34 @@ def _changes(layout: Layout, world: int) -> Iterator[tuple[str, Layout]]:
         yield ("no sp" if layout.sp else "sp"), structs.replace(layout, sp=not layout.sp)
     if layout.pp > 1:
         for record in CATALOGUE.values():
-            if record.planned and record is not layout.record:
+            if record is layout.record or not (record.planned or (case.groups and record.weighs)):
+                continue
+            if record.planned or can_be_made(layout):
                 change = f"schedule={record.name}"
                 yield change, structs.replace(layout, schedule=record.name, chunks=0, split=())
 
 
 def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
-    case = replace(option.case, layout=layout, groups=option.case.groups if layout.pp == option.layout.pp else ())
+    case = replace(option.case, layout=layout, groups=())
+    if option.case.groups:  # each layout has its own division of the layers, unless the option has none
+        if problems := spanning(case.cluster, layout):
+            return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
+        layout = structs.replace(layout, split=())
+        case = replace(case, layout=layout, groups=groups_of(case.cluster, layout))
     problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
     if problems:
         return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
+    if case.groups and change != EVEN and (option.layout.split or change == SPEED):
+        case = divided(case)
+        layout = case.layout
     needs = footprint(case)
-    if needs.total > option.limit:
+    limit = HEADROOM * case.memory_of(needs.rank)
+    if needs.total > limit:
         before = option.footprint.parts
         grown = max(needs.parts, key=lambda part: needs.parts[part] - before.get(part, 0.0))
         why = (
             f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
-            f"{option.limit / 1e9:.1f} GB; {grown} {needs.parts[grown] / 1e9:.1f} GB instead of "
+            f"{limit / 1e9:.1f} GB; {grown} {needs.parts[grown] / 1e9:.1f} GB instead of "
             f"{before.get(grown, 0) / 1e9:.1f}"
         )
         return Neighbour(change, layout, None, why)

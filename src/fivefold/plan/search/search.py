@@ -16,8 +16,11 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case, repeating
+from fivefold.plan.mixed.groups import merged, spanning
+from fivefold.plan.mixed.search import mixed_options
+from fivefold.plan.mixed.space import mixed_space
 from fivefold.plan.search.option import Option, evaluate
-from fivefold.plan.search.space import Space, Wish, mixed_cases, space
+from fivefold.plan.search.space import Space, Wish, space
 from fivefold.schedule.catalogue import CATALOGUE, LARGEST
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
@@ -30,6 +33,7 @@ ALIKE = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
 ENOUGH, HOPELESS = 8, 1.06  # after so many layouts that fit, one whose closed form is so much slower is skipped
 FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
 RIVALS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
+TRIED = 20  # orders that a schedule which is made for its stages tries, about
 SLACK = 1.05  # closed forms of memory may be off by so much
 
 
@@ -46,8 +50,7 @@ class Ranking(NamedTuple):
 def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ranking:
     """The best layouts. `fixed` choices (tp=8, zero=1, ...) are kept."""
     _check_fixed(case, fixed)
-    if alike := case.cluster.alike():
-        case = replace(case, cluster=alike)
+    case = replace(case, cluster=merged(case.cluster))
     if len(case.cluster.groups) > 1:
         return _search_mixed(case, by, top, fixed)
     every = space(Wish(case, fixed))
@@ -62,12 +65,13 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
 
 
 def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Ranking:
-    found = [evaluate(one) for one in mixed_cases(case, fixed)]
-    fitting = [option for option in found if option.fits]
-    if fitting:
-        return Ranking(_ranked(fitting, by)[:top], len(found), len(fitting))
-    if not found:
-        raise UserError(f"no layout of {case.spec.name} spans the mixed nodes of {case.cluster}; give one group")
+    """Over unlike nodes; each option's cluster has its groups in the order in which its pipeline passes through."""
+    every = mixed_space(Wish(case, fixed))
+    if not len(every):
+        raise UserError(_no_spanning(case, fixed))
+    found = mixed_options(case, every, fixed, by)
+    if fitting := [option for option in found if option.fits]:
+        return Ranking(_ranked(fitting, by)[:top], len(every), int(every.fits.sum()))
     least = min(found, key=lambda option: option.footprint.total / option.device_memory)
     raise UserError(
         f"{case.spec.name} does not fit on the mixed nodes of {case.cluster}: its smallest layout there, "
@@ -77,13 +81,11 @@ def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Rankin
 
 
 FIXED = ("tp", "pp", "cp", "dp", "cp_kind", "zero", "sp", "schedule", "chunks", "microbatches", "recompute", "samples")
-MIXED = ("tp", "dp", "zero", "recompute")  # the choices that mixed nodes leave
 
 
 def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
-    allowed = MIXED if len(case.cluster.groups) > 1 and not case.cluster.alike() else FIXED
-    found = [f"{key} cannot be fixed here; {either(allowed)} can" for key in fixed if key not in allowed]
+    found = [f"{key} cannot be fixed here; {either(FIXED)} can" for key in fixed if key not in FIXED]
     counts = ("tp", "pp", "cp", "dp", "microbatches", "samples")
     found += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
@@ -126,7 +128,7 @@ def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:
         if len(fitting) >= ENOUGH and every.seconds[at] > HOPELESS * min(fitting):
             continue
         layout = every.layout(at)
-        size = layout.stages * repeating(layout) if layout.pp > 1 else 1
+        size = layout.stages * repeating(layout) * (TRIED if layout.record.weighs else 1) if layout.pp > 1 else 1
         if len(fitting) >= FEWEST and spent + size > PATIENCE:
             continue
         spent += size
@@ -180,6 +182,19 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
         + (f" with {wanted}" if wanted else "")
         + f": dp must divide it, and tp x pp x cp the rest of {world} GPUs; nearest: batch={either(near)}"
     ]
+
+
+def _no_spanning(case: Case, fixed: dict[str, Any]) -> list[str]:
+    """Why no layout spans the groups: because of what was fixed, or of the nodes."""
+    degrees = {axis: fixed[axis] for axis in ("dp", "tp", "pp", "cp") if axis in fixed}
+    found = [] if "pp" in fixed else spanning(case.cluster, Layout(**degrees))
+    nodes = math.gcd(*(group.nodes for group in case.cluster.groups))
+    why = (
+        f"no layout of {case.spec.name} spans the mixed nodes of {case.cluster} with a batch of {case.batch}: each "
+        f"replica takes whole nodes of each kind, so dp divides {nodes}, and dp x tp x cp the GPUs of every group; "
+        "give one group, or as many nodes of each kind"
+    )
+    return found or ([*_no_layout(case, fixed), why] if fixed else [why])
 
 
 def _too_large(case: Case, options: list[Option]) -> str:

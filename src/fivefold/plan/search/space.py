@@ -1,11 +1,10 @@
 """All layouts of a model on a cluster at once: arrays of choices, with closed forms of time and memory (closed.py).
 
-On mixed nodes a replica spans all groups, so that no replica is slower than another; the stages of one group hold as
-many layers as its devices have the speed for.
+Unlike nodes have a space of their own (plan/mixed/space.py), made of the same shapes and closed forms.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -14,8 +13,6 @@ import numpy as np
 
 from fivefold.layout.layout import Layout, Recompute, tp_fits
 from fivefold.plan.cost.time import Case
-from fivefold.plan.mixed.groups import groups_of
-from fivefold.plan.mixed.split import divided
 from fivefold.plan.search.closed import Array, Block, Choices, Closed, Pipeline, Shape
 from fivefold.schedule.catalogue import LARGEST, RECORDS, is_file, record_of
 from fivefold.support.numbers import divisors
@@ -43,7 +40,7 @@ class Wish:
         if name is None:
             return [Pipeline(record, chunks) for record in RECORDS if record.name in has for chunks in record.planned]
         records = [record_of(name)] if name in has or is_file(name) else []
-        every = [Pipeline(record, chunks) for record in records for chunks in record.planned]
+        every = [Pipeline(record, chunks) for record in records for chunks in record.planned or (record.chunks,)]
         return [one for one in every if one.chunks == self.fixed.get("chunks", one.chunks)]
 
 
@@ -74,8 +71,8 @@ class Space:
 
 def space(wish: Wish) -> Space:
     """Every combination that the model, the batch and the sequence allow."""
-    shapes = list(_shapes(wish))
-    of = _legal(wish, _combinations(wish, shapes))
+    shapes = list(shapes_of(wish))
+    of = legal(wish, _combinations(wish, shapes))
     if not len(of.tp):
         return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
     blocks = np.array([Block.of(wish.case, shape) for shape in shapes])
@@ -83,7 +80,7 @@ def space(wish: Wish) -> Space:
     return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory())
 
 
-def _shapes(wish: Wish) -> Iterator[Shape]:
+def shapes_of(wish: Wish) -> Iterator[Shape]:
     """Of a block, all that heads, sequence and cluster allow."""
     case = wish.case
     spec, world, seq = case.spec, case.cluster.world, case.seq
@@ -139,42 +136,19 @@ def _combinations(wish: Wish, shapes: list[Shape]) -> Choices:
     return Choices(tp_, pp_, cp_, dp_, zero_, samples, batch // (dp_ * samples), shape_, pipeline_)
 
 
-def _legal(wish: Wish, of: Choices) -> Choices:
+def legal(wish: Wish, of: Choices) -> Choices:
     """Enough microbatches for the schedule, layers for the stages, and whole weights where a rank has two ends."""
     chunks = np.where(of.pp == 1, 1, np.array([one.chunks for one in wish.pipelines])[of.pipeline])
     least = np.array([one.schedule.least for one in wish.pipelines])[of.pipeline]
-    legal = (of.pp == 1) | (of.microbatches >= least * of.pp)
-    legal &= of.pp * chunks * of.microbatches <= LARGEST
+    fine = (of.pp == 1) | (of.microbatches >= least * of.pp)
+    fine &= of.pp * chunks * of.microbatches <= LARGEST
     for schedule, _ in wish.pipelines:
         if held := schedule.schedule:  # of a file, for its own numbers alone
-            legal &= (of.pp == held.p) & (of.microbatches == held.m)
-    legal &= of.pp * chunks <= wish.case.spec.layers + 2
+            fine &= (of.pp == held.p) & (of.microbatches == held.m)
+    fine &= of.pp * chunks <= wish.case.spec.layers + 2
     if wish.case.spec.tied:  # `Layout.problems` says why
         bent = np.array([one.both_ends for one in wish.pipelines])[of.pipeline]
-        legal &= ~(bent & (of.pp > 1) & (of.zero > 1) & (of.dp * of.cp > 1))
+        fine &= ~(bent & (of.pp > 1) & (of.zero > 1) & (of.dp * of.cp > 1))
     if "microbatches" in wish.fixed:
-        legal &= of.microbatches == wish.fixed["microbatches"]
-    return Choices(*(column[legal] for column in of))
-
-
-def mixed_cases(case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
-    """Layouts whose pipeline runs through the groups in their order, with layers divided by speed."""
-    spec, groups, free = case.spec, case.cluster.groups, Wish(case, fixed).free
-    for tp, dp, zero, samples, recompute in product(
-        free("tp", [1, 2, 4, 8]),
-        free("dp", divisors(case.batch)),
-        free("zero", [0, 1]),
-        [1, 2, 4],
-        free("recompute", [*RECOMPUTES]),
-    ):
-        if not tp_fits(spec, tp) or any(
-            group.gpus % tp or group.world % (dp * tp) or group.nodes % dp for group in groups
-        ):
-            continue
-        where = groups_of(case.cluster, Layout(dp=dp, tp=tp))
-        pp, microbatches = len(where), case.batch // (dp * samples)
-        if case.batch % (dp * samples) or (zero and dp == 1) or pp > spec.layers or pp == 1:
-            continue
-        layout = Layout(dp=dp, tp=tp, pp=pp, zero=zero, sp=tp > 1, microbatches=microbatches, recompute=recompute)
-        if not layout.problems(spec, seq=case.seq, batch=case.batch):
-            yield divided(replace(case, layout=layout, groups=where))
+        fine &= of.microbatches == wish.fixed["microbatches"]
+    return Choices(*(column[fine] for column in of))
