@@ -19,6 +19,7 @@ from fivefold.bench.harness import Machine, RowsResult, Times
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.listing import accelerators
 from fivefold.plan.context.compare import context
+from fivefold.plan.mixed import compare as mixed
 from fivefold.plan.model import model
 from fivefold.plan.zero import zero
 from fivefold.report import Result, Table
@@ -70,6 +71,7 @@ def judged() -> TruthResult:
     return replace(result, left_out=left_out, constants=Constants.shipped())
 
 
+LAYOUT = "dp=2,tp=4,pp=4,sp,microbatches=16"
 MAKERS: dict[str, Callable[[], Result]] = {
     "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100"),
     "PlanResult on unlike nodes": lambda: ff.plan("llama3-8b", "4x8xH100+4x8xA100-80", batch=512, seq=4096, price=2.5),
@@ -77,6 +79,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "SimulateResult": lambda: ff.simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
     "GoodputResult": lambda: ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T"),
     "ServePlan": lambda: ff.serve("llama3-70b", "8xH100"),
+    "MixedSchedules": lambda: mixed.compare("llama3-8b", "4x8xH100", layout=LAYOUT, batch=64, slower=(1.5,)),
     "ContextResult": lambda: context(131_072, 8),
     "ModelList": lambda: models(seq=8192),
     "ModelResult": lambda: model("llama3-405b"),
