@@ -1,6 +1,8 @@
 """`fivefold calibrate --ranks`: which ranks are slow, and the cluster that the planner reads of it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,7 @@ def test_groups_have_the_nodes_on_which_their_ranks_are() -> None:
 
 def test_the_slow_ranks_are_named_with_their_factor() -> None:
     text = to_text(RanksResult(speeds(1.0, 1.0, 2.0, 1.5)).blocks(), 80)
-    assert "rank 3 1.50 times as long, rank 2 2.00 times as long" in " ".join(text.split())
+    assert "1.50 times as long on rank 3, 2.00 times as long on rank 2" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert "all have one speed" in RanksResult(speeds(1.0, 1.0)).sentence
 
@@ -113,6 +115,15 @@ def test_ranks_are_measured_at_once_and_written_for_the_planner(tmp_path, monkey
         app, ["simulate", "tiny", "--layout", "pp=2,microbatches=4", "--batch", "4", "--seq", "64", "-c", "ranks.toml"]
     )
     assert planned.exit_code == 0, planned.output + str(planned.exception)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_are_measured_too(tmp_path) -> None:
+    words = "torch.distributed.run --nproc-per-node 2 -m fivefold calibrate --ranks --quick --device cpu -o ranks.toml"
+    done = subprocess.run([sys.executable, "-m", *words.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written to ranks.toml") == 1  # by rank 0 alone
+    assert Cluster.read(tmp_path / "ranks.toml").world == 2
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fivefold.calibrate.clock import Clock, timed_collectives
 from fivefold.calibrate.fit import Samples, fitted
 from fivefold.calibrate.speeds import RankSpeed, RanksResult, at_pace
 from fivefold.hardware.accelerators import Accelerator
-from fivefold.job.config import Job
+from fivefold.job.config import read_job
 from fivefold.launch import heartbeat, ranks
 from fivefold.launch import world as worlds
 from fivefold.launch.cores import cores
@@ -57,7 +57,7 @@ def here(rank: ranks.Rank, device: str, quick: bool) -> RankSpeed:
 
 def joined(world: worlds.World, device: str, quick: bool) -> RanksResult | None:
     """As one of the ranks that torchrun or Slurm has started; rank 0 has the result."""
-    chosen, job = choose_device(device, world.local_rank), Job()
+    chosen, job = choose_device(device, world.local_rank), read_job(None, [])
     with heartbeat.watched(_LONGEST, world.rank, world.size):
         worlds.join(world, backend(chosen, world.local_size), job.train.timeout, claim(job, Path(), world, PURPOSE))
         try:

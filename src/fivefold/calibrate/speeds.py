@@ -92,12 +92,12 @@ class RanksResult(Result):
     @property
     def sentence(self) -> str:
         """Which ranks are slow, and by how much."""
-        world, most = counted(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run,"
+        world, noise = counted(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run"
         if len(self.classes) == 1:
-            return f"{world} at work at once: {most} all have one speed"
-        slow = [f"{ranks_text(one.ranks)} {one.slower:.2f} times as long" for one in self.classes[1:]]
+            return f"{world} at work at once: all have one speed, {noise}"
+        slow = [f"{one.slower:.2f} times as long on {ranks_text(one.ranks)}" for one in self.classes[1:]]
         fast = ranks_text(self.classes[0].ranks)
-        return f"{world} at work at once: {fast} {most} are the fastest; a block takes {', '.join(slow)}"
+        return f"{world} at work at once: {fast} the fastest; a block takes {', '.join(slow)} (one speed: {noise})"
 
 
 def tolerance(rounds: Sequence[Sequence[float]]) -> float:
