@@ -36,9 +36,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> SweepsResult:
 def test_rules_take_what_they_prefer_of_what_ran(found: SweepsResult) -> None:
     (sweep,) = found.sweeps
     assert sweep.layouts == 8
-    tp_first, dp_first, middle = (regret_of(sweep, rule) for rule in RULES)
+    tp_first, by_tp, by_pp, middle = (regret_of(sweep, rule) for rule in RULES)
     assert tp_first == pytest.approx(42 / 20 - 1)  # two that it cannot tell apart
-    assert dp_first == pytest.approx(30 / 20 - 1)
+    assert by_tp == by_pp == pytest.approx(30 / 20 - 1)
     assert middle == pytest.approx(30 / 20 - 1)
 
 
@@ -49,7 +49,7 @@ def test_the_planner_is_held_against_the_best(found: SweepsResult) -> None:
     assert found.regrets[0][PLANNER] == sweep.regret >= 0
     assert regret_if_told(sweep) >= 0
     shown = json.loads(json.dumps(found.to_dict()))
-    assert set(shown["rules"]) == {"planner", "told", "tp first", "dp first", "middle"}
+    assert set(shown["rules"]) == {"planner", "told", "tp first", "least, tp", "least, pp", "middle"}
     assert "made_up: Llama-13B, 64 GPUs, batch 2048" in str(found)
 
 

@@ -4,14 +4,18 @@ from typing import Annotated
 
 import typer
 
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import whole_number
+
 SHORT = "Compare ring, all-gather and Ulysses.  [dim]fivefold context --seq 131072 --cp 16[/]"
 
 
 def context(
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")],
-    cp: Annotated[int, typer.Option(help="Ranks that share a sequence.")],
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks that share a sequence.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model whose heads are used; default: llama3-405b.", show_default=False)
+        str | None,
+        typer.Option(help="The model whose heads are used; default: llama3-405b, of --lengths: llama3-8b."),
     ] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, instead of a model's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads; default: as many as heads.")] = None,
@@ -19,7 +23,16 @@ def context(
     tp: Annotated[
         int | None, typer.Option(help="Ranks that share the heads; default: a node's GPUs, if heads and cluster allow.")
     ] = None,
-    cluster: Annotated[str, typer.Option(help="Nodes x GPUs per node x accelerator.")] = "16x8xH100",
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Nodes x GPUs per node x accelerator; default: 16x8xH100, of --lengths: 8x8xH100."),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Plan whole steps with every cp, for sequences of these tokens: 8192,131072,1048576.")
+    ] = "",
+    kernels: Annotated[
+        str, typer.Option(help="With --lengths: attention kernels to compare: flash2,flash3,peak.")
+    ] = "",
     software: Annotated[str, typer.Option(help="Whose kernels: fivefold, nemo, torchtitan, megatron.")] = "fivefold",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -40,12 +53,36 @@ def context(
       fivefold context --seq 32768 --cp 4 --model llama3-8b --tp 1 --cluster 2x4xA100-80
 
       fivefold context --seq 1048576 --cp 8 --heads 32 --kv-heads 32 --head-dim 64 --tp 1 --json
+
+    With --lengths, whole steps: how much is lost with each cp, by the length of a
+    sequence, each number the fastest of all layouts with that cp.
+
+      fivefold context --lengths 8192,131072,1048576 --model llama3-8b --cluster 8x8xH100
+
+      fivefold context --lengths 131072 --kernels flash2,flash3,peak
     """
     from fivefold.plan.context import compare
     from fivefold.report import show
 
+    if lengths:
+        from fivefold.plan.context.lengths import lengths as whole_steps
+
+        given = {"--seq": seq, "--cp": cp, "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--tp": tp}
+        if wrong := [option for option, value in given.items() if value is not None]:
+            raise UserError(f"{', '.join(wrong)}: one layer's, and --lengths plans whole steps; leave one of them out")
+        numbers = [whole_number(word) or 0 for word in lengths.split(",")]
+        names = [name for word in kernels.split(",") if (name := word.strip())]
+        show(
+            whole_steps(numbers, model or "llama3-8b", cluster or "8x8xH100", kernels=names, software=software), as_json
+        )
+        return
+    if seq is None or cp is None:
+        raise UserError("--seq and --cp say which layer to compare, as in --seq 131072 --cp 16; or give --lengths")
+    if kernels:
+        raise UserError(f"--kernels {kernels} belongs to --lengths; give both")
     found = compare.context(
-        seq, cp, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp, cluster=cluster,
+        seq, cp, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
+        cluster=cluster or "16x8xH100",
         software=software,
     )  # fmt: skip
     show(found, as_json)

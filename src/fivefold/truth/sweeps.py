@@ -1,6 +1,6 @@
 """Whether a search finds what people find by trying: published sweeps, the planner's choices, and rules of thumb.
 
-sweeps().mean("planner"), sweeps().mean("tp first")
+sweeps().mean("planner"), sweeps().mean("least, tp")
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 
 
 def _else(run: Measured) -> tuple[int, ...]:
-    """What both rules then prefer: nothing computed twice, and large microbatches."""
+    """What all rules then prefer: nothing computed twice, and large microbatches."""
     return RECOMPUTES.index(run.case.layout.recompute), -run.case.samples
 
 
@@ -40,13 +40,23 @@ def _tp_first(run: Measured) -> tuple[int, ...]:
 
 def _least(run: Measured) -> tuple[int, ...]:
     layout: Layout = run.case.layout
-    return layout.tp * layout.pp * layout.cp, layout.tp, *_else(run)
+    return (layout.tp * layout.pp * layout.cp,)
+
+
+def _least_by_tp(run: Measured) -> tuple[int, ...]:
+    layout, node = run.case.layout, run.case.cluster.groups[0].gpus
+    return *_least(run), int(layout.tp > node), -layout.tp, *_else(run)
+
+
+def _least_by_pp(run: Measured) -> tuple[int, ...]:
+    return *_least(run), run.case.layout.tp, *_else(run)
 
 
 PLANNER, TOLD = "planner", "told"
 RULES = (
-    Rule("tp first", "tp up to the node, then as little pp as fits (arXiv 2104.04473, takeaways 1 and 2)", _tp_first),
-    Rule("dp first", "as little tp, pp and cp as fits: data parallelism and ZeRO do the rest", _least),
+    Rule("tp first", "as much tp as a node has GPUs, then as little pp as fits", _tp_first),
+    Rule("least, tp", "tp x pp as small as fits, tp rather than pp (arXiv 2104.04473, takeaways 1, 2)", _least_by_tp),
+    Rule("least, pp", "the same, pp rather than tp: data parallelism and ZeRO do the rest", _least_by_pp),
     Rule("middle", "half of the layouts that ran are faster: what trying one at random gives", None),
 )
 
