@@ -97,7 +97,7 @@ def test_bad_text_names_every_piece(text: str, sentences: list[str]) -> None:
         (
             "ep=4",
             "tiny-moe",
-            "= 1 ranks that have the same layers; nearest: ep=1, or dp=4: ep adds no ranks",
+            "= 1 ranks that have the same layers; nearest: ep=1, or dp=4 or tp=4: ep adds no ranks",
         ),
         ("dp=2,dispatch=allgather", "tiny-moe", "dispatch=allgather is how tokens reach other ranks of ep, and ep=1"),
         ("dp=4,ep=3", "tiny-moe", "ep=3 does not divide the dp x cp x tp = 4 ranks"),
@@ -125,6 +125,15 @@ def test_all_problems_come_at_once() -> None:
 def test_the_world_is_checked_against_the_degrees() -> None:
     problem = Layout.parse("tp=2").problems(preset("tiny"), world=8)
     assert problem == ["layout tp=2 needs 2 ranks (dp x tp x pp x cp), and there are 8; nearest: dp=4, or --nproc 2"]
+
+
+@pytest.mark.parametrize(("text", "world", "nearest"), [
+    ("dp=2,ep=2", 1, "dp=1,ep=1, or"), ("dp=4,ep=4", 2, "dp=2,ep=2, or"), ("dp=4,ep=2", 2, "dp=2, or"),
+])  # fmt: skip
+def test_a_layout_for_fewer_ranks_is_itself_legal(text: str, world: int, nearest: str) -> None:
+    [problem] = Layout.parse(text).problems(preset("tiny-moe"), world=world)
+    assert f"nearest: {nearest}" in problem
+    assert not Layout.parse(nearest.removesuffix(", or")).problems(preset("tiny-moe"), world=world)
 
 
 def test_published_layouts_are_legal() -> None:

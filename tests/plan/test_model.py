@@ -36,7 +36,7 @@ def test_a_model_is_shown_by_name_and_an_unknown_one_is_answered_with_the_neares
 
 def test_experts_have_a_line_for_each_number_and_a_part_of_their_own(tmp_path) -> None:
     shown = fivefold("models", "tiny-deepseek", cwd=tmp_path).stdout
-    assert "1,143,168 parameters, 700,800 of them active for a token" in shown
+    assert "1,055,424 parameters, 613,056 of them active for a token" in shown
     assert [line.split() for line in shown.splitlines() if line.startswith("experts top")] == [
         ["experts", "top", "k", "2"], ["experts", "top", "groups", "2"]
     ]  # fmt: skip

@@ -121,6 +121,15 @@ def test_a_config_that_is_written_reads_back_as_the_same_model(name: str) -> Non
         assert spec_from_hf(to_hf_config(preset(name), "bfloat16"), name) == preset(name)
 
 
+@pytest.mark.parametrize("rope_dim", [0, 16])
+def test_a_head_is_turned_as_far_as_it_was(rope_dim: int) -> None:
+    spec = preset("tiny-deepseek", mla=None, rope_interleaved=False, head_dim=32, rope_dim=rope_dim)
+    config = to_hf_config(spec, "bfloat16")
+    assert config["model_type"] == "glm4_moe"  # whose class turns a half where the share is left out
+    assert spec_from_hf(config, "x").rope_dim == rope_dim
+    assert config["rope_parameters"]["partial_rotary_factor"] == (rope_dim or 32) / 32
+
+
 @pytest.mark.parametrize(
     ("config", "change", "sentence"),
     [

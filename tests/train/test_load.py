@@ -19,7 +19,7 @@ from fivefold.model.positions import TokenPositions
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.train.experts import ExpertsResult
+from fivefold.train.experts import ExpertsResult, experts
 from fivefold.train.load import routers
 from fivefold.train.loop import Trainer
 from fivefold.train.metrics import MetricsFile
@@ -137,9 +137,15 @@ def test_the_load_of_a_run_is_in_its_metrics_a_table_and_a_picture(tokens: Path,
     found = ExpertsResult.read(tmp_path, job.model)
     assert [one.step for one in found.steps] == [1, 2, 4, 5]
     assert found.to_dict()["layers"] == [1, 2]
+    assert found.to_dict()["fullest"]["times_the_mean"] == max(one.load.fullest for one in recorder.steps if one.load)
     assert found.svg().count("<rect") > 2 * 8
     with pytest.raises(UserError, match=r"tiny, which .* trains, has no experts"):
         ExpertsResult.read(tmp_path, preset("tiny"))
+    with pytest.raises(UserError, match=r"neither job.toml nor a checkpoint"):
+        experts(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    with pytest.raises(UserError, match=r"no step with a load; 1 line of its metrics.jsonl cannot be read"):
+        ExpertsResult.read(tmp_path, job.model)
 
 
 def test_the_command_reads_a_run_that_draws_its_own_picture(tokens: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 A layout says nothing of the machine and nothing of the model; `problems` holds it against both.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -313,7 +314,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         count, of = spec.experts.count, "dp/replicate x cp x tp" if self.replicate > 1 else "dp x cp x tp"
         legal = [n for n in divisors(ranks) if count % n == 0]
         if ranks % ep:
-            more = "" if ranks > 1 or count % ep else f", or dp={ep}: ep adds no ranks, it shares theirs"
+            more = "" if ranks > 1 or count % ep else f", or dp={ep} or tp={ep}: ep adds no ranks, it shares theirs"
             yield (
                 f"layout.ep={ep} does not divide the {of} = {ranks} ranks that have the same layers; nearest: "
                 f"{_around('ep', ep, legal)}{more}"
@@ -332,7 +333,9 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _world(self, world: int | None, ranks_by: str) -> Iterator[str]:
         if world is not None and world != self.world:
             inner = self.world // self.dp
-            fit = (f"dp={world // inner}, or " if world % inner == 0 else "") + f"{ranks_by} {self.world}"
+            fewer, shared = world // inner, world // self.pp  # ranks that have the same layers
+            dp = f"dp={fewer}" + (f",ep={math.gcd(self.ep, shared)}" if shared % self.ep else "")
+            fit = (f"{dp}, or " if world % inner == 0 else "") + f"{ranks_by} {self.world}"
             yield (
                 f"layout {self} needs {self.world} rank{'s' * (self.world > 1)} ({' x '.join(self.degrees)}), and "
                 f"there {'is' if world == 1 else 'are'} {world}; nearest: {fit}"

@@ -54,8 +54,7 @@ def write_rope(spec: ModelSpec) -> Config:
         # What follows from the rest is left out; theirs takes a 0 for a number.
         older = {key: value for key, value in older.items() if value != 0 or isinstance(value, bool)}
     newer = {"rope_theta": spec.rope_theta} | (older or {"rope_type": "default"})
-    share = {"partial_rotary_factor": spec.rope_dim / spec.head_dim} if spec.rope_dim else {}
-    return share | {"rope_theta": spec.rope_theta, "rope_scaling": older, "rope_parameters": newer | share}
+    return {"rope_theta": spec.rope_theta, "rope_scaling": older, "rope_parameters": newer}
 
 
 def read_partial(config: Config, default: float) -> Numbers:

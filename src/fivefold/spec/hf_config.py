@@ -137,7 +137,9 @@ def _to_deepseek(spec: ModelSpec) -> Config:
 
 
 def _to_glm(spec: ModelSpec) -> Config:
-    return _to_llama(spec) | {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm}
+    config = _to_llama(spec) | {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm}
+    share = {"partial_rotary_factor": (spec.rope_dim or spec.head_dim) / spec.head_dim}  # left out, it would be a half
+    return config | share | {"rope_parameters": config["rope_parameters"] | share}
 
 
 def _to_oss(spec: ModelSpec) -> Config:

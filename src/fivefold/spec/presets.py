@@ -57,6 +57,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny-deepseek": _BYTES
     | _shape(4, 128, 4, 4, 384)
     | {
+        "mla": _TINY_LATENTS,
+        "rope_interleaved": True,
         "experts": Experts(
             count=8,
             top_k=2,
@@ -68,7 +70,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             groups=4,
             top_groups=2,
             balance_bias=True,
-        )
+        ),
     },
     "tiny-gpt": _BYTES | _GPT | _shape(4, 128, 4) | {"dropout": 0.1},
     "llama2-7b": _LLAMA2 | _shape(32, 4096, 32, 32, 11008),

@@ -42,11 +42,14 @@ class ExpertsResult(Result):
     def read(cls, directory: Path, model: ModelSpec) -> "ExpertsResult":
         if model.experts is None:
             raise UserError(f"{model.name}, which {directory} trains, has no experts")
-        every = [one for _, one in read(directory / "metrics.jsonl") if isinstance(one, Step) and one.load is not None]
+        records = [one for _, one in read(directory / "metrics.jsonl")]
+        every = [one for one in records if isinstance(one, Step) and one.load is not None]
         shape = [model.experts.count] * (model.layers - model.dense_layers)
         whole = [step for step in every if [len(layer) for layer in _tokens(step)] == shape]
         if not whole:
-            raise UserError(f"{directory} has no step with a load yet")
+            damaged = counted(records.count(None), "line")
+            why = f"; {damaged} of its metrics.jsonl cannot be read" if None in records else " yet"
+            raise UserError(f"{directory} has no step with a load{why}")
         fullest = max(every, key=lambda step: _load(step).fullest)
         return cls(directory, model, whole, sum(_load(step).dropped for step in every), fullest)
 
@@ -61,6 +64,7 @@ class ExpertsResult(Result):
             "experts": msgspec.to_builtins(self.model.experts),
             "layers": list(self.layers),
             "dropped": self.dropped,
+            "fullest": {"step": self.fullest.step, "times_the_mean": _load(self.fullest).fullest},
             "steps": [{"step": one.step} | msgspec.to_builtins(one.load) for one in self.steps],
         }
 

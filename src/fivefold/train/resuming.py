@@ -120,7 +120,8 @@ def _table(directory: Path) -> dict[str, Any]:
             raise UserError(f"{directory / JOB} has settings where it should have sections")
         return table
     except Missing:
-        assert newest is not None  # or it would be no run
+        if newest is None:
+            raise UserError(f"{directory} is no run: it has neither job.toml nor a checkpoint") from None
         return msgspec.to_builtins(stored(newest))
     except UserError as error:
         way_out = f"mend or delete it: {newest.path} has the job, too" if newest else "it is to be mended"
