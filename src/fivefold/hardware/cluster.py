@@ -48,16 +48,16 @@ class Group(Struct, frozen=True):
         return self.nodes * self.gpus
 
     @property
-    def _from_catalogue(self) -> bool:
+    def from_catalogue(self) -> bool:
         return ACCELERATORS.get(self.accelerator.name) == self.accelerator
 
     def to_dict(self) -> dict[str, Any]:
-        device = self.accelerator.name if self._from_catalogue else to_builtins(self.accelerator)
+        device = self.accelerator.name if self.from_catalogue else to_builtins(self.accelerator)
         return {"nodes": self.nodes, "gpus": self.gpus, "accelerator": device}
 
     def __str__(self) -> str:
         # A changed accelerator must not read back as the catalogue's: the star makes `parse` refuse it.
-        name = self.accelerator.name + ("" if self._from_catalogue else "*")
+        name = self.accelerator.name + ("" if self.from_catalogue else "*")
         if self.nodes == 1:
             return name if self.gpus == 1 else f"{self.gpus}x{name}"
         return f"{self.nodes}x{self.gpus}x{name}"

@@ -20,11 +20,13 @@ MOST_ORDERS = 6  # of groups, that are tried
 
 
 def merged(cluster: Cluster) -> Cluster:
-    """The same nodes with those of one kind in one group, in the order in which the kinds first appear."""
+    """The same nodes with those of one kind in one group, in the order in which the kinds first appear.
+
+    Ranks that were measured are where they are: of those only neighbours are of one group."""
     found: list[Group] = []
     for group in cluster.groups:
         at = next((at for at, one in enumerate(found) if structs.replace(one, nodes=group.nodes) == group), None)
-        if at is None:
+        if at is None or (at < len(found) - 1 and not _may_move(cluster)):
             found.append(group)
         else:
             found[at] = structs.replace(found[at], nodes=found[at].nodes + group.nodes)
@@ -33,9 +35,14 @@ def merged(cluster: Cluster) -> Cluster:
 
 def orders(cluster: Cluster) -> Iterator[Cluster]:
     """The orders in which a pipeline can pass through the groups, the given one first."""
-    for number, groups in enumerate(permutations(cluster.groups)):
+    for number, groups in enumerate(permutations(cluster.groups) if _may_move(cluster) else [cluster.groups]):
         if number < MOST_ORDERS:
             yield Cluster(groups)
+
+
+def _may_move(cluster: Cluster) -> bool:
+    """Whether its nodes can be numbered otherwise. A file's cannot: a job names the file, whose order is the ranks'."""
+    return all(group.from_catalogue for group in cluster.groups)
 
 
 def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
