@@ -1,6 +1,6 @@
 """A plan for ranks of unequal speed becomes a job that trains as it was planned."""
 
-from fivefold.calibrate.speeds import RanksResult, RankSpeed, at_pace, to_toml
+from fivefold.calibrate.speeds import RankSpeed, RanksResult, at_pace, to_toml
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.job.config import read_job
 from fivefold.schedule.text import load
