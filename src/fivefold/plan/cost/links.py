@@ -44,7 +44,9 @@ class Wires:
     def reaches(self) -> dict[str, Reach]:
         """Of the degrees by the order in which the software places them, and from those of the compound axes."""
         layout = self.layout
-        return _reaches(type(layout), tuple(layout.degrees.items()), layout.replicate, self.gpus, self.order)
+        return _reaches(
+            type(layout), tuple(layout.degrees.items()), (layout.replicate, layout.ep), self.gpus, self.order
+        )
 
     def across(self, axis: str) -> bool:
         """Whether an axis leaves the node."""
@@ -98,10 +100,10 @@ def _together(size: int, stride: int, gpus: int) -> int:
 
 @lru_cache(maxsize=4096)  # a search asks for the same degrees with every other choice
 def _reaches(
-    kind: type[Layout], degrees: tuple[tuple[str, int], ...], replicate: int, gpus: int, order: tuple[str, ...]
+    kind: type[Layout], degrees: tuple[tuple[str, int], ...], more: tuple[int, int], gpus: int, order: tuple[str, ...]
 ) -> dict[str, Reach]:
     named: dict[str, Any] = dict(degrees)
-    layout, found, stride = kind(**named, replicate=replicate), dict[str, Reach](), 1
+    layout, found, stride = kind(**named, replicate=more[0], ep=more[1]), dict[str, Reach](), 1
     for axis in dict.fromkeys((*order, *PLACED)):  # what an order does not name is furthest apart
         size = getattr(layout, axis)
         found[axis] = Reach(size, _together(size, stride, gpus))
@@ -109,6 +111,10 @@ def _reaches(
     within = found["dp"].together
     found["shard"] = Reach(layout.shard, min(layout.shard, within))
     found["replicate"] = Reach(layout.replicate, _together(layout.replicate, layout.shard, within))
+    # Experts are dealt out over the ranks of a stage, neighbours first.
+    near = math.prod(found[axis].together for axis in ("tp", "cp", "dp"))
+    found["ep"] = Reach(layout.ep, min(layout.ep, near))
+    found["ezero"] = Reach(layout.ezero, max(1, min(layout.ezero, near // layout.ep)))
     for axis, parts in layout.table.items():
         if axis not in (*found, "world", "ends") and found.keys() >= set(parts):
             found[axis] = Reach(layout.size(axis), math.prod(found[part].together for part in parts))

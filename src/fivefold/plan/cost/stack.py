@@ -11,6 +11,7 @@ from msgspec import Struct, structs
 from fivefold.hardware.efficiency import Software, software
 from fivefold.layout.axes import PLACED
 from fivefold.optimizers import AdamW, OptimizerConfig
+from fivefold.plan.cost.expert_stack import FIVEFOLD_EXPERTS, ExpertKernels
 from fivefold.schedule.catalogue import RECORDS
 
 Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
@@ -19,6 +20,9 @@ Selective = Literal["pointwise", "attention", "half"]
 
 
 NARROW = {"fp8": 1.0, "fp4": 0.5}  # bytes of what matmuls read, their inputs cast before; activations are in bf16
+# Bytes that casting an element of a matmul's input moves. fp8: read 2, write 1. fp4: read for the tensor's largest,
+# read and rotated (the random Hadamard transform, arXiv 2509.25149) and written, and again transposed.
+CAST = {"fp8": 3.0, "fp4": 7.0}
 WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
 
 
@@ -66,6 +70,8 @@ class Stack(Struct, frozen=True, kw_only=True):
     schedules: tuple[str, ...] = ("1f1b", "interleaved")  # that it has
     even: bool = False  # every stage has as many layers, whatever stands at the ends
     stops_early: bool = False  # recompute ends before a block's last product, whose output nothing needs
+    pads_values: bool = False  # values of latent attention are padded to the width of the keys
+    experts: ExpertKernels = ExpertKernels()
     selective: Selective = "pointwise"  # recompute: all but matmuls; attention's core alone; every other matmul too
 
     def but(self, **changes: object) -> "Stack":
@@ -142,6 +148,8 @@ FIVEFOLD = Stack(
     peak_logit_bytes=8.0,  # the logits, their shares in float32, and the slope that is rounded from them
     keeps_ends=True,  # FSDP2's root
     bucket_bytes=0.0,
+    pads_values=True,
+    experts=FIVEFOLD_EXPERTS,
 )
 
 # On CPU ranks, a thread each, in float32: nothing is compiled, and the core that launches and that carries bytes is the

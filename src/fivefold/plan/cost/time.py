@@ -4,6 +4,7 @@ case = Case(spec, layout, cluster, seq=8192, batch=2048)
 estimate(case).seconds
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, schedule_of, stages_of
+from fivefold.plan.cost.experts import Share, plain_layers, stage_share
 from fivefold.plan.cost.kernels import Device, plus, times
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import FIVEFOLD, Stack
@@ -39,6 +41,7 @@ class Case:
     precision: str = "bf16"
     stack: Stack = FIVEFOLD
     device: Device | None = None  # None: the cluster's own
+    imbalance: float = 1.0  # of experts: the fullest rank against the mean
     groups: tuple[int, ...] = ()  # of unlike nodes: which group each pipeline rank is on; empty: all on the first
 
     @property
@@ -97,7 +100,7 @@ class Case:
             card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
             device = self.device or Device.of(card)
             wires = Wires(device, group.gpus, self.layout, self.stack.order)
-            sizes = (self.samples, self.seq, self.precision)
+            sizes = (self.samples, self.seq, self.precision, self.imbalance)
             found.append(Work(self.spec, self.layout, device, wires, self.stack, *sizes))
         return found
 
@@ -192,7 +195,9 @@ def stage_passes(case: Case) -> list[Passes]:
     for stage in case.stages:
         work = case.work_of(case.layout.placement.owner[stage.index])
         ends = [work.bottom] * stage.first + [work.top] * (stage.last and case.spec.vocab > 1)
-        found.append(plus(times(work.block, len(stage.layers)), *ends))
+        few = plain_layers(case.spec, stage)
+        plain = [times(replace(work, dense=True).block, few)] if few else []
+        found.append(plus(times(work.block, len(stage.layers) - few), *plain, *ends))
     return found
 
 
@@ -238,23 +243,24 @@ def _step_end(case: Case, passes: list[Passes]) -> tuple[float, float]:
     """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage; of unlike
     nodes, on the fullest of the kind that takes longer."""
     ranks, stages = case.layout.placement.of_rank, case.stages
-    counts = [sum(stage_parameters(case.spec, stages[number]) for number in mine) / case.layout.tp for mine in ranks]
-    order = sorted(range(len(ranks)), key=counts.__getitem__)
+    counts = [share_of(case, [stages[number] for number in mine]) for mine in ranks]
+    order = sorted(range(len(ranks)), key=lambda rank: counts[rank].total)
     fullest = {case.groups[rank] if case.groups else 0: rank for rank in order}  # of each kind the last, which has most
     return max((_end_on(case, passes, rank, counts[rank]) for rank in fullest.values()), key=sum)
 
 
-def _end_on(case: Case, passes: list[Passes], rank: int, count: float) -> tuple[float, float]:
+def _end_on(case: Case, passes: list[Passes], rank: int, count: Share) -> tuple[float, float]:
     layout, work = case.layout, case.work_of(rank)
-    mine = count / work.wires.reaches["zero"].ranks if layout.zero else count
+    reaches = work.wires.reaches
+    mine = count.dense / reaches["zero"].ranks + count.experts / reaches["ezero"].ranks if layout.zero else count.total
     learns = case.spec.vocab > 1
-    optimizer = updating(case, count, mine, layout.zero < 2, work.device) + 10 * work.device.reached.launch
-    if layout.size("data") == 1:
+    optimizer = updating(case, count.total, mine, layout.zero < 2, work.device) + 10 * work.device.reached.launch
+    if layout.size("data") == 1 and (not count.experts or layout.size("edp") == 1):
         return optimizer * learns, 0.0
     if layout.zero == 3:
         return optimizer * learns, _sharded_end(case, passes, work.wires, count)
     held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages
-    fullest = max(held, key=lambda stage: stage_parameters(case.spec, stage))
+    fullest = max(held, key=lambda stage: share_of(case, [stage]).total)
     return optimizer * learns, _replicated_end(case, passes[fullest.index], work.wires, count)
 
 
@@ -268,26 +274,33 @@ def updating(case: Case, count: Any, mine: Any, whole: Any, device: Device | Non
     return moved / device.bandwidth
 
 
-def _replicated_end(case: Case, one: Passes, wires: Wires, count: float) -> float:
+def _replicated_end(case: Case, one: Passes, wires: Wires, count: Share) -> float:
     """ZeRO 0 to 2: gradients behind the last backward pass (stage 2: every one), weights behind the next forward."""
     layout, stack = case.layout, case.stack
     rounds = layout.microbatches if layout.zero == 2 else 1
-    gather = wires.time("all-gather", "data", count * stack.weight_bytes) if layout.zero else 0.0
     kind: Kind = "reduce-scatter" if layout.zero else "all-reduce"
-    reduce = rounds * wires.time(kind, "data", count * stack.gradient_bytes)
+    gather = reduce = 0.0
+    for axis, mine in (("data", count.dense), ("edp", count.experts)):
+        gather += wires.time("all-gather", axis, mine * stack.weight_bytes) if layout.zero and mine else 0.0
+        reduce += rounds * wires.time(kind, axis, mine * stack.gradient_bytes) if mine else 0.0
     behind, share = (one.inputs.total + one.weights.total) * layout.chunks * rounds, stack.hides("dp")
     return hidden(reduce, behind, share) + hidden(gather, one.forward.total * layout.chunks, share)
 
 
-def _sharded_end(case: Case, passes: list[Passes], wires: Wires, count: float) -> float:
+def _sharded_end(case: Case, passes: list[Passes], wires: Wires, count: Share) -> float:
     """ZeRO 3: what stands around the blocks, whose own is in their passes; and copies of the shards."""
     layout, stack = case.layout, case.stack
     ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
     gather = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes)
     scatter = wires.time("reduce-scatter", "zero", ends * stack.gradient_bytes)
     exposed = layout.microbatches * hidden(gather + scatter, passes[-1].forward.total, stack.hides("zero"))
-    shards = wires.reaches["zero"].ranks
-    return exposed + wires.time("all-reduce", "replicate", count / shards * stack.gradient_bytes)
+    shares = count.dense / wires.reaches["zero"].ranks + count.experts / wires.reaches["ezero"].ranks
+    return exposed + wires.time("all-reduce", "replicate", shares * stack.gradient_bytes)
+
+
+def share_of(case: Case, stages: Sequence[Stage]) -> Share:
+    """Parameters of a rank that has these stages."""
+    return plus(*(stage_share(case.spec, case.layout.tp, case.layout.ep, stage) for stage in stages))
 
 
 @lru_cache(maxsize=4096)

@@ -14,15 +14,14 @@ from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import stages_of
 from fivefold.plan.context import methods as context
+from fivefold.plan.cost.experts import Mixture, Share, block_share, dense_gemms
 from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.latent import copied, score_dim
 from fivefold.plan.cost.links import Wires
-from fivefold.plan.cost.stack import MOVED, NARROW, WIDE, Stack
+from fivefold.plan.cost.stack import CAST, MOVED, NARROW, WIDE, Stack
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import Block, block, head
+from fivefold.spec.operations import Block, Matmul, block, head
 
-# Bytes that casting an element of a matmul's input moves. fp8: read 2, write 1. fp4: read for the tensor's largest,
-# read and rotated (the random Hadamard transform, arXiv 2509.25149) and written, and again transposed.
-CAST = {"fp8": 3.0, "fp4": 7.0}
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise matmul was another kernel (2024)
 
 
@@ -37,6 +36,7 @@ class Seconds(NamedTuple):
     tp: float = 0.0
     cp: float = 0.0
     zero: float = 0.0
+    ep: float = 0.0  # tokens on their way to experts and back
 
     @property
     def total(self) -> float:
@@ -66,6 +66,8 @@ class Work:
     samples: int
     seq: int
     precision: str = "bf16"
+    imbalance: float = 1.0  # of experts: the fullest rank against the mean
+    dense: bool = False  # of the first layers of a model with experts, those without
 
     @property
     def tokens(self) -> int:
@@ -79,36 +81,76 @@ class Work:
     @cached_property
     def operations(self) -> Block:
         """Of a block on one tp rank."""
-        return block(self.spec, self.layout.tp)
+        return block(self.spec, self.layout.tp, self.dense)
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """Its experts, where it has any."""
+        if self.spec.experts is None or self.dense:
+            return None
+        sizes = (self.tokens, self.wide, self.precision, self.imbalance)
+        return Mixture(self.spec, self.layout, self.device, self.wires, self.stack, *sizes)
 
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
-        """Forward GEMMs of a block: rows, columns, inner."""
-        return self.operations.gemms(self.tokens, self.stack.columns_apart)
+        """Forward GEMMs of a block but for those of experts: rows, columns, inner."""
+        part = self.layout.tp if self.layout.sp else 1
+        return dense_gemms(self.operations.matmuls, self.tokens, self.stack.columns_apart, part)
 
     @cached_property
     def block(self) -> Passes:
+        return self._passes(self.mixture)
+
+    @cached_property
+    def around(self) -> Passes:
+        """The block without its experts."""
+        return self._passes(None)
+
+    def _passes(self, mixture: Mixture | None) -> Passes:
         forward, inputs, weights = (
             self._slower * seconds for seconds in _matmuls(self.device, tuple(self.gemms), self.precision)
         )
         attend, attend_back = self._attention
         point, point_back = self._pointwise
+        ep = ep_back = 0.0
+        if mixture is not None:
+            forward, inputs, weights = map(sum, zip((forward, inputs, weights), mixture.matmuls, strict=True))
+            point, point_back = map(sum, zip((point, point_back), mixture.memory, strict=True))
+            ep, ep_back = self._exchanged(mixture, forward, inputs + weights)
         ahead = Seconds(gemm=forward, attention=attend, memory=point)
         tp, tp_back = self._tensor(forward, inputs + weights, weights)
+        if mixture is not None:
+            tp, tp_back = map(sum, zip((tp, tp_back), mixture.gathered, strict=True))
         cp, cp_back = self._context()
-        again = self._again(ahead, tp)
+        again = self._again(ahead, tp + ep)
         gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again)
-        ahead = ahead._replace(tp=tp, cp=cp, zero=gather)
-        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter)
+        ahead = ahead._replace(tp=tp, cp=cp, zero=gather, ep=ep)
+        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter, ep_back)
         late = Seconds(gemm=weights, memory=self._added(self.block_parameters))
         # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
-        passes = 3 if self.layout.recompute == "full" else 2
-        itself = self.stack.computes_itself
-        pace = (itself and self.device.reached.host) or self.stack.host * self.stack.software.host
-        launching, behind = passes * pace, 0.0 if itself else ahead.total + back.total + late.total
+        behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total
+        launching, passes = self.launching, self._forwards + 1
         wait = max(0.0, launching - behind)
         share = 1 / passes
         return Passes(ahead._replace(host=share * wait), back._replace(host=(1 - share) * wait), late)
+
+    @property
+    def _forwards(self) -> int:
+        return 2 if self.layout.recompute == "full" else 1
+
+    @property
+    def launching(self) -> float:
+        """Seconds in which the host launches a block's passes, forward and backward."""
+        own = self.device.reached.host if self.stack.computes_itself else 0.0
+        pace = own or self.stack.host * self.stack.software.host
+        if self.mixture is not None:
+            pace += (own or self.stack.software.host) * self.stack.experts.host
+        return (self._forwards + 1) * pace
+
+    def _exchanged(self, mixture: Mixture, forward: float, backward: float) -> tuple[float, float]:
+        """Tokens to experts and back, as far as another microbatch's compute does not hide it."""
+        (ahead, back), share = mixture.sent, self.stack.experts.hides
+        return hidden(ahead, forward, share), hidden(back, backward, share)
 
     def _added(self, parameters: float) -> float:
         """Adding up gradients in kernels of their own."""
@@ -129,8 +171,9 @@ class Work:
             parts = work.both if self.stack.merges else work.attention
             return parts.forward, parts.backward
         own = self.operations.attention
+        dim = score_dim(self.spec, self.stack, own.head_dim, own.v_dim)
         return self.device.attention(
-            self.stack.attention, self.samples, own.heads, own.head_dim, self.seq, own.keys(self.seq / 2)
+            self.stack.attention, self.samples, own.heads, dim, self.seq, own.keys(self.seq / 2)
         )
 
     @cached_property
@@ -153,7 +196,9 @@ class Work:
         moved = MOVED[self.stack.pointwise]._asdict() | {"norm": norm}
         # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
         own = self.operations
-        cast = sum(group[0].inputs for group in own.groups) * CAST.get(self.precision, 0.0)
+        plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "tokens")]
+        cast = sum(one.inputs for one in plain) * CAST.get(self.precision, 0.0)
+        cast += copied(self.spec, self.stack, self.layout.tp)
         kernels = 8 if self.stack.pointwise != "eager" else 20
         shares = [(self.tokens * one.share(self.layout.tp, self.layout.sp), one.kind) for one in own.elementwise]
         forward, backward = (
@@ -163,33 +208,42 @@ class Work:
         wider = self.wide / 2  # the bytes above are of 2-byte activations
         return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
 
-    def _again(self, forward: Seconds, tp: float) -> float:
+    def _again(self, forward: Seconds, sent: float) -> float:
         """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.recompute == "full":
             stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
-            return forward.total + tp - (self._gemm(*self.gemms[-1]) if stops else 0.0)
+            stops = stops and (self.mixture is None or self.mixture.experts.shared > 0)
+            return forward.total + sent - (self._gemm(*self.gemms[-1]) if stops else 0.0)
         if self.stack.selective == "attention":
             return forward.attention
         return forward.memory + (0.5 * forward.gemm if self.stack.selective == "half" else 0.0)
 
     def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
-        """Two sums of T x E forward and two back; sp gathers what columns read once more in backward."""
+        """A sum of T x E for each network forward and back; sp gathers what columns read once more in backward. Latent
+        attention gathers and sums latents instead, and experts are no network that tp divides: see `traffic.py`."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         payload, hides = float(self.wide * self.tokens * self.spec.hidden), self.stack.hides
+        rows = 2 if self.mixture is None or self.mixture.experts.shared else 1
+        mla = self.spec.mla
+        groups = rows - (1 if mla and mla.q_rank else 0)
+        latents = float(self.wide * self.tokens * (mla.q_rank + mla.cached)) if mla else 0.0
         if self.layout.sp:
-            half = self.wires.time("reduce-scatter", "tp", payload) + self.wires.time("all-gather", "tp", payload)
-            again = 2 * self.wires.time("all-gather", "tp", payload)
+            gather, scatter = (self.wires.time(kind, "tp", payload) for kind in ("all-gather", "reduce-scatter"))
+            one = groups * gather + rows * scatter + self.wires.time("all-gather", "tp", latents, mla is not None)
+            other = rows * gather + groups * scatter + self.wires.time("reduce-scatter", "tp", latents, mla is not None)
+            other += groups * gather
         else:
-            half, again = self.wires.time("all-reduce", "tp", payload), 0.0
-        ahead = hidden(2 * half, forward, hides("tp"))
+            sums = self.wires.time("all-reduce", "tp", payload)
+            one, other = rows * sums, groups * sums + self.wires.time("all-reduce", "tp", latents, mla is not None)
+        ahead = hidden(one, forward, hides("tp"))
         if self.stack.overlap.tp:
-            return ahead, hidden(2 * half + again, backward, hides("tp"))
+            return ahead, hidden(other, backward, hides("tp"))
         # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
         behind = 0.0 if self.layout.splits_backward else weights
-        return ahead, hidden(2 * half + again, behind, hides("tp_backward"))
+        return ahead, hidden(other, behind, hides("tp_backward"))
 
     def _context(self) -> tuple[float, float]:
         """The exposed exchange of keys and values; a recomputed block exchanges again."""
@@ -202,11 +256,13 @@ class Work:
 
     def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
-        if self.layout.zero != 3 or self.layout.size("data") == 1:
+        if not self.layout.fully_shards(self.spec):
             return 0.0, 0.0
-        count, share = self.block_parameters, self.stack.hides("zero")
-        gather = self.wires.time("all-gather", "zero", count * self.stack.weight_bytes)
-        scatter = self.wires.time("reduce-scatter", "zero", count * self.stack.gradient_bytes)
+        own, share, gather, scatter = self.own, self.stack.hides("zero"), 0.0, 0.0
+        for axis, count in (("zero", own.dense), ("ezero", own.experts)):
+            if count:
+                gather += self.wires.time("all-gather", axis, count * self.stack.weight_bytes)
+                scatter += self.wires.time("reduce-scatter", axis, count * self.stack.gradient_bytes)
         return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
 
     @property
@@ -225,9 +281,13 @@ class Work:
         return self._over_ranks.buffers if self._over_ranks else 0.0
 
     @property
+    def own(self) -> Share:
+        """Parameters of a block on one rank."""
+        return block_share(self.spec, self.layout.tp, self.layout.ep, self.dense)
+
+    @property
     def block_parameters(self) -> float:
-        """Of one tp rank."""
-        return self.spec.block_parameter_count / self.layout.tp
+        return self.own.total
 
     @cached_property
     def bottom(self) -> Passes:
@@ -278,16 +338,34 @@ def hidden(seconds: float, behind: float, share: float) -> float:
 
 
 def rank_flops(spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0) -> float:
-    """Of the rank at those places; ranks along dp and cp do the same."""
-    tokens = batch // layout.size("batch") * (seq // layout.cp)
-    stages, own = stages_of(spec, layout, seq), block(spec, layout.tp)
+    """Of the rank at those places; ranks along dp and cp do the same. Experts have the same load each."""
+    m = layout.microbatches
+    tokens = batch // (layout.size("batch") * m) * (seq // layout.cp)  # of a microbatch
+    stages = stages_of(spec, layout, seq)
     mine = [stages[number] for number in layout.placement.of_rank[pp]]
-    matmuls, attention = 2.0 * own.weights, own.attention.flops(seq / 2)
-    each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
+    layers = [spec.dense(layer) for stage in mine for layer in stage.layers]
+    each = sum(layers.count(dense) * _block_flops(spec, layout, seq, tokens, tp, dense) for dense in (True, False))
+    last = 3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in mine)
+    return m * (each + tokens * last)
+
+
+def _block_flops(spec: ModelSpec, layout: Layout, seq: int, tokens: int, tp: int, dense: bool) -> float:
+    """Of a block, with (unless `dense`) its experts: forward, backward, and what is recomputed."""
+    own, routed = block(spec, layout.tp, dense), len(chunk(tokens, layout.tp, tp))
+    part = layout.tp if layout.sp else 1
+
+    def product(one: Matmul) -> float:
+        if one.experts:
+            return 2.0 * routed * one.active
+        rows = routed if one.tp == "tokens" else tokens / part if one.tp == "whole" else tokens
+        return 2.0 * rows * one.size
+
+    matmuls, attention = sum(map(product, own.matmuls)), tokens * own.attention.flops(seq / 2)
+    found = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
     if layout.recompute == "full":
         # The block's last matmul is not made again, since nothing in backward needs its output; unless it is one step
-        # with what follows it, a collective or a put-off weight gradient.
-        stops = layout.tp == 1 and not layout.splits_backward
-        each += matmuls - (2.0 * own.matmuls[-1].size if stops else 0.0) + attention
-    last = 3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in mine)
-    return tokens * (sum(len(stage.layers) for stage in mine) * each + last)
+        # with what follows it, a collective or a put-off weight gradient; or what experts said, which is weighted.
+        last = own.matmuls[-1]
+        stops = layout.tp == 1 and not layout.splits_backward and not last.experts
+        found += matmuls - (product(last) if stops else 0.0) + attention
+    return found

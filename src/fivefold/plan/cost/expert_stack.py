@@ -1,0 +1,25 @@
+"""How a software computes mixtures of experts: which kernels it has for them, and how its tokens travel."""
+
+from msgspec import Struct
+
+
+class ExpertKernels(Struct, frozen=True, kw_only=True):
+    """Bytes are those of 2-byte activations; a slot is one visit of a token to an expert."""
+
+    grouped: bool = True  # one kernel for all experts of a rank; else one after the other
+    rearranged: tuple[float, float] = (4.0, 4.0)  # bytes per slot and feature of one rearranging, forward and backward
+    summed: tuple[float, float] = (2.5, 4.5)  # of weighting what experts said and adding it up
+    scores: float = 40.0  # bytes per token and expert of the router's choice, forward and backward together
+    kernels: int = 16  # that are launched around the experts' matmuls, in one pass
+    host: float = 1.0  # the host's time for a mixture's forward pass, relative to `Software.host`, beside the block's
+    wide_router: bool = False  # its product is in float32
+    once: bool = False  # a token travels once to each node that has experts of it, and is copied there
+    fused_casts: bool = False  # narrow matmuls' inputs are cast by the kernels that make them
+    hides: float = 0.0  # the share of the all-to-alls that another microbatch's compute hides
+
+
+# This code's, operator by operator (model/experts/): a row is read and written for each rearranging; its gradient is
+# added up in float32. What experts said is widened, weighted and summed, each by itself; scores are sorted, stably.
+FIVEFOLD_EXPERTS = ExpertKernels(
+    rearranged=(4.0, 8.0), summed=(18.0, 30.0), scores=120.0, kernels=40, host=1.0, wide_router=True
+)

@@ -1,0 +1,249 @@
+"""What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
+
+    mixture = Mixture(spec, layout, device, wires, stack, tokens=4096, wide=2, precision="bf16", imbalance=1.2)
+    mixture.matmuls        # seconds forward, and backward for inputs and weights
+
+A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
+are on a rank. Without imbalance as many rows arrive as leave. The fullest rank computes, receives and returns
+`imbalance` times the mean, and all others of its layer wait for it. Where every rank has all experts (ep=1) no rank is
+fuller than another.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from msgspec import structs
+
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import Stage
+from fivefold.plan.cost.dispatch import dispatched
+from fivefold.plan.cost.kernels import Device
+from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.stack import CAST, MOVED, Stack
+from fivefold.spec.experts import Experts
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import Matmul, block
+
+# Of the rate of one matmul of the same tiles: 0.73 to 1.02, the mean of ten on one H200 (torch 2.11): up, down and
+# the gradients of their weights, of Qwen3-30B, DeepSeek-V3 and Mixtral.
+GROUPED = 0.89
+DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+class Share(NamedTuple):
+    """Parameters of one rank: those that tp divides or that all its ranks have, and those of its experts."""
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+@lru_cache(maxsize=4096)
+def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> Share:
+    """Of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided them."""
+    layer = 0 if dense else spec.layers - 1
+    whole = sum(one.size for one in spec.block_parameters(layer))
+    of_experts = sum(one.size for one in spec.block_parameters(layer) if one.experts)
+    return Share((whole - of_experts) / tp, of_experts / ep)
+
+
+@lru_cache(maxsize=4096)
+def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> Share:
+    """Of a stage, with what stands at its ends."""
+    table = spec.vocab * spec.hidden
+    learned = spec.context * spec.hidden * (spec.positions == "learned")
+    bottom = (table + learned) if stage.first else 0
+    top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
+    few = plain_layers(spec, stage)
+    plain, mixed = block_share(spec, tp, ep, True), block_share(spec, tp, ep)
+    many = len(stage.layers) - few
+    return Share((bottom + top) / tp + few * plain.dense + many * mixed.dense, many * mixed.experts)
+
+
+def plain_layers(spec: ModelSpec, stage: Stage) -> int:
+    """Layers of a stage that have no experts in a model that has some."""
+    return sum(map(spec.dense, stage.layers)) if spec.experts is not None else 0
+
+
+def collapsed(experts: Experts, ep: int) -> float:
+    """The fullest rank against the mean while all tokens choose the same experts, as untrained routers do.
+
+    The top_k that all choose lie anywhere: the expected number on the rank that has most of them, by rank over ep.
+    """
+    here, chosen = experts.count // ep, experts.top_k
+    within = [0.0, *(_at_most(ep, here, chosen, most) for most in range(1, chosen + 1))]
+    expected = sum(most * (within[most] - within[most - 1]) for most in range(1, chosen + 1))
+    return expected * ep / chosen
+
+
+def _at_most(ranks: int, here: int, chosen: int, most: int) -> float:
+    """The probability that no rank has more than `most` of `chosen` experts, `here` being on each."""
+    ways = [1, *[0] * chosen]
+    for _ in range(ranks):
+        ways = [
+            sum(math.comb(here, n) * ways[total - n] for n in range(min(most, here, total) + 1))
+            for total in range(chosen + 1)
+        ]
+    return ways[chosen] / math.comb(ranks * here, chosen)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The mixture of one block, for a microbatch of `tokens` on a cp rank."""
+
+    spec: ModelSpec
+    layout: Layout
+    device: Device
+    wires: Wires
+    stack: Stack
+    tokens: int
+    wide: int  # bytes of an activation
+    precision: str
+    imbalance: float = 1.0
+
+    @property
+    def experts(self) -> Experts:
+        assert self.spec.experts is not None
+        return self.spec.experts
+
+    @property
+    def routed(self) -> int:
+        """Tokens that a rank routes: of a tp rank its part."""
+        return -(-self.tokens // self.layout.tp)
+
+    @property
+    def fullest(self) -> float:
+        return self.imbalance if self.layout.ep > 1 else 1.0
+
+    @property
+    def slots(self) -> int:
+        """Rows that a rank sends."""
+        return self.routed * self.experts.top_k
+
+    @property
+    def rows(self) -> float:
+        """Rows that the fullest rank receives and computes."""
+        return self.slots * self.fullest
+
+    @cached_property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
+        own = [one for one in block(self.spec).matmuls if one.experts]
+        *columns, down = own
+        if self.stack.columns_apart:
+            return tuple((one.outputs, one.inputs) for one in own)
+        return (sum(one.outputs for one in columns), columns[0].inputs), (down.outputs, down.inputs)
+
+    @cached_property
+    def matmuls(self) -> tuple[float, float, float]:
+        """Seconds of the experts' products and of the router's: forward, and backward for inputs and weights."""
+        here = self.experts.count // self.layout.ep
+        each = max(1, math.ceil(self.rows / here))
+        found = [0.0, 0.0, 0.0]
+        for n, k in self.products:
+            for at, shape in enumerate(((each, n, k), (each, k, n), (n, k, each))):
+                found[at] += self._grouped(*shape, here)
+        m, n, k = self.routed, self.experts.count, self.spec.hidden
+        kind = "fp32" if self.stack.experts.wide_router and self.wide == 2 else self._wide_precision
+        for at, shape in enumerate(((m, n, k), (m, k, n), (n, k, m))):
+            found[at] += self.device.gemm(*shape, kind)
+        return found[0], found[1], found[2]
+
+    @property
+    def _wide_precision(self) -> str:
+        """Of the router, which is never in 8 bits."""
+        return "bf16" if self.precision in CAST else self.precision
+
+    def _grouped(self, m: int, n: int, k: int, groups: int) -> float:
+        if not self.stack.experts.grouped:
+            return groups * self.device.gemm(m, n, k, self.precision)
+        launch = self.device.reached.launch
+        return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED + launch
+
+    @cached_property
+    def memory(self) -> tuple[float, float]:
+        """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
+        the experts' activation what the fullest rank has more of than the mean."""
+        kernels, stack = self.stack.experts, self.stack
+        moved = MOVED[stack.pointwise]
+        inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
+        more = self.rows - self.slots
+        cast = (
+            0.0 if kernels.fused_casts else CAST.get(self.precision, 0.0) * self.rows * sum(k for _, k in self.products)
+        )
+        choice = kernels.scores / 2 * self.routed * self.experts.count
+        found = []
+        for at in (0, 1):
+            per_row = kernels.rearranged[at] * self.spec.hidden
+            bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
+            bytes_ += kernels.summed[at] * self.slots * self.spec.hidden
+            bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
+            found.append(self.device.stream(self.wide / 2 * (bytes_ + cast) + choice, kernels.kernels))
+        return found[0], found[1]
+
+    @property
+    def sorts(self) -> bool:
+        """Whether rows that arrived are sorted once more: they come rank by rank, for several experts."""
+        return self.layout.ep > 1 and self.experts.count > self.layout.ep
+
+    @cached_property
+    def sent(self) -> tuple[float, float]:
+        """Seconds of the all-to-alls (or gathers) of one forward pass and of one backward pass; of tp's gathers of
+        what its ranks routed apart in `gathered`."""
+        return self._collectives("ep")
+
+    @cached_property
+    def gathered(self) -> tuple[float, float]:
+        return self._collectives("tp")
+
+    def _collectives(self, axis: str) -> tuple[float, float]:
+        """Those of a step of one microbatch and layer, as `dispatched` lists them: a half in each pass."""
+        if self.layout.size(axis) == 1:
+            return 0.0, 0.0
+        alone = structs.replace(self.layout, microbatches=1, recompute="none")
+        rows = [(self.slots, round(self.rows))]
+        dtype = DTYPES.get(self.wide, "bfloat16")
+        every = dispatched(self.spec, alone, dtype, rows, self.tokens, 1, balance_loss=False)
+        whole = sum(
+            calls * (self._trade(payload) if kind == "all-to-all" else self.wires.time(kind, axis, float(payload)))
+            for over, kind, calls, payload in every
+            if over == axis
+        )
+        return whole / 2, whole / 2
+
+    def _trade(self, payload: float) -> float:
+        """Seconds of an all-to-all over ep; where tokens travel once to each node, fewer bytes leave it."""
+        reach = self.wires.reaches["ep"]
+        if not self.stack.experts.once or reach.nodes == 1:
+            return self.wires.time("all-to-all", "ep", payload)
+        card, reached = self.device.accelerator, self.device.reached
+        copies = payload / (card.inside.bandwidth * reached.inside)
+        return max(
+            copies, self.wires.time("all-to-all", "ep", payload * self._visited(reach.nodes) / self.experts.top_k)
+        )
+
+    def _visited(self, nodes: int) -> float:
+        """Nodes that a token's experts lie on, on average, where groups of experts keep it to a part of them."""
+        own = self.experts
+        open_ = max(1.0, nodes * own.top_groups / own.groups) if own.groups > 1 else float(nodes)
+        return open_ * (1 - (1 - 1 / open_) ** own.top_k)
+
+
+def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) -> list[tuple[int, int, int]]:
+    """Rows, columns and inner dimension of the forward GEMMs that belong to no expert and no router. `part` ranks
+    divide the tokens of what all of them compute alike (sp)."""
+    found: list[tuple[str, int, int, int]] = []
+    for one in own:
+        if one.experts or one.tp == "tokens":
+            continue
+        rows = tokens // part if one.tp == "whole" else tokens
+        if not apart and found and found[-1][:2] == (one.reads, rows):
+            found[-1] = (one.reads, rows, found[-1][2] + one.outputs, one.inputs)
+        else:
+            found.append((one.reads, rows, one.outputs, one.inputs))
+    return [(rows, n, k) for _, rows, n, k in found]
