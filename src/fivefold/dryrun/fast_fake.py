@@ -30,6 +30,8 @@ class QuickFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if (form := _FORMS.get(func)) is not None:
+            return form(*args, **(kwargs or {}))
         key = _key(func, args, kwargs)
         recipes = self.known.get(key) if key is not None else None
         if recipes is None:
@@ -56,6 +58,20 @@ class QuickFakeMode(FakeTensorMode):
         torch._C._set_throw_on_mutable_data_ptr(made)
         made.__dict__.update(self.attributes[device])
         return made
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Whose numbers are all below `minlength`: PyTorch's own fake would have to look at them."""
+    return x.new_empty((minlength,), dtype=torch.int64)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *others: Any) -> Tensor:
+    """[N, I], [G, I, O] -> [N, O]; [O, N], [N, I] -> [G, O, I]. PyTorch's own fake takes bfloat16 alone."""
+    return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (len(offs), a.shape[0], b.shape[1]))
+
+
+# Operators whose results' form is known here.
+_FORMS = {torch.ops.aten.bincount.default: _bincount, torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
 class _Recipe(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.data.batch import Batch
+from fivefold.dryrun.routing import StatedRouting
 from fivefold.dryrun.world import Kernels, pretending
 from fivefold.job.config import Job
 from fivefold.layout.collective_cost import Traffic
@@ -41,12 +42,14 @@ class RankRun:
         return at.peak - at.parameters - at.gradients_at_peak - at.optimizer
 
 
-def dry_run(job: Job, rank: int, kernels: Kernels = "cuda") -> RankRun:
-    """A step of `rank` of the job's world."""
+def dry_run(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: float = 1.0) -> RankRun:
+    """A step of `rank` of the job's world. `imbalance`: what it gets of the tokens of an ep group, over the mean."""
     begin = time.perf_counter()
-    with pretending(job.layout, rank, kernels) as mesh:
+    with pretending(job, rank, kernels) as mesh:
         ledger: Ledger | None = None
         engine = Engine(job, mesh, lambda action: ledger.moment(action))  # type: ignore[union-attr]
+        if job.model.experts is not None:
+            engine.ops.dispatch.host = StatedRouting(mesh.ep.rank, mesh.ep.size, imbalance)
         counter = TrafficCounter(mesh)
         ledger = Ledger(engine, counter)
         between = engine.weights.resident()

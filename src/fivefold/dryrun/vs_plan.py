@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.collective_cost import Traffic
+from fivefold.plan.cost.executed import rank_flops
 from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.plan.cost.memory import state_of
 from fivefold.plan.cost.traffic import Seat, expected
-from fivefold.plan.cost.work import rank_flops
 from fivefold.plan.plan import case_of
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A world of any size in one process: PyTorch's fake process group, and tensors that have shapes and no data.
 
-    with pretending(layout, rank=9001) as mesh:
+    with pretending(job, rank=9001) as mesh:
         engine = Engine(job, mesh)          # the one that trains
 
 Tensors are fake CPU ones. A fake GPU would need a CUDA build of torch, and its attention would fall to the kernel that
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fivefold.dryrun.fast_fake import QuickFakeMode
-from fivefold.layout.layout import Layout
+from fivefold.job.config import Job
 from fivefold.model import head
 from fivefold.parallel.mesh import Mesh
 
@@ -30,11 +30,12 @@ Kernels = Literal["cuda", "cpu"]
 
 
 @contextmanager
-def pretending(layout: Layout, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]:
-    """The mesh as `rank` of the layout's world sees it. Everything inside is fake.
+def pretending(job: Job, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]:
+    """The mesh as `rank` of the job's world sees it. Everything inside is fake.
 
     `kernels`: whose memory is to be kept for backward; "cpu" is for comparison with runs on CPUs.
     """
+    layout = job.layout
     if layout.world > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
 
@@ -43,7 +44,7 @@ def pretending(layout: Layout, rank: int, kernels: Kernels = "cuda") -> Iterator
     collects = gc.isenabled()
     gc.disable()
     try:
-        mesh = Mesh.of(layout, torch.device("cpu"))
+        mesh = Mesh.of(layout, torch.device("cpu"), spec=job.model)
         stand_ins = _kernels_of_cuda() if kernels == "cuda" else nullcontext()
         with QuickFakeMode(), _real_meshes(), stand_ins:
             yield mesh

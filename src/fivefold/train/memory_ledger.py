@@ -167,6 +167,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         # The place of the causal flag differs from operator to operator. It is the only True there.
         seen = 0.5 if any(value is True for value in (*args[3:], kwargs.get("is_causal"))) else 1.0
         return (2.5 if backward else 1.0) * 4.0 * query.numel() * keys * seen  # two matmuls over all pairs of tokens
+    if packet is _aten._grouped_mm:  # a [N, I] and b [G, I, O]; or, for the weights, a [O, N] and b [N, I]
+        a, b = args[:2]
+        return 2.0 * a.numel() * b.shape[-1]
     return float(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0.0
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fivefold.model.dtypes import wide
 from fivefold.model.experts.grouped import GroupedLinear, Groups
+from fivefold.model.experts.host import Host
 from fivefold.model.experts.router import Routed
 
 Compute = Callable[[Tensor, Groups], Tensor]  # what the experts make of rows that lie expert by expert
@@ -25,6 +26,7 @@ DISPATCH, COMBINE = "dispatch", "combine"  # tokens on their way to experts, and
 
 class LocalDispatch:
     watch: Watch = staticmethod(lambda name: nullcontext())  # surrounds the two
+    host = Host()
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its experts take theirs here."""
@@ -49,7 +51,7 @@ class LocalDispatch:
         """x [n, E] -> [n, E]; `stream` is the number of tokens that the residual stream has here."""
         with self.watch(DISPATCH):
             order = sorted_slots(routed.chosen)
-            groups = Groups(tuple(routed.counts.tolist()), x.device)
+            groups = Groups(tuple(self.host.by_expert(routed.counts, len(order))), x.device)
             rows = x[order // routed.chosen.shape[1]]
         out = compute(rows, groups)
         with self.watch(COMBINE):

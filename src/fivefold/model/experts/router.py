@@ -74,4 +74,4 @@ def best(experts: Experts, wish: Tensor) -> Tensor:
         out = heads.sort(dim=-1, descending=True, stable=True).indices[..., experts.top_groups :]
         closed = torch.zeros_like(heads, dtype=torch.bool).scatter_(-1, out, True)
         wish = groups.masked_fill(closed[..., None], -torch.inf).flatten(-2)
-    return wish.sort(dim=-1, descending=True, stable=True).indices[..., : experts.top_k]
+    return wish.sort(dim=-1, descending=True, stable=True).indices[..., : experts.top_k].clone()

@@ -37,10 +37,11 @@ class AllGatherDispatch(SlicedDispatch):
             (chosen,) = kept(lambda: (wait(all_gather(chosen, self.ep), self.ep),), 1, chosen)
             here = experts // self.ep.size
             mine = chosen - self.ep.rank * here
-            slots = ((mine >= 0) & (mine < here) & (chosen >= 0)).flatten().nonzero()[:, 0]  # in the tokens' order
-            of_expert = mine.flatten()[slots]
-            order = slots[of_expert.sort(dim=0, stable=True).indices]
-            groups = Groups(tuple(torch.bincount(of_expert, minlength=here).tolist()), x.device)
+            # The slots of this rank's experts, in their order and then the tokens'; all others lie behind.
+            of_expert = mine.where((mine >= 0) & (mine < here) & (chosen >= 0), here).flatten()
+            counts = torch.bincount(of_expert, minlength=here + 1)[:here]
+            groups = Groups(tuple(self.host.by_expert(counts, routed.chosen.numel())), x.device)
+            order = of_expert.sort(dim=0, stable=True).indices[: sum(groups.sizes)].clone()
             rows = order // chosen.shape[1]
             theirs = tokens[rows]
         made = compute(theirs, groups)

@@ -29,17 +29,19 @@ class AllToAllDispatch(SlicedDispatch):
         with self.sending(DISPATCH):
             order, counts = sorted_slots(routed.chosen), routed.counts
             (coming,) = kept(lambda: (wait(all_to_all(counts, self.ep), self.ep),), 1, counts)
-            # By rank and expert there; the host waits for both at once.
-            going, due = torch.stack((counts, coming)).unflatten(1, (self.ep.size, -1)).tolist()
+            going, due = self.host.by_rank(counts, coming, self.ep.size, len(order))
             out, back = [sum(rank) for rank in going], [sum(rank) for rank in due]
-            arrived = AllToAll.apply(x[order // routed.chosen.shape[1]], out, back, self, DISPATCH)
+            # One name for what moves on: what a name held before is let go of, and rows are large.
+            rows = AllToAll.apply(x[order // routed.chosen.shape[1]], out, back, self, DISPATCH)
             # They lie rank by rank, and the experts want them expert by expert.
             by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
-            groups, rows = Groups(tuple(map(sum, zip(*due, strict=True))), x.device), arrived[by_expert]
-        made = compute(rows, groups)
+            groups, rows = Groups(tuple(map(sum, zip(*due, strict=True))), x.device), rows[by_expert]
+        rows = compute(rows, groups)
         with self.sending(COMBINE):
-            returned = AllToAll.apply(made[places(by_expert)], back, out, self, COMBINE)
-            return weighted(returned[places(order)], routed.weights)
+            rows = rows[places(by_expert)]
+            rows = AllToAll.apply(rows, back, out, self, COMBINE)
+            rows = rows[places(order)]
+            return weighted(rows, routed.weights)
 
 
 def _experts_of(coming: Tensor, ranks: int, rows: int) -> Tensor:

@@ -58,12 +58,15 @@ def rows_of(spec: ModelSpec, layout: Layout, rank: int, seq: int, batch: int, ro
     return found
 
 
-def even_rows(spec: ModelSpec, layout: Layout, tokens: int, layers: Iterable[int], tp: int) -> Rows:
+def even_rows(
+    spec: ModelSpec, layout: Layout, tokens: int, layers: Iterable[int], tp: int, imbalance: float = 1.0
+) -> Rows:
     """The same for any rank at place `tp` of that axis, whose microbatches have so many tokens, if all experts get the
-    same load."""
+    same load; or if this rank's get `imbalance` times the mean."""
     assert spec.experts is not None
     slots = len(chunk(tokens, layout.tp, tp)) * spec.experts.top_k
-    return [(slots, slots) for _ in range(layout.microbatches) for _ in layers]
+    came = round(imbalance * slots) if layout.ep > 1 else slots
+    return [(slots, came) for _ in range(layout.microbatches) for _ in layers]
 
 
 def dispatched(
