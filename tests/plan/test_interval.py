@@ -30,6 +30,7 @@ def test_the_shipped_widths_are_believable() -> None:
     for band in (bands().time, bands().memory):
         assert -0.5 < band.low < 0 < band.high < 0.7
         assert band.rows > band.sources >= 3
+    assert 0.75 <= bands().time.covered <= 0.88
     levels = [factor for trait in bands().time.factors.values() for factor in trait.values()]
     assert all(0.5 < factor < 2 for factor in levels)
     assert FILE.stat().st_size < 4096
@@ -49,7 +50,7 @@ def test_a_case_is_of_a_kind() -> None:
 
 
 def test_a_band_is_as_wide_as_its_traits_say() -> None:
-    band = Band(-0.1, 0.2, 5, 50, {"system": {"eager": 2.0}, "size": {"large": 1.5}})
+    band = Band(-0.1, 0.2, 5, 50, factors={"system": {"eager": 2.0}, "size": {"large": 1.5}})
     assert band.scale({"system": "eager", "size": "large"}) == 3.0
     assert band.scale({"system": "eager", "colour": "red"}) == 2.0
     assert band.holds(0.5, {"system": "eager", "size": "large"})
@@ -59,7 +60,7 @@ def test_a_band_is_as_wide_as_its_traits_say() -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    time = Band(-0.125, 0.25, 7, 70, {"scale": {"one node": 0.9, "up to 512 GPUs": 1.1}})
+    time = Band(-0.125, 0.25, 7, 70, 0.81, {"scale": {"one node": 0.9, "up to 512 GPUs": 1.1}})
     write(Bands(time, Band(-0.1, 0.1, 3, 30)), path := tmp_path / "interval.toml")
     import tomllib
 

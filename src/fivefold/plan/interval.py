@@ -34,6 +34,7 @@ class Band(Struct, frozen=True):
     high: float
     sources: int
     rows: int
+    covered: float = 0.0  # of the rows of sources left out, each against the band of the others: the mean of sources
     factors: dict[str, dict[str, float]] = field(default_factory=dict)  # by trait and by what a case has of it
 
     def scale(self, traits: Traits) -> float:
@@ -112,11 +113,12 @@ def memory_range() -> Range:
 def write(found: Bands, path: Path = FILE) -> None:
     lines = [
         "# Made by `fivefold truth --coverage --write`. low, high: logarithms of measured over predicted, between",
-        f"# which {SHARE:.0%} of the cases of an unseen source should lie; factors: how much wider that is, by trait.",
+        f"# which {SHARE:.0%} of the cases of an unseen source should lie; covered: how many did, sources left out;",
+        "# factors: how much wider that is, by trait.",
     ]
     for name, band in (("time", found.time), ("memory", found.memory)):
         lines += ["", f"[{name}]", f"low = {band.low:.4f}", f"high = {band.high:.4f}"]
-        lines += [f"sources = {band.sources}", f"rows = {band.rows}"]
+        lines += [f"sources = {band.sources}", f"rows = {band.rows}", f"covered = {band.covered:.3f}"]
         for trait, levels in band.factors.items():
             lines += ["", f"[{name}.factors.{trait}]"]
             lines += [f'"{level}" = {factor:.3f}' for level, factor in sorted(levels.items())]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from msgspec import structs
+
 from fivefold.plan.interval import SHARE, Band, Traits
 
 PRIOR = 6  # sources: a trait's factor is drawn to 1 as by so many that have none
@@ -28,12 +30,12 @@ def band_of(residuals: Sequence[Residual], share: float = SHARE) -> Band:
     """The narrowest of its form that holds `share` of the cases of a new source."""
     sources = by_source(residuals)
     factors = _factors(residuals)
-    flat = Band(-1.0, 1.0, len(sources), len(residuals), factors)
+    flat = Band(-1.0, 1.0, len(sources), len(residuals), factors=factors)
     slow = _mean(residuals, lambda one: max(0.0, one.error))
     fast = _mean(residuals, lambda one: max(0.0, -one.error))
     whole = slow + fast
     if not whole:
-        return Band(0.0, 0.0, len(sources), len(residuals), factors)
+        return structs.replace(flat, low=0.0, high=0.0)
     up, down = (HALF + (1 - HALF) * 2 * side / whole for side in (slow, fast))
 
     def size(one: Residual) -> float:
@@ -41,7 +43,7 @@ def band_of(residuals: Sequence[Residual], share: float = SHARE) -> Band:
 
     sizes = [(size(one), 1 / len(sources[one.source])) for one in residuals]
     reach = quantile(sizes, share * (len(sources) + 1) / len(sources))
-    return Band(-down * reach, up * reach, len(sources), len(residuals), factors)
+    return structs.replace(flat, low=-down * reach, high=up * reach)
 
 
 def _factors(residuals: Sequence[Residual]) -> dict[str, dict[str, float]]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msgspec import structs
+
 from fivefold.plan import interval
 from fivefold.plan.interval import IN_WORDS, SHARE, Band, Bands, bands, traits
 from fivefold.report import Block, Result, Table, Text
@@ -124,8 +126,13 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
         time.append(Residual(run.row.file, math.log((run.seconds or 1.0) / seconds), there))
     time += own_times()
     memory = [*_memory(results, first), *own_memory()]
-    made = Bands(band_of(time), band_of(memory))
-    return CoverageResult(tuple(coverage_of(time)), tuple(coverage_of(memory)), made, tuple(time), own=False)
+    found, held = coverage_of(time), coverage_of(memory)
+    made = Bands(_judged(band_of(time), found), _judged(band_of(memory), held))
+    return CoverageResult(tuple(found), tuple(held), made, tuple(time), own=False)
+
+
+def _judged(band: Band, found: Sequence[Covered]) -> Band:
+    return structs.replace(band, covered=fmean(one.inside for one in found))
 
 
 def first_sight() -> dict[tuple[str, int], dict[str, str]]:

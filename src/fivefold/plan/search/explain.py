@@ -18,7 +18,8 @@ from fivefold.plan.cost.traffic import expected
 from fivefold.plan.mixed.groups import groups_of, spanning
 from fivefold.plan.mixed.search import can_be_made
 from fivefold.plan.mixed.split import divided
-from fivefold.plan.search.search import Option, search
+from fivefold.plan.search.option import Option
+from fivefold.plan.search.search import search
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
