@@ -60,7 +60,8 @@ def plan(
     Prints the ranking, and for the chosen layout its memory by component, its time
     by cause, its traffic by axis and link, and why each neighbour loses. Among
     layouts within 3% the simplest is chosen: published runs of one configuration
-    differ by more. `fivefold truth` compares the planner with measured runs.
+    differ by more. A range says where time, rate and days should lie in 4 of 5
+    cases. `fivefold truth` compares the planner with measured runs.
 
     With -o, a job for this model on this cluster is written: learning rate, warmup,
     batch and steps come from published recipes and the token budget, each with its

@@ -2,7 +2,7 @@
 
 The choice is the simplest layout among those that nobody could tell apart. Published runs of one configuration differ
 by 6% between releases of the same software, and the model's own error is of that size. A layout that wins by less and
-needs one axis more is not worth its trouble.
+needs one axis more, or tp over a network, is not worth its trouble.
 """
 
 from collections.abc import Iterator, Sequence
