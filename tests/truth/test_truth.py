@@ -22,24 +22,29 @@ def found(results: list[RowScore]) -> dict[str, Score]:
     return {score.source: score for score in scores(results)}
 
 
-def test_step_times_are_within_10_percent_on_the_average_of_sources(found: dict[str, Score]) -> None:
+def test_step_times_are_within_6_percent_on_the_average_of_sources(found: dict[str, Score]) -> None:
     errors = [score.mape for score in found.values() if score.mape is not None]
     assert len(errors) == 16
-    assert sum(errors) / len(errors) <= 0.10
+    assert sum(errors) / len(errors) <= 0.06
 
 
-def test_no_source_of_ten_rows_is_off_by_more_than_15_percent(found: dict[str, Score]) -> None:
-    assert {n for n, score in found.items() if score.timed >= 10 and (score.mape or 0) > 0.15} <= {
-        "simumax_b200",
-        "megatron_2021",
-    }
+def test_no_source_of_ten_rows_is_off_by_more_than_10_percent(found: dict[str, Score]) -> None:
+    assert {name: score.mape for name, score in found.items() if score.timed >= 10 and (score.mape or 0) > 0.10} == {}
+
+
+def test_products_in_four_bits_are_within_12_percent(results: list[RowScore]) -> None:
+    errors = [
+        abs(result.error) for result in results if result.error is not None and result.run.case.precision == "fp4"
+    ]
+    assert len(errors) == 8
+    assert sum(errors) / len(errors) <= 0.12
 
 
 def test_the_null_model_is_beaten_on_every_source(found: dict[str, Score]) -> None:
     lost = {
         name: (s.mape, s.null_mape) for name, s in found.items() if s.mape is not None and s.mape >= (s.null_mape or 0)
     }
-    assert set(lost) <= {"internevo", "megatron_2021", "simumax_b200"}
+    assert lost == {}
 
 
 def test_out_of_memory_is_decided_right(found: dict[str, Score]) -> None:
@@ -106,7 +111,7 @@ def test_every_source_s_assumptions_have_a_reason() -> None:
 
 def test_constants_are_few_and_shipped_ones_are_believable() -> None:
     shipped = Constants.shipped()
-    assert len(FITTED) < 25
+    assert len(FITTED) < 30
     for one in FITTED:
         assert one.guess / 1.6 < shipped.value(one) < one.guess * 1.6
 

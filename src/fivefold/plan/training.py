@@ -244,7 +244,7 @@ def _no_job(case: Case) -> str:
     half = case.precision == "fp16"
     without = [group.accelerator.name for group in case.cluster.groups if group.accelerator.peak.bf16 is None]
     why = NO_FP16 if half else f"no setting makes it compute in {case.precision}"
-    nearest = "bf16" if half and not without else "fp32"
+    nearest = "fp8" if case.precision == "fp4" else "bf16" if half and not without else "fp32"
     older = f", as {without[0]} has no bf16" if half and without else ""
     return f"precision={case.precision} can be planned, and not trained in: {why}; nearest: precision={nearest}{older}"
 

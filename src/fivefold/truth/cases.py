@@ -20,6 +20,7 @@ from fivefold.plan.cost.time import Case
 from fivefold.plan.search.search import search
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block, head
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
 from fivefold.truth.describe import described, description
@@ -95,7 +96,9 @@ class Measured(NamedTuple):
 def source_of(row: Row) -> Source:
     """What is known or assumed of a row's software."""
     words = " ".join(map(row.text, ("url_or_path", "notes")))
-    return description(row.text("system"), row.file_says, row.text("source"), words, row.text("gpu"))
+    return description(
+        row.text("system"), row.file_says, row.text("source"), words, *map(row.text, ("gpu", "precision"))
+    )
 
 
 def measured(row: Row) -> Measured:
@@ -154,6 +157,9 @@ def spec_of(row: Row, source: Source) -> ModelSpec:
     return ModelSpec(name=name, **shape)
 
 
+ASYNC_TP = 0.45  # of what overlap hides elsewhere: torchtitan's own rows with and without it
+
+
 def stack_of(row: Row, source: Source) -> Stack:
     notes = row.text("notes")
     kernels = (kernel for word, kernel in source.kernels.items() if word in notes)
@@ -162,8 +168,8 @@ def stack_of(row: Row, source: Source) -> Stack:
         stack = stack.but(pointwise="eager", norm="eager")
     if "rowwise" in row.text("precision").lower():
         stack = stack.but(rowwise=True)
-    if "async tp" in notes.lower():
-        stack = stack.but(overlap=structs.replace(stack.overlap, tp=0.75))
+    if re.search(r"async.?(tp|tensor)", notes, re.I):
+        stack = stack.but(overlap=structs.replace(stack.overlap, tp=ASYNC_TP))
     if "RMS kernel" in notes:
         stack = stack.but(norm="fused")
     return stack
@@ -200,16 +206,21 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     dp = row.whole("dp") or max(1, _need(row, "gpus") // (tp * pp * cp))
     zero = _zero(row, source, spec.parameter_count / (tp * pp))
+    zero = min(zero, source.pipelined_zero) if pp > 1 else zero
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     microbatches = max(1, batch // (dp * samples))
     sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
     degrees: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}
+    if zero and (group := re.search(r"shard group: (\d+) ranks", row.text("notes"))):
+        degrees["replicate"] = max(1, dp // int(group.group(1)))
     layout = Layout(**degrees, cp_kind=source.cp_kind, sp=sp and tp > 1, recompute=_recompute(row, source))
     schedule, chunks = _schedule(row, source, spec, layout)
     layout = structs.replace(layout, schedule=schedule, chunks=chunks)
     balanced = source.balanced_if and source.balanced_if in row.text("notes")
-    return layout if balanced or not source.stack.even else structs.replace(layout, split=_even(spec.layers, layout))
+    if balanced and layout.stages > 1:
+        return structs.replace(layout, split=_redistributed(spec, layout.stages))
+    return structs.replace(layout, split=_even(spec.layers, layout)) if source.stack.even else layout
 
 
 def _zero(row: Row, source: Source, parameters: float) -> int:
@@ -243,6 +254,15 @@ def _even(layers: int, layout: Layout) -> tuple[int, ...]:
         each = (layers + 2) // n
         return (each - 1, *(each,) * (n - 2), each - 1)
     return ()
+
+
+def _redistributed(spec: ModelSpec, stages: int) -> tuple[int, ...]:
+    """The head as so many whole layers, the last stages with the remainder: Vocabulary Parallelism's times show it."""
+    own = block(spec)
+    worth = round(2 * head(spec).size / (2 * own.weights + own.attention.flops(spec.context)))  # no causal mask
+    each = -(-(spec.layers + worth) // stages)
+    few, more = divmod(spec.layers - max(0, each - worth), stages - 1)
+    return (*(few,) * (stages - 1 - more), *(few + 1,) * more, max(0, each - worth))
 
 
 def _chunks(layers: int, pp: int, most: int) -> int:

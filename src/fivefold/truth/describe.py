@@ -62,8 +62,8 @@ def _changed(base: S, table: dict[str, Any], path: str, problems: list[str]) -> 
     return structs.replace(base, **changes)
 
 
-def description(system: str, file: Source | None, source: str, words: str, gpu: str) -> Source:
+def description(system: str, file: Source | None, source: str, words: str, gpu: str, precision: str) -> Source:
     """What is known of a row's software, from what says most of it to what says least."""
     if system:
         return usual(system)
-    return file or known(source) or guessed(f"{source} {words}", gpu)
+    return file or known(source) or guessed(f"{source} {words}", gpu, precision)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from msgspec import structs
 
-from fivefold.hardware.efficiency import LIKE, Achieved, Software, achieved, software, write
+from fivefold.hardware.efficiency import LIKE, Achieved, Software, achieved, known, software, write
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.time import Case, estimate
 from fivefold.truth.cases import Measured
@@ -47,6 +47,12 @@ FITTED = (
     Fitted("H100", "flash3", 0.55, 0.20),
     Fitted("H100", "inside", 0.75, 0.20),
     Fitted("H100", "across", 0.80, 0.30),
+    Fitted("B200", "gemm", 0.55, 0.20),
+    Fitted("B200", "fp8", 0.55, 0.20),
+    Fitted("B200", "fp4", 0.45, 0.30),
+    Fitted("B200", "stream", 0.80, 0.15),
+    Fitted("B200", "flash3", 0.50, 0.20),
+    Fitted("B200", "inside", 0.75, 0.20),
     Fitted(CLOCK, "clock", 0.85, 0.10),
     Fitted("software", "tp", 0.80, 0.20),
     Fitted("software", "tp_backward", 0.80, 0.20),
@@ -58,7 +64,8 @@ FITTED = (
     Fitted("software", "host", 1.1e-3, 0.30),
 )
 COMPUTE = ("gemm", "fp8", "flash1", "flash2", "flash3")
-UNITS = {"A100-80": 108, "H100": 132}  # multiprocessors, from the makers' papers
+UNITS = {"A100-80": 108, "H100": 132, "B200": 148}  # multiprocessors, from the makers' papers
+KIN = {"B200": "H100"}  # whose shares a device has where the runs say nothing of its own
 RAMP = 180.0  # the same kernels' tiles on both
 
 
@@ -78,9 +85,10 @@ class Constants:
         tables: dict[str, dict[str, float]] = {}
         for one, value in zip(FITTED, values, strict=True):
             tables.setdefault(one.where, {})[one.name] = float(value)
-        devices = {
-            name: Achieved(**tables[name], units=units, ramp=RAMP, source=SOURCE) for name, units in UNITS.items()
-        }
+        devices = {}
+        for name, units in UNITS.items():
+            shares = tables.get(KIN.get(name, ""), {}) | tables[name]
+            devices[name] = Achieved(**shares, units=units, ramp=RAMP, source=SOURCE)
         clock = tables[CLOCK]["clock"]
         slower = {part: clock * getattr(devices["H100"], part) for part in COMPUTE}
         devices[CLOCK] = structs.replace(devices["H100"], **slower)
@@ -98,10 +106,16 @@ class Constants:
 
     def on(self, case: Case) -> Case:
         accelerator = case.cluster.groups[0].accelerator
-        name = accelerator.name if accelerator.name in self.devices else LIKE.get(accelerator.name, "")
-        # What was measured on a device, and not fitted to these runs, stays.
+        name = shares_of(accelerator.name)
         device = Device(accelerator, self.devices[name]) if name in self.devices else case.on
         return replace(case, device=device, stack=case.stack.but(software=self.software))
+
+
+def shares_of(accelerator: str) -> str:
+    """Whose fitted shares it has; what was measured on a device, and not fitted to these runs, stays."""
+    if accelerator in UNITS or accelerator == CLOCK:
+        return accelerator
+    return "" if accelerator in known() else LIKE.get(accelerator, "")
 
 
 SOURCE = "fitted by `fivefold truth --fit` to the runs in truth/data"
@@ -121,18 +135,27 @@ def fit(runs: Sequence[Measured], progress: Callable[[], None] = lambda: None) -
     return _constants(_fitted(_sampled(runs), progress))
 
 
-def fits_without(
-    runs: Sequence[Measured], group: Callable[[Measured], str], progress: Callable[[], None] = lambda: None
-) -> dict[str, Constants]:
+class Whole(NamedTuple):
+    """What all runs decide, and how their errors move around it."""
+
+    rows: list[Measured]
+    start: np.ndarray
+    there: np.ndarray  # errors
+    slopes: np.ndarray
+
+    @classmethod
+    def of(cls, runs: Sequence[Measured], progress: Callable[[], None] = lambda: None) -> Self:
+        rows = _sampled(runs)
+        start = _fitted(rows, progress)
+        there = _errors(rows, start)
+        return cls(rows, start, there, _slopes(rows, start, there, progress))
+
+
+def fits_without(whole: Whole, runs: Sequence[Measured], group: Callable[[Measured], str]) -> dict[str, Constants]:
     """By group: the constants that the runs outside of it decide. All are near those that all runs decide, so the
     slopes there serve for each."""
-    rows, names = _sampled(runs), list(dict.fromkeys(map(group, runs)))
-    if len(names) < 2:
-        return {}
-    start = _fitted(rows, progress)
-    there = _errors(rows, start)
-    slopes, found = _slopes(rows, start, there, progress), {}
-    for name in names:
+    (rows, start, there, slopes), found = whole, {}
+    for name in dict.fromkeys(map(group, runs)):
         others = [at for at, run in enumerate(rows) if group(run) != name]
         weights, values = _weights([rows[at] for at in others]), start
         for _ in range(AGAIN):
@@ -181,12 +204,20 @@ def _errors(rows: Sequence[Measured], values: np.ndarray) -> np.ndarray:
 def _slopes(
     rows: Sequence[Measured], values: np.ndarray, there: np.ndarray, progress: Callable[[], None]
 ) -> np.ndarray:
-    """How each error moves with each constant."""
-    columns = []
-    for step in 1e-3 * np.eye(len(values)):
-        columns.append((_errors(rows, values + step) - there) / 1e-3)
+    """How each error moves with each constant; only runs on its device can."""
+    found = np.zeros((len(rows), len(values)))
+    for column, (one, step) in enumerate(zip(FITTED, 1e-3 * np.eye(len(values)), strict=True)):
+        touched = [at for at, run in enumerate(rows) if _touches(one, run)]
+        moved = _errors([rows[at] for at in touched], values + step)
+        found[touched, column] = (moved - there[touched]) / 1e-3
         progress()
-    return np.stack(columns, axis=1)
+    return found
+
+
+def _touches(one: Fitted, run: Measured) -> bool:
+    """Whether a constant can matter to a run."""
+    name = shares_of(run.case.on.accelerator.name)
+    return one.where in ("software", name, KIN.get(name)) or (name == CLOCK and one.where == "H100")
 
 
 def _move(weights: np.ndarray, found: np.ndarray, slopes: np.ndarray, values: np.ndarray) -> np.ndarray:

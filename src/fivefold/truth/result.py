@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ class TruthResult(Result):
     left_out: dict[str, float]  # by source: the mean error under constants that were fitted without it
     shown: str  # the source whose rows are shown
     constants: Constants | None  # that were fitted
+    left_devices: dict[str, float] = field(default_factory=dict)  # by accelerator, likewise
     own: bool = False  # of a directory of the user's: which software was assumed is told
 
     @cached_property
@@ -44,6 +45,7 @@ class TruthResult(Result):
                 for one in self.scores
             },
             "mean_mape": self.mean_mape,
+            "left_out_by_accelerator": self.left_devices,
             "sweeps": {
                 "count": len(self.sweeps),
                 "median_regret": median_regret(self.sweeps),
@@ -64,6 +66,12 @@ class TruthResult(Result):
             caption = "guess: what kernel benchmarks and papers report"
             yield Table(["of", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
         yield self._errors()
+        if self.left_devices:
+            devices = [(name, _percent(error)) for name, error in self.left_devices.items()]
+            caption = "the mean of its sources' errors, under constants that were fitted without all of its runs"
+            yield Table(
+                ["accelerator", ">left out"], devices, title="Accelerators that nobody has measured", caption=caption
+            )
         yield from self._memory()
         if self.own:
             yield from self._software()

@@ -10,8 +10,9 @@ import numpy as np
 from fivefold.plan.cost.footprint import HEADROOM, footprint
 from fivefold.plan.cost.memory import paper
 from fivefold.support.errors import UserError
-from fivefold.truth.cases import Measured, Refused, Row, measured
+from fivefold.truth.cases import Measured, Row, measured
 from fivefold.truth.fit import Constants, predict
+from fivefold.truth.spelling import Refused
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fivefold.plan.cost.systems import (
     SYSTEMS,
     TITAN,
     XLA,
+    ZERO_2021,
     ZERO_BUBBLE,
     software_of,
 )
@@ -36,6 +37,7 @@ class Source(Struct, frozen=True, kw_only=True):
     why: str
     stack: Stack
     zero: int = 0
+    pipelined_zero: int = 3  # at most, with pp: software may keep weights gathered, and reduce gradients once a step
     sp: bool = False  # where tp > 1 and the row does not say
     recompute: Recompute = "none"
     counting: Counting = "full"  # of its TFLOP/s and MFU
@@ -68,6 +70,7 @@ TORCHTITAN = Source(
     why="its benchmarks: FSDP2, selective recompute of every other matmul; compiled where the notes say so",
     stack=TITAN,
     zero=3,
+    pipelined_zero=1,  # FSDP2 as it calls it: no resharding between microbatches, and one reduction
     sp=True,
     recompute="selective",
     reserved=True,
@@ -103,6 +106,14 @@ SOURCES = (
     ),
     replace(
         EARLY,
+        match=r"Megatron-LM 2021 Table 2",
+        why="arXiv 2104.04473, section 5.2: ZeRO 3 by DeepSpeed, without tensor or pipeline parallelism",
+        stack=ZERO_2021,
+        zero=3,
+        hardware_flops=True,
+    ),
+    replace(
+        EARLY,
         match=r"Megatron-LM (README )?2021",
         why="arXiv 2104.04473: fused softmax, full recompute, scatter/gather sends, nothing overlapped",
         stack=MEGATRON_2021,
@@ -135,10 +146,10 @@ SOURCES = (
         EARLY,
         match=r"Zero-Bubble",
         why="arXiv 2401.10241: a fork of Megatron-LM of 2023, fp16, no recompute, no flash attention by its memory; "
-        "the ends have a layer fewer, for a vocabulary of GPT-2's size by their parameters",
+        "the ends have a layer fewer, and a tied vocabulary of 32,000, by their parameters",
         stack=ZERO_BUBBLE,
         recompute="none",
-        vocab=50_304,
+        vocab=32_000,
     ),
     replace(
         EARLY,
@@ -211,6 +222,7 @@ USUAL: dict[str, Source] = {
     "megatron-2023": replace(EARLY, stack=MEGATRON_2023, recompute="none", dropout=0.0, zero=1, sp=True),
     "megatron-core": replace(ANY, stack=MEGATRON_CORE),
     "megatron-deepspeed": EARLY,
+    "deepspeed-zero3-2021": replace(EARLY, stack=ZERO_2021, zero=3),
     "zero-bubble": replace(EARLY, stack=ZERO_BUBBLE, recompute="none"),
     "internevo": Source(why="", stack=INTERNEVO, zero=1),
     "aleph-alpha": Source(why="", stack=ALEPH, zero=1),
@@ -220,7 +232,7 @@ USUAL: dict[str, Source] = {
 
 # Of a source that nobody has described, by a word of the row; the first that matches.
 WORDS = (
-    (r"mlperf|nemo|megatron-?bridge", "nemo"),
+    (r"mlperf|mlcommons|nemo|megatron-?bridge|dgxc|github\S*[ /]nvidia|docs\.nvidia", "nemo"),
     (r"torchtitan|fsdp2", "torchtitan"),
     (r"internevo|internlm", "internevo"),
     (r"zero.?bubble|sail-sg", "zero-bubble"),
@@ -228,8 +240,14 @@ WORDS = (
     (r"llm-foundry|mosaic|fsdp|accelerate|huggingface", "llm-foundry"),
     (r"megatron-?core|mcore|transformer engine", "megatron-core"),
 )
-# By accelerator, which tells the year: FlashAttention came between the V100 and the H100.
-YEARS = (("V100", "megatron-2021"), ("A100", "megatron-2023"), ("TPU", "xla"), ("", "megatron-core"))
+# By accelerator and format, which tell the year: FlashAttention came between the V100 and the H100, bf16 with the A100.
+YEARS = (
+    (r"V100", "megatron-2021"),
+    (r"A100.* fp16", "megatron"),
+    (r"A100|A800", "megatron-2023"),
+    (r"TPU", "xla"),
+    (r"", "megatron-core"),
+)
 
 
 def usual(system: str) -> Source:
@@ -244,10 +262,28 @@ def known(text: str) -> Source | None:
     return next((source for source in SOURCES if re.search(source.match, text, re.IGNORECASE)), None)
 
 
-def guessed(text: str, gpu: str) -> Source:
-    """A source that nobody has described, by its words and by its accelerator."""
+def guessed(text: str, gpu: str, precision: str = "") -> Source:
+    """A source that nobody has described: by its words, the year of its paper, or its accelerator and format."""
+    system, why = _by_words(text) or _by_year(text) or _by_device(gpu, precision)
+    found = replace(usual(system), assumed=True, why=f"{system!r}, by {why}")
+    flash = re.search(r"flash.?att", text, re.IGNORECASE) and found.stack.attention in ("fused", "torch")
+    return replace(found, stack=found.stack.but(attention="flash2")) if flash else found
+
+
+def _by_words(text: str) -> tuple[str, str] | None:
     for word, system in WORDS:
         if found := re.search(word, text, re.IGNORECASE):
-            return replace(usual(system), assumed=True, why=f"{system!r}, by the word {found.group()!r}")
-    system = next(system for start, system in YEARS if start in gpu)
-    return replace(usual(system), assumed=True, why=f"{system!r}, by its {gpu or 'GPU'}")
+            return system, f"the word {found.group()!r}"
+    return None
+
+
+def _by_year(text: str) -> tuple[str, str] | None:
+    """Of a paper or a release before FlashAttention was common."""
+    if found := re.search(r"arXiv.?(19|2[0-2])\d\d\.\d{4,5}|\b20(19|2[0-2])\b", text):
+        return ("megatron" if "22" in found.groups() else "megatron-2021"), f"the year of {found.group()!r}"
+    return None
+
+
+def _by_device(gpu: str, precision: str) -> tuple[str, str]:
+    system = next(system for pattern, system in YEARS if re.search(pattern, f"{gpu} {precision}", re.IGNORECASE))
+    return system, f"its {gpu or 'GPU'}"

@@ -3,16 +3,17 @@
 truth(rows="llama3").scores[0].mape
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 from fivefold.support.errors import UserError
 from fivefold.truth.cases import DATA, Measured, Row, measured, read_rows
-from fivefold.truth.fit import STEPS, STEPS_WITHOUT, fit
+from fivefold.truth.fit import STEPS, STEPS_WITHOUT, Whole, fit
 from fivefold.truth.result import TruthResult
 from fivefold.truth.score import evaluate
-from fivefold.truth.unseen import by_source, unseen
+from fivefold.truth.unseen import Unseen, by_accelerator, by_source, unseen
 
 Progress = Callable[[int, int, str], None]  # steps so far, all steps, what is done
 
@@ -27,8 +28,8 @@ def truth(
 ) -> TruthResult:
     """Predict every run of a directory of CSV files, by default of those that come with the package.
 
-    `rows` names one source, whose rows are then shown; `leave_out` also predicts each source with constants that were
-    fitted without it (a minute); `refit` fits the constants to the runs and predicts with them.
+    `rows` names one source, whose rows are then shown; `leave_out` also predicts each source, and each accelerator,
+    with constants that were fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
     """
     every = read_rows(Path(data) if data else DATA)
     files = list(dict.fromkeys(row.file for row in every))
@@ -38,8 +39,8 @@ def truth(
         every = [row for row in every if row.file == rows]
     constants = fit(_runs(every), steps(progress, "fitting", STEPS)) if refit else None
     results = evaluate(every, constants, tick=steps(progress, "predicting", len(every)))
-    left = _left_out(every, progress) if leave_out else {}
-    return TruthResult(tuple(results), left, rows, constants, own=data is not None)
+    left, devices = _left_out(every, progress) if leave_out else ({}, {})
+    return TruthResult(tuple(results), left, rows, constants, own=data is not None, left_devices=devices)
 
 
 def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
@@ -57,10 +58,20 @@ def _runs(every: list[Row]) -> list[Measured]:
     return runs
 
 
-def _left_out(every: list[Row], progress: Progress) -> dict[str, float]:
-    """The mean error of each source under constants that were fitted without it."""
+def _left_out(every: list[Row], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
+    """The mean error of each source, and of each accelerator, under constants that were fitted without it."""
     runs = [run for run in _runs(every) if run.seconds]
-    found: dict[str, list[float]] = {}
-    for run, seconds in unseen(runs, by_source, steps(progress, "fitting without each source", STEPS_WITHOUT)):
-        found.setdefault(run.row.file, []).append(abs(seconds / (run.seconds or 1.0) - 1))
-    return {name: sum(errors) / len(errors) for name, errors in found.items()}
+    if len(set(map(by_source, runs))) < 2 and len(set(map(by_accelerator, runs))) < 2:
+        return {}, {}  # nothing remains
+    whole = Whole.of(runs, steps(progress, "fitting", STEPS_WITHOUT))
+    sources, devices = (_mean_errors(unseen(runs, group, whole=whole), group) for group in (by_source, by_accelerator))
+    return sources, devices
+
+
+def _mean_errors(found: Iterable[Unseen], group: Callable[[Measured], str]) -> dict[str, float]:
+    """Of an accelerator the mean of its sources', which differ in their number of rows."""
+    errors: dict[str, dict[str, list[float]]] = {}
+    for run, seconds in found:
+        error = abs(seconds / (run.seconds or 1.0) - 1)
+        errors.setdefault(group(run), {}).setdefault(run.row.file, []).append(error)
+    return {name: fmean(map(fmean, files.values())) for name, files in errors.items()}

@@ -20,6 +20,7 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.kernels import Device
 
 TREE = 0.85  # of a ring's bandwidth
+START = 8.4e-6  # seconds before a collective's first byte: `baseLat` of ring/Simple in NCCL's tuning model (tuning.cc)
 
 
 class Reach(NamedTuple):
@@ -39,6 +40,7 @@ class Wires:
     gpus: int  # of a node
     layout: Layout
     order: tuple[str, ...] = PLACED
+    start: float = START
 
     @cached_property
     def reaches(self) -> dict[str, Reach]:
@@ -51,6 +53,11 @@ class Wires:
     def across(self, axis: str) -> bool:
         """Whether an axis leaves the node."""
         return self.reaches[axis].nodes > 1
+
+    def by_peers(self, axis: str) -> bool:
+        """Whether its ranks reach each other's memory: within a node, or where one kind of link joins them all."""
+        card = self.device.accelerator
+        return not self.across(axis) or card.inside == card.across
 
     def bandwidth(self, axis: str) -> float:
         """Bytes/s that one rank passes on in a large collective."""
@@ -71,12 +78,13 @@ class Wires:
             return calls * self._trade(reach, payload)
         inner, outer = card.inside.latency, card.across.latency
         rounds = 2 if kind == "all-reduce" else 1
+        start = rounds * (0.0 if card.is_cpu else self.start)  # a link of gloo's was measured with its start
         carried = rounds * payload * (n - 1) / n / self.bandwidth(axis)
         # A ring passes every rank, and from node to node once each.
-        ring = rounds * ((n - reach.nodes) * inner + (reach.nodes if reach.nodes > 1 else 0) * outer) + carried
+        ring = start + rounds * ((n - reach.nodes) * inner + (reach.nodes if reach.nodes > 1 else 0) * outer) + carried
         if kind != "all-reduce":  # gathers and scatters have no tree: every rank's part is another
             return calls * ring
-        steps = rounds * (math.log2(max(2, reach.nodes)) * outer * (reach.nodes > 1) + reach.together * inner)
+        steps = start + rounds * (math.log2(max(2, reach.nodes)) * outer * (reach.nodes > 1) + reach.together * inner)
         return calls * min(ring, steps + carried / TREE)
 
     def _trade(self, reach: Reach, payload: float) -> float:

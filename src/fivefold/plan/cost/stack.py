@@ -34,6 +34,7 @@ class Overlap(Struct, frozen=True, kw_only=True):
     cp: float = 0.0  # keys and values round the ring, behind attention
     zero: float = 0.0  # weights gathered and gradients scattered layer by layer (ZeRO 3), behind the neighbours
     dp: float = 0.0  # gradients behind the last backward pass, weights behind the next forward
+    waits: bool = False  # the next forward waits for all weights, also where gradients run behind backward
     pp: float = 0.0  # sends between stages
 
 
@@ -60,6 +61,11 @@ class Stack(Struct, frozen=True, kw_only=True):
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
     peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
     one_pass: bool = False  # loss and gradient of a slice of the tokens at a time: no more logits than its are held
+    broadcasts: bool = False  # new weights (ZeRO 1 and 2) are broadcast by one rank after the other, each past all
+    unit_parts: int = 1  # collectives that ZeRO 3 makes of a block: 1, or one for each parameter
+    copies_parts: bool = False  # what ZeRO 3 gathers is copied to its place by a kernel for each rank's part
+    gathers_again: bool = False  # a recomputed block's weights are gathered for it, and once more for its backward
+    reduces_whole: bool = False  # ZeRO 3 adds up whole gradients on every rank, which then keeps its part
     keeps_ends: bool = False  # ZeRO 3 leaves embedding and head gathered from forward to backward
     gathers_logits: bool = False  # every tp rank computes the loss over the whole vocabulary
     bucket_bytes: float = 0.5e9  # of collectives' buffers
@@ -94,6 +100,11 @@ class Stack(Struct, frozen=True, kw_only=True):
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""
         return min(1.0, float(getattr(self.overlap, what) * getattr(self.software, what)))
+
+    @property
+    def hides_weights(self) -> float:
+        """The share of gathering new weights (ZeRO 1 and 2) that runs behind the next forward pass."""
+        return 0.0 if self.overlap.waits else self.hides("dp")
 
 
 class Moved(NamedTuple):

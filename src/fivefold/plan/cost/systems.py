@@ -31,6 +31,18 @@ DEEPSPEED = MEGATRON_2021.but(
 )
 # As of 2023: FlashAttention 2 and fused kernels; what is not overlapped by default is not.
 MEGATRON_2023 = MEGATRON_2022.but(name="Megatron-LM 2023", attention="flash2", selective="pointwise")
+# ZeRO 3 of early 2021: the twelve parameters of a GPT's block travel one by one, when they are needed, into lists of
+# which every part is copied out; a recomputed block's weights are dropped after its forward; gradients are reduced to
+# every rank.
+ZERO_2021 = MEGATRON_2021.but(
+    name="DeepSpeed ZeRO 3, 2021",
+    host=1.0,
+    gradient_bytes=2,
+    unit_parts=12,
+    copies_parts=True,
+    gathers_again=True,
+    reduces_whole=True,
+)
 NEMO = Stack(
     name="NeMo, Transformer Engine",
     attention="flash3",
@@ -51,11 +63,20 @@ MEGATRON_CORE = NEMO.but(
 )
 # sail-sg's forks of Megatron-LM, 2023 and 2024: no distributed optimizer, weight gradients apart; fp16 runs add them
 # up in fp16, as Megatron does unless told otherwise.
-ZERO_BUBBLE = MEGATRON_2022.but(
-    name="zero-bubble Megatron", overlap=Overlap(pp=1), schedules=("1f1b", "interleaved"), gradient_bytes=2
-)
+ZERO_BUBBLE = MEGATRON_2022.but(name="zero-bubble Megatron", overlap=Overlap(), gradient_bytes=2)
+# InternLM's system of 2023 (its install page: flash-attention 1.0.5, fused norms and cross-entropy): autograd adds up
+# bf16 gradients, and a step ends with each rank's broadcast of its part of the new weights.
 INTERNEVO = MEGATRON_2023.but(
-    name="InternEvo", pointwise="eager", norm="fused", overlap=Overlap(dp=1), gradient_bytes=2, columns_apart=True
+    name="InternEvo",
+    attention="flash1",
+    pointwise="eager",
+    norm="fused",
+    overlap=Overlap(dp=1, waits=True),
+    broadcasts=True,
+    gradient_bytes=2,
+    accumulate_bytes=6,
+    logit_bytes=20,
+    columns_apart=True,
 )
 ALEPH = Stack(
     name="Aleph Alpha",
@@ -112,6 +133,7 @@ SYSTEMS: dict[str, Stack] = {
     "megatron-2023": MEGATRON_2023,
     "megatron-core": MEGATRON_CORE,
     "megatron-deepspeed": DEEPSPEED,
+    "deepspeed-zero3-2021": ZERO_2021,
     "zero-bubble": ZERO_BUBBLE,
     "internevo": INTERNEVO,
     "aleph-alpha": ALEPH,

@@ -261,7 +261,8 @@ def _end_on(case: Case, passes: list[Passes], rank: int, count: Share) -> tuple[
         return optimizer * learns, _sharded_end(case, passes, work.wires, count)
     held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages
     fullest = max(held, key=lambda stage: share_of(case, [stage]).total)
-    return optimizer * learns, _replicated_end(case, passes[fullest.index], work.wires, count)
+    busy = len(fullest.layers) * work.port
+    return optimizer * learns, _replicated_end(case, passes[fullest.index], work.wires, count, busy)
 
 
 def updating(case: Case, count: Any, mine: Any, whole: Any, device: Device | None = None) -> Any:
@@ -274,17 +275,27 @@ def updating(case: Case, count: Any, mine: Any, whole: Any, device: Device | Non
     return moved / device.bandwidth
 
 
-def _replicated_end(case: Case, one: Passes, wires: Wires, count: Share) -> float:
+def _replicated_end(case: Case, one: Passes, wires: Wires, count: Share, busy: float) -> float:
     """ZeRO 0 to 2: gradients behind the last backward pass (stage 2: every one), weights behind the next forward."""
     layout, stack = case.layout, case.stack
     rounds = layout.microbatches if layout.zero == 2 else 1
-    kind: Kind = "reduce-scatter" if layout.zero else "all-reduce"
     gather = reduce = 0.0
-    for axis, mine in (("data", count.dense), ("edp", count.experts)):
-        gather += wires.time("all-gather", axis, mine * stack.weight_bytes) if layout.zero and mine else 0.0
-        reduce += rounds * wires.time(kind, axis, mine * stack.gradient_bytes) if mine else 0.0
-    behind, share = (one.inputs.total + one.weights.total) * layout.chunks * rounds, stack.hides("dp")
-    return hidden(reduce, behind, share) + hidden(gather, one.forward.total * layout.chunks, share)
+    for part, every, mine in (("zero", "data", count.dense), ("ezero", "edp", count.experts)):
+        gradients = mine * stack.gradient_bytes
+        if mine and layout.zero:
+            # Where the shards have copies, as groups of ZeRO 1 do, sums of shards go round these.
+            shards = wires.reaches[part].ranks
+            calls = shards if stack.broadcasts else 1
+            gather += wires.time("all-gather", part, mine * stack.weight_bytes / calls, calls)
+            reduce += wires.time("reduce-scatter", part, gradients)
+            reduce += wires.time("all-reduce", "replicate", gradients / shards)
+        elif mine:
+            reduce += wires.time("all-reduce", every, gradients)
+    # Axes that leave the node share its ports: while tp or cp holds them (`busy`), gradients wait.
+    free = max(0.0, one.inputs.total + one.weights.total - busy)
+    behind, share = free * layout.chunks * rounds, stack.hides("dp")
+    exposed = hidden(rounds * reduce, behind, share)
+    return exposed + hidden(gather, one.forward.total * layout.chunks, stack.hides_weights)
 
 
 def _sharded_end(case: Case, passes: list[Passes], wires: Wires, count: Share) -> float:

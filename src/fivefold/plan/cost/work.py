@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import stages_of
@@ -238,12 +239,15 @@ class Work:
         else:
             sums = self.wires.time("all-reduce", "tp", payload)
             one, other = rows * sums, groups * sums + self.wires.time("all-reduce", "tp", latents, mla is not None)
-        ahead = hidden(one, forward, hides("tp"))
-        if self.stack.overlap.tp:
-            return ahead, hidden(other, backward, hides("tp"))
+        # In pieces behind their own GEMMs: by peer memory, which ends with the node.
+        pieces = hides("tp") if self.wires.by_peers("tp") else 0.0
+        ahead = hidden(one, forward, pieces)
+        if pieces:
+            return ahead, hidden(other, backward, pieces)
         # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
         behind = 0.0 if self.layout.splits_backward else weights
-        return ahead, hidden(other, behind, hides("tp_backward"))
+        share = max(hides("tp_backward"), self.stack.software.tp_backward * (self.stack.overlap.tp > 0))
+        return ahead, hidden(other, behind, share)
 
     def _context(self) -> tuple[float, float]:
         """The exposed exchange of keys and values; a recomputed block exchanges again."""
@@ -258,12 +262,29 @@ class Work:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
         if not self.layout.fully_shards(self.spec):
             return 0.0, 0.0
-        own, share, gather, scatter = self.own, self.stack.hides("zero"), 0.0, 0.0
+        own, share, gather, reduce = self.own, self.stack.hides("zero"), 0.0, 0.0
+        parts = self.stack.unit_parts
+        kind: Kind = "all-reduce" if self.stack.reduces_whole else "reduce-scatter"
         for axis, count in (("zero", own.dense), ("ezero", own.experts)):
             if count:
-                gather += self.wires.time("all-gather", axis, count * self.stack.weight_bytes)
-                scatter += self.wires.time("reduce-scatter", axis, count * self.stack.gradient_bytes)
-        return hidden(gather, forward, share), hidden(gather + scatter, backward, share)
+                gather += self.wires.time("all-gather", axis, count * self.stack.weight_bytes / parts, parts)
+                reduce += self.wires.time(kind, axis, count * self.stack.gradient_bytes / parts, parts)
+        if self.stack.copies_parts:
+            gather += parts * self.wires.reaches["zero"].ranks * self.device.reached.launch
+        again = gather if self.stack.gathers_again and self.layout.recompute == "full" else 0.0
+        behind = max(0.0, backward - self.port)
+        return hidden(gather, forward, share), hidden(again + gather + reduce, behind, share)
+
+    @cached_property
+    def port(self) -> float:
+        """Seconds of a block's backward in which tp or cp holds the node's ports, so that dp cannot."""
+        busy = 0.0
+        if self.layout.tp > 1 and self.wires.across("tp"):
+            payload = float(self.wide * self.tokens * self.spec.hidden)
+            busy += 2 * self.wires.time("all-reduce", "tp", payload)
+        if self._over_ranks is not None and self.wires.across("cp"):
+            busy += self._over_ranks.moving[1]
+        return busy
 
     @property
     def passing_bytes(self) -> float:

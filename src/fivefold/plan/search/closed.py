@@ -63,6 +63,7 @@ class Block(NamedTuple):
 
     forward: float
     backward: float
+    port: float  # seconds of backward in which tp or cp holds the node's ports
     unhidden: float  # seconds that a schedule which splits backward adds: tp has nothing to hide behind
     ends: float
     kept: float
@@ -84,6 +85,7 @@ class Block(NamedTuple):
         return cls(
             forward=block.forward.total,
             backward=block.inputs.total + block.weights.total,
+            port=work.port,
             unhidden=apart.block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             kept=mine,
@@ -146,7 +148,7 @@ class Closed:
         bring = 2 * latency + self.per_block * (stack.weight_bytes + stack.gradient_bytes) * rate
         share = stack.hides("zero")
         exposed = fetch - share * np.minimum(fetch, self.block.forward)
-        exposed = exposed + bring - share * np.minimum(bring, self.block.backward)
+        exposed = exposed + bring - share * np.minimum(bring, np.maximum(0.0, self.block.backward - self.block.port))
         return exposed * self.case.spec.layers / self.of.pp
 
     def _pipeline(self, rank: Array) -> Array:
@@ -170,8 +172,9 @@ class Closed:
         bring = rounds * (latency + self.parameters * stack.gradient_bytes * rate * times)
         fetch = np.where(of.zero > 0, latency + self.parameters * stack.weight_bytes * rate, 0.0)
         share = stack.hides("dp")
-        left = bring - share * np.minimum(bring, self.block.backward * layers / of.pp * rounds)
-        left = left + fetch - share * np.minimum(fetch, self.block.forward * layers / of.pp)
+        free = np.maximum(0.0, self.block.backward - self.block.port)
+        left = bring - share * np.minimum(bring, free * layers / of.pp * rounds)
+        left = left + fetch - stack.hides_weights * np.minimum(fetch, self.block.forward * layers / of.pp)
         return np.where((of.zero == 3) | (of.dp * of.cp == 1), 0.0, left)
 
     def data_links(self) -> tuple[Array, Array]:

@@ -116,7 +116,7 @@ class Replica:
 
     @cached_property
     def wires(self) -> Wires:
-        return Wires(self.device, self.gpus, Layout(tp=self.tp, pp=self.pp))
+        return Wires(self.device, self.gpus, Layout(tp=self.tp, pp=self.pp), start=0.0)  # `collective` adds it
 
     @cached_property
     def _fast(self) -> Wires:
