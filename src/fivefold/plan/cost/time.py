@@ -12,7 +12,6 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.hardware.cluster import Cluster
-from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.plan.cost.experts import Share, plain_layers, stage_share
