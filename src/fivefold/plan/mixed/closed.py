@@ -6,6 +6,7 @@ take on each rank, as far as its own memory goes: the least time in which all ra
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -19,7 +20,7 @@ from fivefold.plan.cost.time import updating
 from fivefold.plan.search.closed import Array, Block, Choices, Closed, Shape
 from fivefold.plan.search.space import Wish
 
-ROUNDS = 20  # of bisection: that time to a millionth
+ROUNDS = 12  # of bisection: that time to a few thousandths of itself
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class MixedClosed:
         found = np.zeros(len(data))
         for stage in range(4):
             at = self.of.zero == stage
-            found[at] = held.state(np.ones(int(at.sum())), 1 / data[at], stage, 2).total
+            one: Any = np.ones(int(at.sum()))
+            found[at] = held.state(one, one / data[at], stage, 2).total
         return found
 
     @cached_property
@@ -100,7 +102,7 @@ class MixedClosed:
         bent = np.array([one.both_ends for one in self.wish.pipelines])[self.of.pipeline[rows]]
         last = np.where(bent, 0, p - 1)
         at = np.arange(len(rows))
-        by_group = np.stack([closed.block.ends[rows] for closed in self.groups], axis=1)
+        by_group = np.stack([np.asarray(closed.block.ends)[rows] for closed in self.groups], axis=1)
         ends[at, last] = by_group[at, np.array(ranks)[last]]
         fixed, per_layer, room = self._memory(rows, ranks, last)
         caps = np.clip(np.floor((room - fixed) / per_layer), 0, layers)
@@ -117,17 +119,20 @@ class MixedClosed:
         """By rank: bytes without any layer, bytes of each layer, and what the device has room for."""
         spec, stack, p = self.wish.case.spec, self.wish.case.stack, len(ranks)
         closed, of, rank = self.groups[0], self.of, np.arange(p)
+        kept, logits, message = (
+            np.asarray(one)[rows, None] for one in (closed.block.kept, closed.block.logits, closed.block.message)
+        )
         chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]
         flying = self._flying(rows, p)
-        per_layer = state * spec.block_parameter_count / tp + closed.block.kept[rows, None] * flying
+        per_layer = state * spec.block_parameter_count / tp + kept * flying
         per_layer = per_layer + self.waiting[rows, None] / chunks
         table = state * spec.vocab * spec.hidden / tp
         is_last = rank[None, :] == last[:, None]
         fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + stack.bucket_bytes
         whole = (closed.block.whole + closed.gathered())[rows, None]
-        moments = np.maximum(whole, closed.block.logits[rows, None] * is_last)
-        messages = (2 + 2 * chunks + flying * chunks) * closed.block.message[rows, None]
+        moments = np.maximum(whole, logits * is_last)
+        messages = (2 + 2 * chunks + flying * chunks) * message
         room = (HEADROOM * self._devices(ranks) - CONTEXT) / (1 + FRAGMENTATION)
         return fixed + moments + messages, per_layer, room[None, :]
 
@@ -159,7 +164,9 @@ def _dealt(each: Array, ends: Array, caps: Array, layers: int) -> tuple[Array, A
     def held(time: Array) -> Array:
         return np.clip(np.floor((time[:, None] - ends) / each), 0, caps)
 
-    low, high = np.zeros(len(each)), (caps * each + ends).max(axis=1)
+    # From what would do if layers could be cut to where the busiest rank has all that it has room for.
+    low = (layers + (ends / each).sum(axis=1)) / (1 / each).sum(axis=1)
+    high = (caps * each + ends).max(axis=1)
     for _ in range(ROUNDS):
         middle = (low + high) / 2
         enough = held(middle).sum(axis=1) >= layers

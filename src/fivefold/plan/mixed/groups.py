@@ -59,10 +59,11 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
         )
     if cut := next((group for group in cluster.groups if group.world // layout.dp % group.gpus), None):
         most = math.gcd(*(group.nodes for group in cluster.groups))
+        near = f"a dp that divides {most}" if most > 1 else "dp=1"
         raise UserError(
             f"{degrees} gives each of its {layout.dp} replicas {cut.world // layout.dp} of the {cut.gpus} GPUs of a "
             f"node of {cut}: ranks of a node have consecutive numbers, and those of a replica too, so a replica takes "
-            f"whole nodes of every kind; nearest: a dp that divides {most}, with more cp, tp or pp"
+            f"whole nodes of every kind; nearest: {near}, with more cp, tp or pp"
         )
     return tuple(at for at, group in enumerate(cluster.groups) for _ in range(group.world // row))
 

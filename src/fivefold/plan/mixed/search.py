@@ -12,15 +12,15 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.time import Case
+from fivefold.plan.cost.time import Case, repeating
 from fivefold.plan.mixed.space import MixedSpace
 from fivefold.plan.mixed.split import divided, refined
 from fivefold.plan.search.option import Option, evaluate
 from fivefold.schedule.catalogue import RECORDS
 
 SURVIVORS, ALIKE = 40, 2  # layouts that are timed exactly, and of a kind
-PATIENCE = 60_000  # (stage, microbatch) pairs of all of them
-REFINED, MOVES = 6, 40  # of the best, the layers of which are moved about; and how often each
+PATIENCE = 40_000  # (stage, microbatch) pairs of all of them, some 10 microseconds each
+REFINED, MOVES = 6, 40  # of the best, the layers of which are moved about; and how often each, within the same patience
 MADE = 1024  # pairs of all schedules that are made for their stages: half a millisecond each
 ROUNDS = 32  # microbatches for each stage, beyond which the ends of a step are too short to gain anything there
 WORTH = 0.999  # of the step with another schedule: what gains less is the same
@@ -33,17 +33,27 @@ def mixed_options(case: Case, every: MixedSpace, fixed: dict[str, Any], by: str)
     spent = 0
     for at in _survivors(every, by):
         one = every.case(case, at)
-        spent += one.layout.stages * min(one.layout.microbatches, 3 * one.layout.pp + 64)
+        spent += _pairs(one.layout)
         if spent > PATIENCE and len(found) >= REFINED:
             break
         found.append(evaluate(divided(one)))
     if by == "memory":
         return found
     best = _best(found)[:REFINED]
-    moved = [evaluate(refined(option.case, MOVES)) for option in best if not option.layout.record.weighs]
+    moved = [_moved(option) for option in best if not option.layout.record.weighs]
     rest = [option for option in found if option not in best or option.layout.record.weighs]
     made = [] if "schedule" in fixed else _made(_best([*moved, *rest]))
     return [*moved, *rest, *made]
+
+
+def _pairs(layout: Layout) -> int:
+    """What is simulated of a layout."""
+    return layout.stages * repeating(layout)
+
+
+def _moved(option: Option) -> Option:
+    moves = min(MOVES, PATIENCE // (REFINED * _pairs(option.layout)))
+    return evaluate(refined(option.case, moves)) if moves else option
 
 
 def _best(options: list[Option]) -> list[Option]:

@@ -6,7 +6,7 @@ refined(case)     # then layer by layer, as long as the simulated step becomes s
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations_with_replacement, islice, permutations
 
 from msgspec import structs
 
@@ -14,7 +14,8 @@ from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint_of
 from fivefold.plan.cost.time import Case, estimate, unsplit
 
 TRIES = 12  # of handing layers on, until all ranks fit
-EVALUATIONS = 200  # of a refinement, at most
+EVALUATIONS = 300  # of a refinement, at most
+FEW = 4  # stages, of which two layers are moved at a time
 
 
 def divided(case: Case) -> Case:
@@ -69,31 +70,32 @@ def with_split(case: Case, layers: Sequence[int]) -> Case:
 
 
 def refined(case: Case, evaluations: int = EVALUATIONS) -> Case:
-    """A case that `divided` made, after moves of single layers between stages that shorten the simulated step."""
+    """A case that `divided` made, after moves of layers between stages that shorten the simulated step: of one layer,
+    and of few stages two at a time where one gains nothing."""
     fits = fitting(case)
     best, seconds, left = case, estimate(case).seconds, evaluations
-    while True:
+    reach = 1
+    while left and reach <= (2 if case.layout.stages <= FEW else 1):
         found = None
-        for other in _moves(best):
-            if left == 0:
-                break
+        for other in islice(_moves(best, reach), left):
             left -= 1
             now = estimate(other).seconds
             if now < seconds * (1 - 1e-9) and (not fits or fitting(other)):
                 found, seconds = other, now
-        if found is None:
-            return best
-        best = found
+        reach, best = (1, found) if found else (reach + 1, best)
+    return best
 
 
-def _moves(case: Case) -> Iterator[Case]:
-    """One layer from one stage to another."""
-    for giver, taker in permutations(range(case.layout.stages), 2):
-        if case.layout.split[giver]:
-            split = list(case.layout.split)
-            split[giver] -= 1
-            split[taker] += 1
-            yield replace(case, layout=structs.replace(case.layout, split=tuple(split)))
+def _moves(case: Case, reach: int) -> Iterator[Case]:
+    """So many layers, each from one stage to another."""
+    pairs, split = list(permutations(range(case.layout.stages), 2)), case.layout.split
+    for moves in combinations_with_replacement(pairs, reach):
+        moved = list(split)
+        for giver, taker in moves:
+            moved[giver] -= 1
+            moved[taker] += 1
+        if min(moved) >= 0 and tuple(moved) != split:
+            yield replace(case, layout=structs.replace(case.layout, split=tuple(moved)))
 
 
 def layers_of(case: Case) -> list[int]:
