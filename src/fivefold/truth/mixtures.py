@@ -1,0 +1,107 @@
+"""Rows of models with experts: their shapes, their routing, and which of a vendor's releases is judged.
+
+Shapes that a row leaves out are those of the preset of its name; notes may give `experts=16 top-k=4 expert_ffn=8192`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.experts import collapsed
+from fivefold.spec.experts import Experts
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import preset
+from fivefold.truth.spelling import Refused, preset_named
+
+NAMES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout|grok"
+GIVEN = r"experts=(?P<count>\d+) top-k=(?P<top_k>\d+) expert_ffn=(?P<ffn>\d+)"
+RELEASE = r"v?(\d+(?:\.\d+)+)"
+SAME = ("seq_len", "gpu", "gpus", "dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "layers")
+
+
+class Values(Protocol):
+    """A row, as far as it matters here."""
+
+    @property
+    def values(self) -> Mapping[str, str]: ...
+    def text(self, column: str) -> str: ...
+    def whole(self, column: str) -> int | None: ...
+
+
+def is_mixture(row: Values) -> bool:
+    return (row.whole("ep") or 1) > 1 or re.search(NAMES, row.text("model"), re.I) is not None
+
+
+def mixture_spec(row: Values, shape: dict[str, Any]) -> ModelSpec:
+    """The row's model; `shape` has the numbers that it gives."""
+    name = row.text("model")
+    if re.search(r"tokendrop|token drop", name, re.I):
+        raise Refused("it drops tokens where an expert has too many, which this planner does not know")
+    if given := re.search(GIVEN, row.text("notes")):
+        numbers = {key: int(value) for key, value in given.groupdict().items()}
+        return ModelSpec(name=name, **shape, experts=Experts(**numbers))
+    known = preset_named(re.sub(r"\(.*?\)", "", name))
+    if known is None:
+        raise Refused(f"{name!r} has experts, and neither a preset of its name nor its notes say how many")
+    spec = structs.replace(preset(known, **shape), name=name)
+    if re.search(r"deepseek-?v3", name, re.I) and "w/o MTP" not in name:
+        # Its recipe trains with one more layer, which predicts a token further ahead, through the same head.
+        spec = structs.replace(spec, layers=spec.layers + 1, vocab=2 * spec.vocab)
+    return spec
+
+
+def with_experts(row: Values, spec: ModelSpec, layout: Layout, divided: bool) -> tuple[ModelSpec, Layout]:
+    """The layout with the row's ep. `divided`: tp divides the experts, too. A part of an expert is then an expert by
+    itself: ep x tp ranks have them, and a token visits all parts of those that it chooses."""
+    ep = row.whole("ep") or 1
+    if divided and layout.tp > 1 and spec.experts is not None:
+        own, tp = spec.experts, layout.tp
+        parts = structs.replace(own, count=own.count * tp, top_k=own.top_k * tp, ffn=own.ffn // tp)
+        return structs.replace(spec, experts=parts), structs.replace(layout, ep=ep * tp)
+    return spec, structs.replace(layout, ep=ep)
+
+
+def imbalance_of(row: Values, spec: ModelSpec, layout: Layout, usual: float) -> float:
+    """The fullest rank against the mean: 1 where routing is forced, as untrained routers have it where notes say that
+    it was real in a run's first steps, and `usual` where nothing is said."""
+    notes = row.text("notes").lower()
+    if "force-balanced" in notes or spec.experts is None:
+        return 1.0
+    if "real routing" in notes:
+        return collapsed(spec.experts, layout.ep)
+    return usual
+
+
+def release(row: Values) -> tuple[int, ...]:
+    found = re.search(RELEASE, row.text("source"))
+    return tuple(map(int, found.group(1).split("."))) if found else ()
+
+
+def older(rows: Iterable[Any]) -> dict[tuple[str, int], int]:
+    """By file and line: rows of mixtures of which a later release ran the same configuration, and that row's line."""
+    newest: dict[tuple[str, ...], Any] = {}
+    found: dict[tuple[str, int], int] = {}
+    for row in rows:
+        if not (is_mixture(row) and release(row)):
+            continue
+        model = re.sub(r"\(.*?\)|[^a-z0-9]", "", row.text("model").lower())
+        narrow = "8" if re.search("8", re.sub("16", "", row.text("precision"))) else "16"
+        vp = str(row.whole("vp") or 1)
+        key = (row.file, model, narrow, vp, "w/o MTP" in row.text("model") and "w/o" or "", *map(row.text, SAME))
+        best = newest.get(key)
+        if best is None or release(row) > release(best):
+            newest[key], row, best = row, best, row
+        if row is not None:
+            found[(row.file, row.line)] = best.line
+    # Of several releases each points to the newest.
+    return {one: _last(found, one) for one in found}
+
+
+def _last(found: dict[tuple[str, int], int], one: tuple[str, int]) -> int:
+    line = found[one]
+    while (one[0], line) in found:
+        line = found[(one[0], line)]
+    return line
