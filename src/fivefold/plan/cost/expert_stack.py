@@ -13,7 +13,7 @@ class ExpertKernels(Struct, frozen=True, kw_only=True):
     kernels: int = 16  # that are launched around the experts' matmuls, in one pass
     host: float = 1.0  # the host's time for a mixture's forward pass, relative to `Software.host`, beside the block's
     wide_router: bool = False  # its product is in float32
-    once: bool = False  # a token travels once to each node that has experts of it, and is copied there
+    once: bool = False  # a token travels once to each rank, and to each node, that has experts of it (DeepEP)
     fused_casts: bool = False  # narrow matmuls' inputs are cast by the kernels that make them
     hides: float = 0.0  # the share of the all-to-alls that another microbatch's compute hides
 

@@ -173,9 +173,9 @@ class Mixture:
         moved = MOVED[stack.pointwise]
         inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
         more = self.rows - self.slots
-        cast = (
-            0.0 if kernels.fused_casts else CAST.get(self.precision, 0.0) * self.rows * sum(k for _, k in self.products)
-        )
+        # Inputs forward and gradients backward, each written as it lies and transposed, once more than it is elsewhere.
+        narrow = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
+        cast = tuple(narrow * self.rows * sum(shape[at] for shape in self.products) for at in (1, 0))
         choice = kernels.scores / 2 * self.routed * self.experts.count
         found = []
         for at in (0, 1):
@@ -183,7 +183,7 @@ class Mixture:
             bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
             bytes_ += kernels.summed[at] * self.slots * self.spec.hidden
             bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
-            found.append(self.device.stream(self.wide / 2 * (bytes_ + cast) + choice, kernels.kernels))
+            found.append(self.device.stream(self.wide / 2 * (bytes_ + cast[at]) + choice, kernels.kernels))
         return found[0], found[1]
 
     @property
@@ -217,20 +217,21 @@ class Mixture:
         return whole / 2, whole / 2
 
     def _trade(self, payload: float) -> float:
-        """Seconds of an all-to-all over ep; where tokens travel once to each node, fewer bytes leave it."""
+        """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
+        leave them: those of several experts are copied where they arrive."""
         reach = self.wires.reaches["ep"]
-        if not self.stack.experts.once or reach.nodes == 1:
+        if not self.stack.experts.once:
             return self.wires.time("all-to-all", "ep", payload)
+        ranks, nodes = (payload * self._visited(many) / self.experts.top_k for many in (reach.ranks, reach.nodes))
+        if reach.nodes == 1:
+            return self.wires.time("all-to-all", "ep", ranks)
         card, reached = self.device.accelerator, self.device.reached
-        copies = payload / (card.inside.bandwidth * reached.inside)
-        return max(
-            copies, self.wires.time("all-to-all", "ep", payload * self._visited(reach.nodes) / self.experts.top_k)
-        )
+        return max(ranks / (card.inside.bandwidth * reached.inside), self.wires.time("all-to-all", "ep", nodes))
 
-    def _visited(self, nodes: int) -> float:
-        """Nodes that a token's experts lie on, on average, where groups of experts keep it to a part of them."""
+    def _visited(self, places: int) -> float:
+        """Ranks, or nodes, that a token's experts lie on, on average; groups of experts keep it to a part of them."""
         own = self.experts
-        open_ = max(1.0, nodes * own.top_groups / own.groups) if own.groups > 1 else float(nodes)
+        open_ = max(1.0, places * own.top_groups / own.groups) if own.groups > 1 else float(places)
         return open_ * (1 - (1 - 1 / open_) ** own.top_k)
 
 

@@ -18,3 +18,12 @@ def copied(spec: ModelSpec, stack: Stack, tp: int) -> float:
 def score_dim(spec: ModelSpec, stack: Stack, head_dim: int, v_dim: int) -> float:
     """The mean of what queries meet keys with and what values have: half of each product's FLOPs."""
     return head_dim if spec.mla is None or stack.pads_values else (head_dim + v_dim) / 2
+
+
+def remade(spec: ModelSpec, tokens: int, tp: int) -> list[tuple[int, int, int]]:
+    """Rows, columns and inner dimension of the products that make heads of latents."""
+    if spec.mla is None:
+        return []
+    mla, heads = spec.mla, spec.heads // tp
+    queries = [(tokens, heads * mla.head_dim, mla.q_rank)] if mla.q_rank else []
+    return [*queries, (tokens, heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)]

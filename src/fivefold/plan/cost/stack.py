@@ -76,6 +76,7 @@ class Stack(Struct, frozen=True, kw_only=True):
     schedules: tuple[str, ...] = ("1f1b", "interleaved")  # that it has
     even: bool = False  # every stage has as many layers, whatever stands at the ends
     stops_early: bool = False  # recompute ends before a block's last product, whose output nothing needs
+    remakes_heads: bool = False  # of latent attention, from their latents in backward, with no other recompute
     pads_values: bool = False  # values of latent attention are padded to the width of the keys
     experts: ExpertKernels = ExpertKernels()
     selective: Selective = "pointwise"  # recompute: all but matmuls; attention's core alone; every other matmul too

@@ -17,7 +17,7 @@ from fivefold.layout.stages import stages_of
 from fivefold.plan.context import methods as context
 from fivefold.plan.cost.experts import Mixture, Share, block_share, dense_gemms
 from fivefold.plan.cost.kernels import Device
-from fivefold.plan.cost.latent import copied, score_dim
+from fivefold.plan.cost.latent import copied, remade, score_dim
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import CAST, MOVED, NARROW, WIDE, Stack
 from fivefold.spec.model import ModelSpec
@@ -212,7 +212,12 @@ class Work:
     def _again(self, forward: Seconds, sent: float) -> float:
         """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
         if self.layout.recompute == "none":
-            return 0.0
+            if not (self.stack.remakes_heads and self.spec.mla):
+                return 0.0
+            made = sum(self._gemm(*shape) for shape in remade(self.spec, self.tokens, self.layout.tp))
+            return made + self.device.stream(
+                self.wide / 2 * self.tokens * copied(self.spec, self.stack, self.layout.tp)
+            )
         if self.layout.recompute == "full":
             stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
             stops = stops and (self.mixture is None or self.mixture.experts.shared > 0)
