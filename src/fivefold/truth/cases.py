@@ -6,6 +6,7 @@ Empty means not published. `status` is ok, oom (ran out of memory), theory, or e
 import csv
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,14 @@ from fivefold.spec.operations import block, head
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
 from fivefold.truth.describe import described, description
+from fivefold.truth.mixtures import (
+    held_parameters,
+    imbalance_of,
+    is_mixture,
+    kernels_of,
+    mixture_spec,
+    with_experts,
+)
 from fivefold.truth.sources import Source
 from fivefold.truth.spelling import Refused, precision_named, preset_named, schedule_named
 
@@ -80,9 +89,6 @@ def read_rows(directory: Path = DATA) -> list[Row]:
     return rows
 
 
-MIXTURES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout|grok"
-
-
 class Measured(NamedTuple):
     """A row with its case; `seconds` and `memory` (bytes) are None where they are not published."""
 
@@ -107,19 +113,30 @@ def measured(row: Row) -> Measured:
         value = row.number(column)
         if row.text(column) and (value is not None and value <= 0):
             raise Refused(f"{column} is {row.text(column)}, and must be above zero")
-    if (row.whole("ep") or 1) > 1 or re.search(MIXTURES, row.text("model"), re.I):
-        raise Refused("a mixture of experts, which the planner does not know yet")
     spec, cluster = spec_of(row, source), cluster_of(row, source)
     known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
     batch = row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1)
     precision = precision_named(row.text("precision"), cluster.groups[0].accelerator)
     case = Case(spec, layout, cluster, _need(row, "seq_len"), batch, precision, stack_of(row, source))
+    if is_mixture(row):
+        if not known:
+            raise Refused("a mixture of experts whose layout is not published")
+        case = _with_experts(row, source, case)
     if not known:
         # The layout is not published: take the planner's.
         case = search(case, top=1, zero=source.zero).best.case
     memory = row.number("peak_mem_gb")
     return Measured(row, source, case, seconds_of(row, source, case), memory and memory * source.memory_unit)
+
+
+def _with_experts(row: Row, source: Source, case: Case) -> Case:
+    """The same with the row's ep, the kernels of its release, and its routing."""
+    spec, layout = with_experts(row, case.spec, case.layout, source.divides_experts)
+    if spec.experts is None:
+        raise Refused(f"ep={layout.ep} deals out experts, and {spec.name} has none")
+    stack = case.stack.but(experts=kernels_of(row, case.stack.experts))
+    return replace(case, spec=spec, layout=layout, stack=stack, imbalance=imbalance_of(row, spec, layout))
 
 
 def _need(row: Row, column: str) -> int:
@@ -143,6 +160,8 @@ SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 def spec_of(row: Row, source: Source) -> ModelSpec:
     """The row's shape; what it leaves out is the model's, if it names one that we know."""
     name, given = row.text("model"), {column: _need(row, column) for column in SHAPE if row.text(column)}
+    if is_mixture(row):
+        return mixture_spec(row, given | {"context": _need(row, "seq_len")})
     known = preset_named(name)
     if known and given.get("hidden", PRESETS[known]["hidden"]) == PRESETS[known]["hidden"]:
         return structs.replace(preset(known, **given, context=_need(row, "seq_len")), name=name)
@@ -176,6 +195,7 @@ def stack_of(row: Row, source: Source) -> Stack:
 
 
 RACK = 72  # GPUs of an NVL72
+FILLED = 64  # of them that runs over several racks take, where experts are dealt out
 
 
 def device_of(name: str) -> Accelerator:
@@ -198,6 +218,8 @@ def cluster_of(row: Row, source: Source) -> Cluster:
     device = structs.replace(device, across=across)
     if device.name.startswith("GB"):
         per_node = RACK  # NVLink joins a rack, whatever counts as a node there
+        if is_mixture(row) and gpus % FILLED == 0:
+            per_node = FILLED  # so that ep lies within a rack
     per_node = min(per_node, gpus)
     return Cluster((Group(-(-gpus // per_node), per_node, device),))
 
@@ -205,7 +227,7 @@ def cluster_of(row: Row, source: Source) -> Cluster:
 def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     dp = row.whole("dp") or max(1, _need(row, "gpus") // (tp * pp * cp))
-    zero = _zero(row, source, spec.parameter_count / (tp * pp))
+    zero = _zero(row, source, held_parameters(spec, tp, _ep(row, source, tp)) / pp)
     zero = min(zero, source.pipelined_zero) if pp > 1 else zero
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
@@ -221,6 +243,11 @@ def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     if balanced and layout.stages > 1:
         return structs.replace(layout, split=_redistributed(spec, layout.stages))
     return structs.replace(layout, split=_even(spec.layers, layout)) if source.stack.even else layout
+
+
+def _ep(row: Row, source: Source, tp: int) -> int:
+    """Ranks that experts are dealt out over, or divided."""
+    return (row.whole("ep") or 1) * (tp if source.divides_experts else 1)
 
 
 def _zero(row: Row, source: Source, parameters: float) -> int:

@@ -22,6 +22,7 @@ from fivefold.support.formatting import counted
 from fivefold.truth.bands import Covered, Residual, band_of, by_source, coverage_of, covered
 from fivefold.truth.cases import DATA, Row, read_rows
 from fivefold.truth.fit import STEPS_WITHOUT
+from fivefold.truth.mixtures import is_mixture
 from fivefold.truth.own import FOLDER, own_memory, own_times
 from fivefold.truth.score import RowScore, evaluate
 from fivefold.truth.truth import Progress, steps
@@ -116,7 +117,7 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
         time, memory = list(_as_shipped(results)), list(_memory(results, {}))
         return CoverageResult(_against(time, known.time), _against(memory, known.memory), known, tuple(time), own=True)
     first = first_sight()
-    runs = [result.run for result in results if result.error is not None and result.run]
+    runs = [result.run for result in results if result.error is not None and result.run and not is_mixture(result.row)]
     tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
     time = []
     for run, seconds in unseen(runs, file_of, tick):

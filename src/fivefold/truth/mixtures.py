@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.experts import collapsed
+from fivefold.plan.cost.expert_stack import FUSED_EXPERTS, ExpertKernels
+from fivefold.plan.cost.experts import block_share, collapsed
 from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -64,15 +65,27 @@ def with_experts(row: Values, spec: ModelSpec, layout: Layout, divided: bool) ->
     return spec, structs.replace(layout, ep=ep)
 
 
-def imbalance_of(row: Values, spec: ModelSpec, layout: Layout, usual: float) -> float:
-    """The fullest rank against the mean: 1 where routing is forced, as untrained routers have it where notes say that
-    it was real in a run's first steps, and `usual` where nothing is said."""
-    notes = row.text("notes").lower()
-    if "force-balanced" in notes or spec.experts is None:
+def imbalance_of(row: Values, spec: ModelSpec, layout: Layout) -> float:
+    """The fullest rank against the mean. Benchmarks force an even load; of a run's first steps, where notes say that
+    routing was real, it is that of routers that send all tokens the same way."""
+    if spec.experts is None or "real routing" not in row.text("notes").lower():
         return 1.0
-    if "real routing" in notes:
-        return collapsed(spec.experts, layout.ep)
-    return usual
+    return collapsed(spec.experts, layout.ep)
+
+
+def kernels_of(row: Values, usual: ExpertKernels) -> ExpertKernels:
+    """Of its release: Megatron-Bridge has others since 26.06, on Blackwell."""
+    new = "Megatron-Bridge" in row.text("source") and release(row) >= (26, 6)
+    return FUSED_EXPERTS if new and re.match(r"G?B[23]00", row.text("gpu")) else usual
+
+
+def held_parameters(spec: ModelSpec, tp: int, ep: int) -> float:
+    """Of a rank that has all layers."""
+    plain, mixed = block_share(spec, tp, ep, True), block_share(spec, tp, ep)
+    blocks = spec.dense_layers * plain.total + (spec.layers - spec.dense_layers) * mixed.total
+    whole = spec.dense_layers * block_share(spec, 1, 1, True).total
+    whole += (spec.layers - spec.dense_layers) * block_share(spec, 1, 1).total
+    return blocks + (spec.parameter_count - whole) / tp
 
 
 def release(row: Values) -> tuple[int, ...]:
@@ -90,7 +103,7 @@ def older(rows: Iterable[Any]) -> dict[tuple[str, int], int]:
         model = re.sub(r"\(.*?\)|[^a-z0-9]", "", row.text("model").lower())
         narrow = "8" if re.search("8", re.sub("16", "", row.text("precision"))) else "16"
         vp = str(row.whole("vp") or 1)
-        key = (row.file, model, narrow, vp, "w/o MTP" in row.text("model") and "w/o" or "", *map(row.text, SAME))
+        key = (row.file, model, narrow, vp, ("w/o MTP" in row.text("model") and "w/o") or "", *map(row.text, SAME))
         best = newest.get(key)
         if best is None or release(row) > release(best):
             newest[key], row, best = row, best, row

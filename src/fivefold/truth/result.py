@@ -35,7 +35,15 @@ class TruthResult(Result):
     @property
     def mean_mape(self) -> float | None:
         """The mean of the sources' mean errors."""
-        return _mean([one.mape for one in self.scores if one.mape is not None])
+        return self._mean_of("mape", experts=False)
+
+    @property
+    def experts_mape(self) -> float | None:
+        """The same of models with experts, of sources that have at least five such rows."""
+        return self._mean_of("mape", experts=True)
+
+    def _mean_of(self, what: str, experts: bool) -> float | None:
+        return _mean([getattr(one, what) or 0.0 for one in self.scores if one.judged and one.experts is experts])
 
     def to_dict(self) -> dict[str, Any]:
         left = self.left_out
@@ -46,6 +54,7 @@ class TruthResult(Result):
             },
             "mean_mape": self.mean_mape,
             "left_out_by_accelerator": self.left_devices,
+            "experts_mape": self.experts_mape,
             "sweeps": {
                 "count": len(self.sweeps),
                 "median_regret": median_regret(self.sweeps),
@@ -92,17 +101,22 @@ class TruthResult(Result):
             worst = one.worst.error if one.worst else None
             cells += [_percent(one.bias, signed=True), _percent(one.null_mape), _percent(worst, signed=True)]
             rows.append(cells + ([_percent(left.get(one.source))] if left else []))
-        timed = [one for one in self.scores if one.mape is not None]
-        null = _percent(_mean([one.null_mape or 0.0 for one in timed]))
-        mean = ["mean of sources", "", "", _percent(self.mean_mape), "", "", null, ""]
+        totals = []
+        for experts, name in ((False, "mean of sources"), (True, "mean of sources, experts")):
+            if (error := self._mean_of("mape", experts)) is not None:
+                null = _percent(self._mean_of("null_mape", experts))
+                without = None if experts else _mean([*left.values()])
+                totals.append([name, "", "", _percent(error), "", "", null, ""])
+                totals[-1] += [_percent(without)] if left else []
         return Table(
             heads + ([">left out"] if left else []),
             rows,
             title="The planner against measured runs",
             caption="timed: rows with a measured time; error: mean absolute error of the step time; null model: the "
-            "error of the best single hardware utilisation per source"
+            "error of the best single hardware utilisation per source; models with experts have lines of their own, "
+            "which count from five rows on"
             + ("; left out: the error under constants fitted without the source" if left else ""),
-            totals=[mean + ([_percent(_mean(list(left.values())))] if left else [])] if timed else [],
+            totals=totals,
         )
 
     @cached_property

@@ -12,6 +12,7 @@ from fivefold.plan.cost.memory import paper
 from fivefold.support.errors import UserError
 from fivefold.truth.cases import Measured, Row, measured
 from fivefold.truth.fit import Constants, predict
+from fivefold.truth.mixtures import is_mixture, older
 from fivefold.truth.spelling import Refused
 
 
@@ -68,9 +69,12 @@ def evaluate(
 ) -> list[RowScore]:
     """Predict every row; one that is no measurement, or that cannot be predicted, gets the reason. `tick` is called
     after each."""
-    results = []
+    results, rows = [], list(rows)
+    later = older(rows)
     for row in rows:
         try:
+            if (row.file, row.line) in later:
+                raise Refused("an earlier release of a configuration that a later one ran, too")
             results.append(_theory(row) if row.status == "theory" else _predicted(row, constants, exact))
         except UserError as error:
             results.append(RowScore(row, refused=str(error)))
@@ -93,10 +97,16 @@ def _predicted(row: Row, constants: Constants | None, exact: bool) -> RowScore:
     if row.status not in ("ok", "oom"):
         raise Refused(f"status {row.status!r} is no measurement")
     run = measured(row)
+    if is_mixture(row):
+        return RowScore(row, run, predict(run, constants, exact) if run.seconds is not None else None)
     needs, memory = footprint(run.case), run.case.on.accelerator.memory
     fits, planned = needs.total <= memory, needs.total <= HEADROOM * memory
     seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
     return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
+
+
+EXPERTS = ", experts"  # of the name of a line with models that have some
+FEW = 5  # of their rows: a line that has fewer is shown, and is no part of a mean
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,15 @@ class Score:
     oom_right: float | None
     oom_precision: float | None
     oom_recall: float | None
+
+    @property
+    def experts(self) -> bool:
+        return self.source.endswith(EXPERTS)
+
+    @property
+    def judged(self) -> bool:
+        """Whether it is part of a mean."""
+        return self.mape is not None and not (self.experts and self.timed < FEW)
 
     def to_dict(self) -> dict[str, Any]:
         worst = {"row": self.worst.row.where, "error": self.worst.error} if self.worst else None
@@ -155,9 +174,15 @@ def score(source: str, results: Sequence[RowScore]) -> Score:
 
 
 def scores(results: Sequence[RowScore]) -> list[Score]:
-    """One per source, which is one per file."""
-    files = dict.fromkeys(result.row.file for result in results)
-    return [score(name, [result for result in results if result.row.file == name]) for name in files]
+    """One per source, which is one per file; models with experts are lines of their own."""
+    lines: dict[str, list[RowScore]] = {}
+    for result in results:
+        lines.setdefault(line_of(result.row), []).append(result)
+    return [score(name, mine) for name, mine in lines.items()]
+
+
+def line_of(row: Row) -> str:
+    return f"{row.file}{EXPERTS}" if is_mixture(row) else row.file
 
 
 def null_error(runs: Sequence[Measured]) -> float:

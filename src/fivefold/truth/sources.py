@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from fivefold.layout.layout import ContextKind, Recompute
+from fivefold.plan.cost.expert_stack import PLAIN_EXPERTS
 from fivefold.plan.cost.stack import Attention, Overlap, Stack
 from fivefold.plan.cost.systems import (
     ALEPH,
@@ -51,6 +52,7 @@ class Source(Struct, frozen=True, kw_only=True):
     memory_unit: float = 1e9  # bytes of a published GB
     ports: float = 1.0  # of a node's network, relative to the catalogue's
     vocab: int = 0  # where the row does not say
+    divides_experts: bool = False  # tp divides experts, as it does all else
     untied: bool = False  # of GPT-like models: the head is a table of its own
     balanced_if: str = ""  # a word in `notes`: layers are dealt out so that embedding and head weigh as layers do
     assumed: bool = False  # nobody said so: by accelerator, or by a word of the row
@@ -141,6 +143,12 @@ SOURCES = (
         stack=NEMO.but(name="Megatron-Core 0.8", attention="flash2", gradient_bytes=4),
         chunks=64,
     ),
+    replace(
+        NVIDIA,
+        match=r"DGXC",
+        why=f"{NVIDIA.why}; Grok-1 on 512 GPUs without pp fits only where tp divides its experts, too",
+        divides_experts=True,
+    ),
     NVIDIA,
     replace(
         EARLY,
@@ -171,7 +179,7 @@ SOURCES = (
         ANY,
         match=r"LAER-MoE",
         why="its artifact: Megatron with distributed optimizer and overlap, on A100s with FlashAttention 2",
-        stack=NEMO.but(name="Megatron-Core on A100", attention="flash2", gradient_bytes=4),
+        stack=NEMO.but(name="Megatron-Core on A100", attention="flash2", gradient_bytes=4, experts=PLAIN_EXPERTS),
     ),
     Source(
         match=r"InternEvo",

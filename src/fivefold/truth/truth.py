@@ -11,6 +11,7 @@ from statistics import fmean
 from fivefold.support.errors import UserError
 from fivefold.truth.cases import DATA, Measured, Row, measured, read_rows
 from fivefold.truth.fit import STEPS, STEPS_WITHOUT, Whole, fit
+from fivefold.truth.mixtures import is_mixture
 from fivefold.truth.result import TruthResult
 from fivefold.truth.score import evaluate
 from fivefold.truth.unseen import Unseen, by_accelerator, by_source, unseen
@@ -54,7 +55,8 @@ def _runs(every: list[Row]) -> list[Measured]:
     runs: list[Measured] = []
     for row in every:
         with suppress(UserError):
-            runs += [measured(row)] if row.status == "ok" else []
+            # Constants are those of dense models: what experts add has none that is fitted.
+            runs += [measured(row)] if row.status == "ok" and not is_mixture(row) else []
     return runs
 
 

@@ -1,6 +1,7 @@
 """The systems behind published runs, as stacks: which kernels they have and what they overlap, as far as they say."""
 
 from fivefold.hardware.accelerators import Accelerator
+from fivefold.plan.cost.expert_stack import MEGATRON_EXPERTS
 from fivefold.plan.cost.stack import FIVEFOLD, ON_CPUS, Overlap, Stack
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
@@ -52,6 +53,8 @@ NEMO = Stack(
     host_step=0.02,  # timers, logging, and a gradient norm that the host waits for
     gradient_bytes=2,  # its recipes for speed set grad_reduce_in_fp32=False
     logit_bytes=EAGER_LOGITS,
+    experts=MEGATRON_EXPERTS,
+    remakes_heads=True,  # its recipes' mla_up_proj
 )
 # Megatron-Core with Transformer Engine and none of the flags for overlap.
 MEGATRON_CORE = NEMO.but(

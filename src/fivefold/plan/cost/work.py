@@ -144,6 +144,8 @@ class Work:
         """Seconds in which the host launches a block's passes, forward and backward."""
         own = self.device.reached.host if self.stack.computes_itself else 0.0
         pace = own or self.stack.host * self.stack.software.host
+        if self.mixture is not None and self.stack.experts.graphs:
+            return 0.0
         if self.mixture is not None:
             pace += (own or self.stack.software.host) * self.stack.experts.host
         return (self._forwards + 1) * pace
