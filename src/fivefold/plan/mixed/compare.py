@@ -120,19 +120,22 @@ def compare(
     """Time a step of every schedule, with layers divided evenly and by speed.
 
     `layout` has the degrees, microbatches and recompute that all of them share; without one it is the planner's choice
-    for 1F1B. `slower` makes the second half of a cluster of like nodes that many times slower, one table for each.
+    for 1F1B, with the groups in the order that suits it. `slower` makes the second half of a cluster of like nodes
+    that many times slower, one table for each.
     """
     case = question(model, cluster, changes, batch, seq, precision, software)
     clusters = _clusters(case.cluster, slower)
+    if layout is None:  # the planner's, and the order of the groups that it belongs to
+        best = search(replace(case, cluster=clusters[-1][1]), top=1, schedule="1f1b").best
+        layout = best.layout
+        clusters = clusters if slower else [(None, best.case.cluster)]
     base = _base(replace(case, cluster=clusters[-1][1]), layout)
     rows = [row for factor, machines in clusters for row in _rows(replace(base, cluster=machines), factor, schedules)]
     return MixedSchedules(base, tuple(rows))
 
 
-def _base(case: Case, layout: str | Layout | None) -> Case:
+def _base(case: Case, layout: str | Layout) -> Case:
     """The layout into which schedules and splits are put."""
-    if layout is None:
-        layout = search(case, top=1, schedule="1f1b").best.layout
     found = Layout.parse(layout) if isinstance(layout, str) else layout
     plain = structs.replace(found, schedule="1f1b", chunks=0, split=())
     if problems := plain.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch):
