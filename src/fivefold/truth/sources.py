@@ -20,6 +20,7 @@ from fivefold.plan.cost.systems import (
     MEGATRON_2022,
     MEGATRON_2023,
     MEGATRON_CORE,
+    NANOTRON,
     NEMO,
     SYSTEMS,
     TITAN,
@@ -235,6 +236,7 @@ USUAL: dict[str, Source] = {
     "internevo": Source(why="", stack=INTERNEVO, zero=1),
     "aleph-alpha": Source(why="", stack=ALEPH, zero=1),
     "llm-foundry": Source(why="", stack=FOUNDRY, zero=3),
+    "nanotron": Source(why="", stack=NANOTRON, zero=1, sp=True),
     "xla": Source(why="", stack=XLA, zero=3, sp=True),
 }
 
@@ -244,7 +246,8 @@ WORDS = (
     (r"torchtitan|fsdp2", "torchtitan"),
     (r"internevo|internlm", "internevo"),
     (r"zero.?bubble|sail-sg", "zero-bubble"),
-    (r"megatron-?deepspeed|deepspeed", "megatron-deepspeed"),
+    (r"nanotron|ultra-?scale", "nanotron"),
+    (r"megatron-?deepspeed|deepspeed|gpt-?neox", "megatron-deepspeed"),
     (r"llm-foundry|mosaic|fsdp|accelerate|huggingface", "llm-foundry"),
     (r"megatron-?core|mcore|transformer engine", "megatron-core"),
 )

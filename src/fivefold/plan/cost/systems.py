@@ -117,6 +117,20 @@ TITAN = Stack(
     peak_logit_bytes=14,  # bf16, float32, log-probabilities, gradient
     keeps_ends=True,  # FSDP2's root does not reshard after forward
 )
+# Hugging Face's nanotron (its llama.py, parallel/ and optim/): eager but for FlashAttention 2 and a Triton norm; bf16
+# gradients are added to float32 ones by a kernel of their own and reduced behind the last backward; ZeRO 1 gathers the
+# new weights before the next step; tp's collectives run behind the weights' gradients.
+NANOTRON = Stack(
+    name="nanotron",
+    attention="flash2",
+    pointwise="eager",
+    overlap=Overlap(tp_backward=1, dp=1, waits=True),
+    order=MEGATRON_ORDER,
+    host=0.5,
+    host_step=0.02,
+    accumulate_bytes=10,
+    logit_bytes=EAGER_LOGITS,
+)
 XLA = Stack(
     name="Pathways, XLA",
     attention="fused",
@@ -141,6 +155,7 @@ SYSTEMS: dict[str, Stack] = {
     "internevo": INTERNEVO,
     "aleph-alpha": ALEPH,
     "llm-foundry": FOUNDRY,
+    "nanotron": NANOTRON,
     "xla": XLA,
 }
 
