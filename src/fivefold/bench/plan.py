@@ -24,6 +24,7 @@ class Question(NamedTuple):
 QUESTIONS = (
     Question("llama3-8b", "8xH100", 8192, 128, 1.0),
     Question("llama3-70b", "8x8xH100", 8192, 512, 5.0),
+    Question("llama3-70b", "2x8xH100+2x8xA100", 8192, 512, 5.0),
     Question("llama3-405b", "2048x8xH100", 8192, 2048, 5.0),
     Question("llama3-405b", "2048x8xH100", 131072, 128, 5.0),
 )
