@@ -14,7 +14,7 @@ from msgspec import structs
 
 from fivefold.plan.interval import SHARE, Band, Traits
 
-PRIOR = 6  # sources: a trait's factor is drawn to 1 as by so many that have none
+PRIOR = 12  # sources: a trait's factor is drawn to 1 as by so many that have none; with fewer, less is held
 HALF = 0.5  # slow and fast errors have widths of their own, drawn halfway to each other
 
 
