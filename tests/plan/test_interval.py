@@ -37,13 +37,13 @@ def test_the_shipped_widths_are_believable() -> None:
 
 
 def test_a_case_is_of_a_kind() -> None:
-    assert traits(case()) == {"system": "fused", "device": "known", "size": "below 10B", "scale": "one node"}
+    kind = {"system": "fused", "device": "known", "model": "dense", "size": "below 10B", "scale": "one node"}
+    assert traits(case()) == kind
     assert traits(case("H200"))["system"] == "calibrated"
     assert traits(case("H200", software="nemo"))["system"] == "fused"
     assert traits(case("8xMI300X"))["device"] == "guess"
-    assert traits(case("8x8xH100", "llama3-70b")) | {"system": "", "device": ""} == {
-        "system": "", "device": "", "size": "10B and more", "scale": "up to 512 GPUs",
-    }  # fmt: skip
+    assert traits(case("8x8xH100", "llama3-70b")) == kind | {"size": "10B and more", "scale": "up to 512 GPUs"}
+    assert traits(case("8x8xH100", "mixtral-8x7b"))["model"] == "experts"
     assert traits(case("128x8xH100"))["scale"] == "more than 512 GPUs"
     known = {name: set(levels) for name, levels in bands().time.factors.items()}
     assert all(level in known[name] for name, level in traits(case()).items())

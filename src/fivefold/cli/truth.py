@@ -56,7 +56,7 @@ def truth(
 
       fivefold truth --coverage
 
-      fivefold truth --sweeps
+      fivefold truth --sweeps --leave-out
 
       fivefold truth --fit --write
     """
@@ -90,13 +90,13 @@ def _by_itself(
     from fivefold.truth.sweeps import sweeps as comparing
 
     name = "--coverage" if coverage else "--sweeps"
-    if given := [option for option, value in {**others, "--sweeps": coverage and sweeps}.items() if value]:
+    leave_out = bool(others["--leave-out"]) and not coverage
+    others |= {"--sweeps": coverage and sweeps, "--leave-out": others["--leave-out"] and coverage}
+    if given := [option for option, value in others.items() if value]:
         raise UserError(f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out")
     with counting_bar() as progress:
-        if not coverage:
-            show(comparing(data, progress=progress), as_json)
-            return
-        found = ranges(data, progress=progress)
-    if write:
-        found.write()
+        held = ranges(data, progress=progress) if coverage else None
+        found = held or comparing(data, leave_out=leave_out, progress=progress)
+    if held and write:
+        held.write()
     show(found, as_json)

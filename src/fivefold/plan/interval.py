@@ -85,6 +85,7 @@ def traits(case: Case) -> Traits:
     return {
         "system": _system(case),
         "device": "guess" if guess else "known",
+        "model": "dense" if case.spec.experts is None else "experts",
         "size": "10B and more" if case.spec.parameter_count >= LARGE else "below 10B",
         "scale": "one node" if nodes == 1 else f"up to {FAR} GPUs" if world <= FAR else f"more than {FAR} GPUs",
     }

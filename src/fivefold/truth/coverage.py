@@ -6,7 +6,7 @@ coverage("my-runs").mean   # of one's own runs, against the range that plans pri
 
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,7 @@ from fivefold.truth.cases import DATA, Row, read_rows
 from fivefold.truth.fit import STEPS_WITHOUT
 from fivefold.truth.mixtures import is_mixture
 from fivefold.truth.own import FOLDER, own_memory, own_times
-from fivefold.truth.score import RowScore, evaluate
+from fivefold.truth.score import FEW, RowScore, evaluate, line_of
 from fivefold.truth.truth import Progress, steps
 from fivefold.truth.unseen import by_source as file_of
 from fivefold.truth.unseen import unseen
@@ -116,10 +116,11 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
         known = bands()
         time, memory = list(_as_shipped(results)), list(_memory(results, {}))
         return CoverageResult(_against(time, known.time), _against(memory, known.memory), known, tuple(time), own=True)
-    first = first_sight()
-    runs = [result.run for result in results if result.error is not None and result.run and not is_mixture(result.row)]
+    first, timed = first_sight(), [result for result in results if result.error is not None]
+    runs = [result.run for result in timed if result.run and not is_mixture(result.row)]
     tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
-    time = []
+    # No constant is fitted to what experts add.
+    time = list(_enough(_as_shipped([result for result in timed if is_mixture(result.row)])))
     for run, seconds in unseen(runs, file_of, tick):
         then = first.get(_key(run.row))
         there = traits(run.case) | ({"device": then["device"]} if then else {})
@@ -149,7 +150,13 @@ def _key(row: Row) -> tuple[str, int]:
 def _as_shipped(results: Sequence[RowScore]) -> Iterator[Residual]:
     for result in results:
         if result.error is not None and result.run:
-            yield Residual(result.row.file, -math.log1p(result.error), traits(result.run.case))
+            yield Residual(line_of(result.row), -math.log1p(result.error), traits(result.run.case))
+
+
+def _enough(residuals: Iterable[Residual]) -> Iterator[Residual]:
+    """Of lines that have enough rows to be judged."""
+    for rows in by_source(list(residuals)).values():
+        yield from rows if len(rows) >= FEW else ()
 
 
 def _memory(results: Sequence[RowScore], first: dict[tuple[str, int], dict[str, str]]) -> Iterator[Residual]:

@@ -20,7 +20,7 @@ from fivefold.spec.presets import preset
 from fivefold.truth.bands import Residual
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-CPUS = {"system": "CPUs", "device": "known", "size": "below 10B", "scale": "one node"}
+CPUS = {"system": "CPUs", "device": "known", "model": "dense", "size": "below 10B", "scale": "one node"}
 
 
 class Step(NamedTuple):

@@ -4,7 +4,7 @@ sweeps().mean("planner"), sweeps().mean("least, tp")
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 from fivefold.layout.layout import Layout
 from fivefold.report import Block, Result, Table, Text
 from fivefold.truth.cases import DATA, Measured, read_rows
+from fivefold.truth.fit import STEPS_WITHOUT
+from fivefold.truth.mixtures import is_mixture
 from fivefold.truth.score import Choice, choices, evaluate
 from fivefold.truth.truth import Progress, steps
+from fivefold.truth.unseen import by_source, unseen
 
 NEAR = 0.03  # of the best: within the noise of measured runs
 RECOMPUTES = ("none", "selective", "full")
@@ -145,10 +148,22 @@ class SweepsResult(Result):
         return Table(heads, rows, title="Slower than the best measured layout", caption=caption)
 
 
-def sweeps(data: str | Path | None = None, *, progress: Progress = lambda done, total, what: None) -> SweepsResult:
-    """Every sweep of a directory of measured runs, by default of those that come with the package."""
+def sweeps(
+    data: str | Path | None = None,
+    *,
+    leave_out: bool = False,
+    progress: Progress = lambda done, total, what: None,
+) -> SweepsResult:
+    """Every sweep of a directory of measured runs, by default of those that come with the package. `leave_out`: the
+    planner then chooses with constants that were fitted without the sweep's source."""
     every = read_rows(Path(data) if data else DATA)
-    return SweepsResult(tuple(choices(evaluate(every, tick=steps(progress, "predicting", len(every))))))
+    results = evaluate(every, tick=steps(progress, "predicting", len(every)))
+    if leave_out:
+        runs = [one.run for one in results if one.run and one.error is not None and not is_mixture(one.row)]
+        tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
+        anew = {(run.row.file, run.row.line): seconds for run, seconds in unseen(runs, by_source, tick)}
+        results = [replace(one, seconds=anew.get((one.row.file, one.row.line), one.seconds)) for one in results]
+    return SweepsResult(tuple(choices(results)))
 
 
 def regret_of(sweep: Choice, rule: Rule) -> float:
