@@ -94,11 +94,11 @@ class Device:
         return moved / self.bandwidth + kernels * self.reached.launch
 
     def attention(
-        self, kernel: Attention, batch: int, heads: int, head_dim: int, queries: int, keys: float
+        self, kernel: Attention, batch: int, heads: int, head_dim: float, queries: int, keys: float
     ) -> tuple[float, float]:
         """Seconds forward and backward. Each query sees `keys` keys on average: half of the sequence, if causal."""
         if kernel in UNFUSED:
-            return self._unfused(kernel, batch, heads, head_dim, queries, round(2 * keys))
+            return self._unfused(kernel, batch, heads, round(head_dim), queries, round(2 * keys))
         share = getattr(self.reached, kernel) * (NARROW_HEAD if head_dim <= 64 else 1.0)
         tiles = batch * heads * math.ceil(queries / self.tile)
         filled = tiles / (math.ceil(tiles / self.reached.units) * self.reached.units)
