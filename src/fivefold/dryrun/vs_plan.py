@@ -1,12 +1,14 @@
 """A dry run's figures beside the planner's. Neither knows the other: where they agree, both are right, or both
 are wrong in the same way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.collective_cost import Traffic
+from fivefold.layout.stages import stages_of
+from fivefold.plan.cost.dispatch import Rows, even_rows
 from fivefold.plan.cost.executed import rank_flops
 from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.plan.cost.memory import state_of
@@ -72,16 +74,17 @@ class RankVsPlan:
         }
 
 
-def vs_plan(job: Job, dry: "RankRun", cluster: Cluster) -> RankVsPlan:
-    """What the planner says of the rank that was run."""
+def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) -> RankVsPlan:
+    """What the planner says of the rank that was run, which got `imbalance` times the mean of the tokens."""
     seat, layout, seq, batch = Seat.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
-    case = case_of(job, cluster)
+    case = replace(case_of(job, cluster), imbalance=imbalance)
     room = footprint_of(case, seat.pp)
     state = state_of(job.model, layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=seq)
-    flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp)
-    late = room.lazy and room.gradients > 0  # the peak is where all gradients are, and little else
+    rows = _rows(job, seat, imbalance)
+    flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp, rows=rows)
+    late = room.late > 0 and room.late + room.after > room.working  # the peak is where all gradients are
     working = room.after if late else room.working
-    peak = state.total - (state.gradients if room.lazy and not late else 0.0) + working
+    peak = state.total - (0.0 if late else room.late) + working
     figures = (
         Figure("parameters", dry.parameters, state.parameters, "GB"),
         Figure("gradients", dry.gradients, state.gradients, "GB"),
@@ -91,5 +94,16 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster) -> RankVsPlan:
         Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
     )
     balances = job.train.balance_loss > 0
-    planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat, balance_loss=balances)
+    planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat, balance_loss=balances, rows=rows)
     return RankVsPlan(dry, room, figures, tuple(planned), {axis: layout.size(axis) for axis in layout.table})
+
+
+def _rows(job: Job, seat: Seat, imbalance: float) -> Rows | None:
+    """What experts are sent and get, as it was stated."""
+    spec, layout, seq = job.model, job.layout, job.data.seq
+    if spec.experts is None:
+        return None
+    stages = stages_of(spec, layout, seq)
+    layers = [layer for number in layout.placement.of_rank[seat.pp] for layer in stages[number].layers]
+    tokens = job.train.batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
+    return even_rows(spec, layout, tokens, [n for n in layers if not spec.dense(n)], seat.tp, imbalance)

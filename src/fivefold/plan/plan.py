@@ -115,7 +115,6 @@ def simulate(
 
 def case_of(job: Job, cluster: Cluster) -> Case:
     """The job, as the planner asks."""
-    refuse_unplanned(job.model)
     precision = precision_of(job.train.dtype)
     stack = FIVEFOLD.optimizing_with(job.optimizer).computing_in(precision)
     return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
@@ -123,6 +122,7 @@ def case_of(job: Job, cluster: Cluster) -> Case:
 
 def as_it_stands(job: Job, cluster: Cluster) -> Option:
     """A job's own layout on a cluster."""
+    refuse_unplanned(job.model)
     case = case_of(job, cluster)
     for group in cluster.groups:
         group.accelerator.rate(case.precision)  # raises with the rates that there are

@@ -46,10 +46,11 @@ class Share(NamedTuple):
 @lru_cache(maxsize=4096)
 def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> Share:
     """Of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided them."""
-    layer = 0 if dense else spec.layers - 1
-    whole = sum(one.size for one in spec.block_parameters(layer))
-    of_experts = sum(one.size for one in spec.block_parameters(layer) if one.experts)
-    return Share((whole - of_experts) / tp, of_experts / ep)
+    every = list(spec.block_parameters(0 if dense else spec.layers - 1))
+    of_experts = sum(one.size for one in every if one.experts)
+    # Routers, and linears to latents, are whole on every rank.
+    whole = sum(one.size for one in every if one.kind != "norm" and one.tp in ("whole", "tokens"))
+    return Share(whole + (sum(one.size for one in every) - of_experts - whole) / tp, of_experts / ep)
 
 
 @lru_cache(maxsize=4096)

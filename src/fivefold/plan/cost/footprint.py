@@ -8,16 +8,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
-from msgspec import structs
-
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
 from fivefold.layout.stages import Stage
-from fivefold.plan.cost.activations import Kept, kept, put_off
-from fivefold.plan.cost.kernels import times
+from fivefold.plan.cost.activations import Kept
+from fivefold.plan.cost.block_memory import (
+    BlockMemory,
+    Need,
+    backward,
+    block_of,
+    bucketed,
+    first_backward,
+    in_flight,
+    kept_by,
+    made_late,
+    plain,
+)
+from fivefold.plan.cost.kernels import plus, times
 from fivefold.plan.cost.memory import Accounting, State
 from fivefold.plan.cost.stack import Stack
-from fivefold.plan.cost.time import Case, message, repeating, stage_parameters
+from fivefold.plan.cost.time import Case, message, repeating, share_of
 from fivefold.schedule.actions import FORWARD
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
@@ -39,7 +49,7 @@ class Footprint:
     transient: float  # bytes of that moment alone: logits; a block made again; gathered weights, gradients on their way
     buffers: float  # messages and exchanges
     margin: float
-    lazy: bool = False  # no gradient exists while the activations do
+    late: float = 0.0  # bytes of gradients that do not exist while the activations do
     after: float = 0.0  # bytes of the moments in which they all do, at the end of the first backward pass
 
     @property
@@ -50,9 +60,7 @@ class Footprint:
     @property
     def gradients(self) -> float:
         """Gradients at the peak; where they come after it, the bytes by which they exceed what the peak had."""
-        if not self.lazy:
-            return self.state.gradients
-        return max(0.0, self.state.gradients + self.after - self.working)
+        return self.state.gradients - self.late + max(0.0, self.late + self.after - self.working)
 
     @property
     def allocated(self) -> float:
@@ -90,16 +98,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     layout, stack, spec = case.layout, case.stack, case.spec
     mine = layout.placement.of_rank[rank]
     stages = [case.stages[number] for number in mine]
-    count = sum(stage_parameters(spec, stage) for stage in stages) / layout.tp
-    held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
-    shards = layout.size("zero")
-    state = held.state(count, count / shards, layout.zero, shards * layout.replicate)
-    block = kept(spec, layout, stack, case.samples, case.seq, case.work.wide)
+    blocks = {dense: block_of(case, dense) for dense in {plain(spec, n) for stage in stages for n in stage.layers}}
     schedule = case.schedule(repeating(layout))
     flying = schedule.in_flight[rank]
-    layers = sum(flying[number] * len(case.stages[number].layers) for number in mine)
-    moments = dict(_moments(case, stages, block))
-    moment, transient = max(moments.items(), key=lambda one: one[1])
     last, waiting = next((number for number in mine if case.stages[number].last), None), 0.0
     if last is not None and stack.one_pass:  # what microbatches leave at the head for their backward passes
         states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
@@ -109,60 +110,72 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     # Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk.
     messages = 2 + 2 * layout.chunks if layout.pp > 1 else 0
     buffers = stack.bucket_bytes + (messages + outputs) * message(case)
-    # Buckets are there from the start; without them, gradients are made by the first backward pass.
-    unbucketed = shards * layout.replicate == 1 or layout.zero == 3
     # Where no forward pass follows the rank's first backward, the most is held before there are gradients.
     kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
-    lazy = stack.lazy_gradients and layout.chunks == 1 and unbucketed and FORWARD not in kinds
+    lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
+    moments = dict(_moments(case, stages, blocks, lazy))
+    moment, (transient, made) = max(moments.items(), key=lambda one: sum(one[1]))
+    usual = moments["a block's backward"].bytes
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
-    after = moments["a block's backward"] + buffers + times(block, waits * len(stages[0].layers)).total
-    flying_now = times(block, layers)._replace(head=waiting)
-    found = Footprint(rank, state, flying_now, moment, transient, buffers, 0.0, lazy, after)
+    parts = _states(case, stages)
+    late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
+    if spec.experts is not None and layout.zero < 3:
+        usual = first_backward(case, stages[0], blocks)
+    after = usual + buffers + times(kept_by(spec, stages[0], blocks), waits).total
+    each = [times(kept_by(spec, case.stages[number], blocks), flying[number]) for number in mine]
+    flying_now = plus(*each)._replace(head=waiting)
+    found = Footprint(rank, plus(*parts.values()), flying_now, moment, transient, buffers, 0.0, late - made, after)
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 
-def _moments(case: Case, stages: list[Stage], block: Kept) -> Iterator[tuple[str, float]]:
+def _states(case: Case, stages: list[Stage]) -> dict[str, State]:
+    """Of a rank with these stages, by the axis that ZeRO divides it over: what tp divides, and its experts."""
+    layout, stack, share = case.layout, case.stack, share_of(case, stages)
+    held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+    copies = max(layout.size("data"), layout.size("edp") if share.experts else 1)
+    found = {}
+    for axis, count in zip(("zero", "ezero"), share, strict=True):
+        # FSDP2 keeps masters alone of all parameters, also of experts that no other rank has.
+        ranks = copies if layout.zero == 3 else layout.size(axis)
+        found[axis] = held.state(count, count / layout.size(axis), layout.zero if ranks > 1 else 0, ranks)
+    return found
+
+
+def _moments(
+    case: Case, stages: list[Stage], blocks: dict[bool, BlockMemory], lazy: bool
+) -> Iterator[tuple[str, Need]]:
     """Bytes on top of the activations in flight, at the moments that can be the worst of a step."""
     spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
     table, wide = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
-    plain = structs.replace(layout, recompute="none")
-    again = kept(spec, plain, stack, case.samples, case.seq, work.wide).total - block.total
-    passing = work.passing_bytes + work.exchange_bytes
     here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
     ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
     # The gathered ends, and the head's gradient, wait for the end of the backward pass.
     kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
-    rest = put_off(spec, layout, work.tokens, work.wide) if layout.pp > 1 and case.splits else 0.0
-    # Where a backward pass is split, blocks behind wait for their weights' gradients, with more than recompute kept.
-    waiting = max(0, max(len(stage.layers) for stage in stages) - 1) * max(0.0, rest - block.total)
-    yield (
-        "a block's backward",
-        again + passing + waiting + kept_ends + _gathered(case, work.block_parameters, block.total),
-    )
+    worst = max((backward(case, stage, blocks, lazy) for stage in stages), key=sum)
+    yield "a block's backward", worst._replace(bytes=worst.bytes + kept_ends)
     if spec.vocab > 1 and last:
-        block_left = work.block_parameters * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
+        final = blocks[plain(spec, spec.layers - 1)]
+        block_left = final.share.total * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
         around = 4.0 * spec.hidden * work.tokens / (layout.tp if layout.sp else 1) + ends + block_left
-        yield "the loss", around + loss_held(spec, layout, stack, work.tokens)
+        yield "the loss", Need(around + loss_held(spec, layout, stack, work.tokens))
         if layout.zero == 2 and layout.size("data") > 1:
-            # Its sum is under way while the last block's backward makes the next.
-            flying = again + passing + work.block_parameters * wide
-            yield "the head's gradient", table * wide + max(table * stack.weight_bytes + around, flying)
+            yield "the head's gradient", _summed_head(case, final, table, around, lazy)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
-        own = len(stages[0].layers) * max(0.0, block.total - rest)
+        kinds = [blocks[plain(spec, layer)] for layer in stages[0].layers]
+        own = sum(max(0.0, one.kept.total - one.rest) for one in kinds)
         flying = wide * table if layout.zero == 2 and layout.size("data") > 1 else 0.0
-        yield "the embedding's gradient", stack.weight_bytes * table + flying - own
+        yield "the embedding's gradient", Need(stack.weight_bytes * table + flying - own)
 
 
-def _gathered(case: Case, parameters: float, block: float) -> float:
-    """Of blocks: ZeRO 3's weights of two and sums of one; ZeRO 2's gradients of one, or of two once the first
-    one's activations are gone."""
-    if case.layout.size("data") == 1 or case.layout.zero < 2:
-        return 0.0
-    one = parameters * case.stack.gradient_bytes
-    if case.layout.zero == 2:
-        return max(one, 2 * one - block)
-    return parameters * (2 * case.stack.weight_bytes + case.stack.gradient_bytes)
+def _summed_head(case: Case, final: BlockMemory, table: float, around: float, lazy: bool) -> Need:
+    """ZeRO 2: the sum of the head's gradient is under way while the last block's backward makes the next."""
+    stack, found = case.stack, [Need(table * case.stack.weight_bytes + around)]
+    for one in final.moments:
+        flying = in_flight(case, final.share, one)
+        found.append(Need(one.bytes + flying, made_late(case, final, one) if lazy else 0.0))
+    worst = max(found, key=sum)
+    return worst._replace(bytes=worst.bytes + table * stack.gradient_bytes)
 
 
 def loss_held(spec: ModelSpec, layout: Layout, stack: Stack, tokens: int) -> float:

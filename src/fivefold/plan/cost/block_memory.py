@@ -1,0 +1,143 @@
+"""Bytes of one kind of block on one rank: what a microbatch keeps in it, and the moments of its backward pass.
+
+blocks = {dense: block_of(case, dense) for dense in (True, False)}      # a model with experts has two kinds
+backward(case, stage, blocks)                                           # the worst moment of a stage's
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from msgspec import structs
+
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import Stage
+from fivefold.plan.cost.activations import Kept, kept, put_off
+from fivefold.plan.cost.expert_memory import MixtureMemory
+from fivefold.plan.cost.experts import Share
+from fivefold.plan.cost.kernels import plus, times
+from fivefold.plan.cost.time import Case
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import head
+
+
+class Moment(NamedTuple):
+    """Of a block's backward pass: bytes beside what is kept, and which of its gradients exist."""
+
+    bytes: float
+    dense: bool = False
+    experts: bool = False
+
+
+class BlockMemory(NamedTuple):
+    """One kind of block, with one microbatch."""
+
+    kept: Kept
+    moments: tuple[Moment, ...]  # that can be the worst of its backward pass
+    rest: float  # bytes between the two halves of a backward pass, where it has two
+    share: Share  # its parameters
+
+
+def plain(spec: ModelSpec, layer: int) -> bool:
+    """Whether it is one of the first layers of a model with experts, that have none."""
+    return spec.experts is not None and spec.dense(layer)
+
+
+def block_of(case: Case, dense: bool) -> BlockMemory:
+    spec, layout, stack = case.spec, case.layout, case.stack
+    work = replace(case.work, dense=dense)
+
+    def held(how: Layout) -> Kept:
+        sizes = (case.samples, case.seq, work.wide)
+        return kept(spec, how, stack, *sizes, dense=dense, imbalance=case.imbalance)
+
+    mine, everything = held(layout), held(structs.replace(layout, recompute="none"))
+    splits = layout.pp > 1 and case.splits
+    rest = put_off(spec, layout, work.tokens, work.wide, dense) if splits else 0.0
+    base = everything.total - mine.total + work.exchange_bytes
+    if spec.experts is None or dense:
+        return BlockMemory(mine, (Moment(base + work.passing_bytes, dense=True),), rest, work.own)
+    mixture = MixtureMemory(spec, layout, stack, work.tokens, work.wide, case.imbalance)
+    rest += mixture.put_off if splits else 0.0
+    # Backward begins with a shared expert, if there is one; its activations are gone by then.
+    base += 2 * work.wide * work.tokens * spec.hidden / (layout.tp if layout.sp else 1) - everything.mlp
+    late = [Moment(base + size, experts=True) for size in (mixture.linears, mixture.leaving)]
+    return BlockMemory(mine, (Moment(base + mixture.weighing), *late), rest, work.own)
+
+
+def kept_by(spec: ModelSpec, stage: Stage, blocks: dict[bool, BlockMemory]) -> Kept:
+    """What a microbatch keeps in a stage."""
+    kinds = [plain(spec, layer) for layer in stage.layers]
+    return plus(Kept(), *(times(blocks[dense].kept, kinds.count(dense)) for dense in set(kinds)))
+
+
+class Need(NamedTuple):
+    """Bytes beside activations in flight, and those of gradients that were not there before."""
+
+    bytes: float
+    made: float = 0.0
+
+
+def backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory], lazy: bool) -> Need:
+    """The worst moment of a stage's backward pass through its blocks: of the last one, or of an earlier kind when what
+    the later ones kept is gone. `lazy`: what has no bucket is made by this pass."""
+    kinds = [plain(case.spec, layer) for layer in reversed(stage.layers)]
+    found, gone, held_back = [Need(0.0)], 0.0, 0.0
+    for dense in dict.fromkeys(kinds):
+        one, count = blocks[dense], kinds.count(dense)
+        # Where a backward pass is split, blocks behind wait for their weights' gradients, with more than was kept.
+        growing = max(0.0, one.rest - one.kept.total)
+        for moment in one.moments:
+            size = moment.bytes + gathered(case, one, moment) + held_back + (count - 1) * growing - gone
+            found.append(Need(size, made_late(case, one, moment) if lazy else 0.0))
+        gone += count * max(0.0, one.kept.total - one.rest)
+        held_back += count * growing
+    # The head's gradient was taken with the loss, and waits for the second half.
+    head_left = stage.last and case.splits and case.layout.pp > 1 and case.stack.one_pass
+    more = head(case.spec, case.layout.tp).size * case.stack.weight_bytes if head_left else 0.0
+    worst = max(found, key=sum)
+    return worst._replace(bytes=worst.bytes + more)
+
+
+def made_late(case: Case, block: BlockMemory, there: Moment) -> float:
+    """Bytes of a block's gradients that no bucket waits for: of experts that no other rank has."""
+    waits = there.experts and not bucketed(case.layout, "ezero") and case.layout.zero < 3
+    return block.share.experts * case.stack.gradient_bytes if waits else 0.0
+
+
+def first_backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory]) -> float:
+    """Bytes when the gradients of all experts of a stage have been made: its first block with some has run back."""
+    plains = sum(plain(case.spec, layer) for layer in stage.layers)
+    if plains == len(stage.layers):
+        return blocks[True].moments[-1].bytes
+    before = plains * blocks[True].kept.total if plains else 0.0
+    return before + blocks[False].kept.total + blocks[False].moments[-1].bytes
+
+
+def in_flight(case: Case, share: Share, there: Moment) -> float:
+    """Bytes of a block's gradients on their way to be summed, of those that are there by then."""
+    layout, own = case.layout, (("zero", there.dense, share.dense), ("ezero", there.experts, share.experts))
+    return sum(count for axis, made, count in own if made and layout.size(axis) > 1) * case.stack.gradient_bytes
+
+
+def gathered(case: Case, block: BlockMemory, there: Moment) -> float:
+    """Of blocks: ZeRO 3's weights of two and sums of one; ZeRO 2's gradients of one, or of two once the first
+    one's activations are gone. Experts are a unit of their own, gathered and summed apart from the rest."""
+    layout, narrow, wide = case.layout, case.stack.weight_bytes, case.stack.gradient_bytes
+    if layout.zero == 2:
+        own = in_flight(case, block.share, there)
+        # Those of experts have arrived by the time that the rest of the block is summed.
+        return max(own, own + in_flight(case, block.share, Moment(0.0, dense=True)) - block.kept.total)
+    if not layout.fully_shards(case.spec):
+        return 0.0
+    if there.dense:
+        return block.share.total * (2 * narrow + wide)
+    dense, experts = block.share
+    if there.experts:
+        return 2 * narrow * dense + (2 * narrow + wide) * experts
+    return (2 * narrow + wide) * dense + narrow * experts
+
+
+def bucketed(layout: Layout, axis: str) -> bool:
+    """Whether gradients of an axis have buckets, which are there from the start; without them, they are made by the
+    first backward pass."""
+    return layout.size(axis) * layout.replicate > 1 and layout.zero < 3

@@ -1,0 +1,156 @@
+"""Bytes of a mixture of experts on one rank: what a microbatch keeps, and what its backward pass needs for a while.
+
+    mixture = MixtureMemory(spec, layout, stack, tokens=4096, wide=2, imbalance=1.2)
+    mixture.everything, mixture.outputs, mixture.passing
+
+A rank routes n of the microbatch's tokens, fills K slots for each, and computes N rows of its own experts: the fullest
+rank `imbalance` times as many as it sends. Letters as in experts.py: E hidden, F an expert's width, X experts.
+This code weighs what experts said in float32, which is the largest part of it: a slot's E features, and twice as many
+in backward, the gradients of the slots and their products with the slots.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import chunk
+from fivefold.plan.cost.stack import Stack
+from fivefold.spec.experts import Experts
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import Matmul, block
+
+# What a fused kernel does not write of a gated activation: the gate's; or clamped gate, sigmoid, their product, input.
+GATES = {"swiglu": 1, "swiglu_clamped": 4}
+_SLOT = 40  # bytes of the numbers of a slot: its expert, its places before and after, its weight
+
+
+def written_by_activation(spec: ModelSpec, stack: Stack) -> int:
+    """Tensors of its width that an activation keeps besides what it read and what it wrote."""
+    return GATES.get(spec.activation, 0) if stack.pointwise in ("eager", "fivefold") else 0
+
+
+@dataclass(frozen=True)
+class MixtureMemory:
+    """Of one block and microbatch with `tokens` on a cp rank; `wide` is the bytes of an activation."""
+
+    spec: ModelSpec
+    layout: Layout
+    stack: Stack
+    tokens: int
+    wide: int = 2
+    imbalance: float = 1.0
+
+    @property
+    def experts(self) -> Experts:
+        assert self.spec.experts is not None
+        return self.spec.experts
+
+    @property
+    def routed(self) -> int:
+        """Tokens that the first tp rank routes."""
+        return len(chunk(self.tokens, self.layout.tp, 0))
+
+    @property
+    def slots(self) -> int:
+        return self.routed * self.experts.top_k
+
+    @property
+    def rows(self) -> float:
+        return self.slots * (self.imbalance if self.layout.ep > 1 else 1.0)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank gets all tokens."""
+        return self.layout.dispatch == "allgather" and self.layout.ep > 1
+
+    @property
+    def widened(self) -> int:
+        """Bytes of what is computed in float32 at least."""
+        return max(4, self.wide)
+
+    @property
+    def eager(self) -> bool:
+        """Whether experts' outputs are weighed, and the router's input is widened, by kernels of their own. Other
+        software weighs inside of the activation, and its router reads what the norm wrote."""
+        return self.stack.pointwise in ("eager", "fivefold")
+
+    @cached_property
+    def matmuls(self) -> list[Matmul]:
+        return [one for one in block(self.spec).matmuls if one.experts]
+
+    @property
+    def inner(self) -> float:
+        """Bytes of one of the experts' intermediates."""
+        return self.rows * self.matmuls[-1].inputs * self.wide
+
+    @property
+    def said(self) -> float:
+        """Bytes of what experts said, widened: a row for each slot; where tokens are gathered, for each row here."""
+        return (self.rows if self.gathers else self.slots) * self.spec.hidden * self.widened
+
+    @property
+    def router(self) -> float:
+        """The widened input and weight, the scores, and the numbers of slots."""
+        experts, hidden = self.experts.count, self.spec.hidden
+        entering = self.routed * hidden * (self.widened if self.eager else self.wide)
+        weight = experts * hidden * self.widened if self.wide < self.widened else 0
+        return entering + weight + self.routed * experts * self.widened + self.slots * _SLOT
+
+    @property
+    def everything(self) -> float:
+        """What autograd saves without recompute."""
+        *columns, down = self.matmuls
+        inner = sum(one.outputs for one in columns) + (1 + written_by_activation(self.spec, self.stack)) * down.inputs
+        found = self.router + self.rows * self.wide * (self.spec.hidden + inner)
+        if not self.eager:
+            return found
+        return found + self.said * (2 if self.gathers else 1)  # its sum over ranks keeps what it adds up, too
+
+    @property
+    def outputs(self) -> float:
+        """What selective recompute keeps: outputs of matmuls, and all that came from other ranks."""
+        hidden, wide, experts = self.spec.hidden, self.wide, self.experts
+        found = self.rows * wide * sum(one.outputs for one in self.matmuls)
+        found += self.routed * experts.count * self.widened
+        if self.gathers:
+            all_ranks = self.layout.ep * self.routed
+            found += all_ranks * (hidden * wide + experts.top_k * (8 + self.widened))
+            found += self.routed * hidden * self.widened
+        elif self.layout.ep > 1:
+            found += (self.rows + self.slots) * hidden * wide
+        if self.layout.tp > 1 and not self.layout.sp:  # all slices of the tokens
+            found += self.tokens * hidden * wide
+        return found
+
+    @property
+    def put_off(self) -> float:
+        """Between I and W: rows and intermediates, the gradients of what experts' linears wrote."""
+        *columns, down = self.matmuls
+        features = columns[0].inputs + down.inputs + sum(one.outputs for one in self.matmuls)
+        return self.rows * self.wide * features
+
+    @property
+    def weighing(self) -> float:
+        """Bytes on top of `everything` while backward undoes the weighing; none of the block's gradients exist yet."""
+        if not self.eager:
+            return 0.0
+        return 2 * self.said + (0.0 if self.gathers else self.routed * self.spec.hidden * self.widened)
+
+    @property
+    def weighed(self) -> float:
+        """Of `everything` what is gone after that."""
+        return self.said * (2 if self.gathers else 1) if self.eager else 0.0
+
+    @property
+    def linears(self) -> float:
+        """Bytes on top of `everything` while experts' linears run backward: gradients of intermediates, or of a row, an
+        intermediate and a weight."""
+        down = self.matmuls[-1]
+        weight = down.inputs * down.outputs * self.experts.count / self.layout.ep * self.wide
+        row = self.rows * self.spec.hidden * self.wide
+        return max(2 * self.inner, row + self.inner + weight) - self.weighed
+
+    @property
+    def leaving(self) -> float:
+        """The same when they have run: gradients of rows, and room for them in the order in which they came."""
+        return 3 * self.rows * self.spec.hidden * self.wide - (self.everything - self.router)
