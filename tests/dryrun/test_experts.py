@@ -1,15 +1,22 @@
 """The dry run with experts: where tokens go is stated, and what follows is what the closed forms say."""
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.dryrun.routing import StatedRouting, dealt
 from fivefold.dryrun.run import RankRun, dry_run
+from fivefold.dryrun.vs_plan import vs_plan
+from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.plan.cost.dispatch import even_rows
 from fivefold.plan.cost.executed import rank_flops
 from fivefold.plan.cost.memory import state_of
 from fivefold.plan.cost.traffic import Seat, expected
+from fivefold.support.errors import UserError
 from tests.dryrun.test_dryrun import job_of
 
 SMALL = [
@@ -19,6 +26,52 @@ SMALL = [
     ("tiny-deepseek", "dp=4,tp=2,sp,ep=4,zero=3,microbatches=2"),
     ("tiny-deepseek", "dp=2,pp=2,ep=2,schedule=zb-h1,microbatches=4"),
 ]
+
+
+# Model, layout, sequence, batch, rank, imbalance. Fewer layers than the real ones have: blocks are alike, or dense.
+LARGE = [
+    ("mixtral-8x7b model.layers=2", "dp=8,ep=8", 4096, 8, 0, 1.0),
+    ("mixtral-8x7b model.layers=2", "dp=8,ep=8,zero=1", 4096, 8, 0, 1.25),
+    ("mixtral-8x7b model.layers=2", "dp=4,tp=2,ep=8,zero=1,sp,microbatches=2", 4096, 8, 1, 1.0),
+    (
+        "mixtral-8x7b model.layers=2",
+        "dp=8,ep=4,zero=2,dispatch=allgather,microbatches=2,recompute=selective",
+        4096,
+        16,
+        3,
+        1.0,
+    ),
+    ("qwen3-30b-a3b model.layers=4", "dp=16,ep=8,zero=3,microbatches=2,recompute=full", 4096, 32, 3, 1.0),
+    ("qwen3-30b-a3b model.layers=4", "dp=2,tp=4,ep=8,zero=1", 4096, 2, 5, 1.0),
+    ("qwen3-30b-a3b model.layers=4", "dp=2,cp=4,ep=8,zero=1,microbatches=2,recompute=selective", 8192, 4, 3, 1.0),
+    ("qwen3-235b-a22b model.layers=8", "dp=8,pp=4,ep=8,zero=1,microbatches=8", 4096, 64, 9, 1.2),
+    (
+        "qwen3-235b-a22b model.layers=8",
+        "dp=4,pp=2,tp=2,ep=8,zero=1,sp,schedule=interleaved,microbatches=4",
+        4096,
+        16,
+        1,
+        1.0,
+    ),
+    ("qwen3-235b-a22b model.layers=8", "dp=4,pp=4,ep=4,schedule=zb-h1,microbatches=8", 4096, 32, 0, 1.0),
+    ("deepseek-v3 model.layers=5", "dp=32,ep=32,zero=1", 4096, 32, 3, 1.0),
+    ("deepseek-v3 model.layers=8", "dp=16,pp=4,ep=16,zero=1,schedule=zb-v,microbatches=8", 4096, 128, 17, 1.0),
+    (
+        "deepseek-v3 model.layers=16",
+        "dp=64,pp=4,ep=64,zero=1,schedule=dualpipe-v,microbatches=8,recompute=full",
+        4096,
+        512,
+        64,
+        1.0,
+    ),
+    ("deepseek-v3 model.layers=5", "dp=8,tp=4,ep=32,zero=2,sp,recompute=selective", 4096, 8, 3, 1.0),
+    ("deepseek-v3 model.layers=5", "dp=64,ep=32,zero=3,recompute=full", 4096, 64, 3, 1.0),
+    ("deepseek-v2-lite model.layers=4", "dp=2,tp=2,ep=2,zero=1,dispatch=allgather", 4096, 2, 1, 1.0),
+    ("gpt-oss-20b model.layers=4", "dp=4,ep=4,zero=1", 4096, 4, 1, 1.0),
+    ("glm-4.5-air model.layers=4", "dp=4,tp=2,ep=8,zero=1,sp,recompute=full", 4096, 4, 1, 1.0),
+]
+QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[13], LARGE[15]]
+REST = [pytest.param(*case, marks=pytest.mark.slow) for case in LARGE if case not in QUICK]
 
 
 def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
@@ -40,6 +93,49 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
 def test_experts_hold_send_and_compute_what_closed_forms_say(model: str, layout: str, imbalance: float) -> None:
     job = job_of(model, layout, 64, 8)
     check_counts(job, dry_run(job, 1, imbalance=imbalance), imbalance)
+
+
+@pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank", "imbalance"), [*QUICK, *REST])
+def test_the_planner_says_what_experts_need(
+    model: str, layout: str, seq: int, batch: int, rank: int, imbalance: float
+) -> None:
+    job = job_of(model, layout, seq, batch)
+    dry = dry_run(job, rank, imbalance=imbalance)
+    found = vs_plan(job, dry, Cluster.parse(f"{job.layout.world}xH100"), imbalance)
+    figures = {figure.name: figure for figure in found.figures}
+    assert found.planned == dry.traffic
+    for name in ("parameters", "gradients", "optimizer"):
+        assert figures[name].dry == figures[name].plan, name
+    assert abs(figures["activations at the peak"].difference) < 0.03
+    assert abs(figures["peak"].difference) < 0.03
+    # A window's kernels compute whole tiles around it.
+    assert figures["FLOPs executed"].difference == pytest.approx(0.0, abs=3e-3 if job.model.window else 1e-6)
+    assert dry.live == dry.allowed
+
+
+def test_a_fuller_rank_holds_more() -> None:
+    line = "dryrun tiny-moe --layout dp=4,ep=4 --seq 64 --json"
+    even, uneven = (
+        json.loads(CliRunner().invoke(app, [*line.split(), *more]).output) for more in ([], ["--imbalance", "2"])
+    )
+    assert (even["imbalance"], uneven["imbalance"]) == (1.0, 2.0)
+    assert uneven["ranks"][0]["peak_bytes"] > even["ranks"][0]["peak_bytes"]
+    assert even["ranks"][0]["traffic_agrees"]
+    assert uneven["ranks"][0]["traffic_agrees"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tiny --layout dp=2 --imbalance 1.2", "imbalance=1.2 is for experts, and tiny has none"),
+        ("tiny-moe --layout dp=2 --imbalance 1.2", "dp=2 has every expert on every rank"),
+        ("tiny-moe --layout dp=4,ep=4 --imbalance 9", "1 to 4; nearest: imbalance=4"),
+    ],
+)
+def test_an_imbalance_that_cannot_be(line: str, words: str) -> None:
+    result = CliRunner().invoke(app, ["dryrun", *line.split()])
+    assert isinstance(result.exception, UserError)
+    assert words in str(result.exception)
 
 
 def test_the_rank_that_runs_is_the_fullest() -> None:

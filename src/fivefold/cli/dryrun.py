@@ -35,6 +35,10 @@ def dryrun(
         Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
     ] = "cuda",
     weights: Annotated[Path | None, typer.Option(help="Check that a Hugging Face directory has every weight.")] = None,
+    imbalance: Annotated[
+        float | None,
+        typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw memory through the step: .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -54,6 +58,9 @@ def dryrun(
 
       fivefold dryrun llama3-8b --layout dp=2,pp=4,zero=1,microbatches=8 --batch 16 --all-stages -o memory.svg
 
+      fivefold dryrun deepseek-v3 --layout dp=128,pp=16,ep=64,zero=1,microbatches=16,recompute=full
+          --batch 2048 --rank 700 --imbalance 1.2
+
       fivefold dryrun job.toml --json
     """
     from fivefold.dryrun.dryrun import dryrun as run
@@ -68,7 +75,7 @@ def dryrun(
         found = run(
             words[0], layout, changes=words[1:], batch=batch, seq=seq, kernels=kernels, weights=weights,
             rank=rank if rank is not None else _numbers("--ranks", ranks, "0,127,9001"), stages=pipeline_ranks,
-            cluster=cluster, progress=progress,
+            cluster=cluster, imbalance=imbalance, progress=progress,
         )  # fmt: skip
     show(found, as_json, output)
 

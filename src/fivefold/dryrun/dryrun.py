@@ -4,6 +4,7 @@ dryrun("llama3-70b", "dp=8,tp=8,zero=3,sp", batch=8, rank=9)
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,6 @@ from fivefold.job.config import Job, job_of
 from fivefold.job.words import layout_changes
 from fivefold.layout.layout import Layout
 from fivefold.plan.plan import case_of
-from fivefold.plan.unplanned import refuse_unplanned
 from fivefold.spec.model import ModelSpec
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
@@ -38,6 +38,7 @@ def dryrun(
     cluster: str | Cluster = "",
     kernels: Literal["cuda", "cpu"] = "cuda",
     weights: str | Path | None = None,
+    imbalance: float | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> DryRunResult:
     """Run one step of some ranks, and compare what it counts with the planner's figures.
@@ -45,11 +46,14 @@ def dryrun(
     `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. `rank` names ranks, `stages`
     pipeline ranks, of each of which the first rank runs; default: rank 0. `cluster` has the memory that the step must
     fit (default: the job's, or H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face
-    directory that must hold every parameter. `progress` is told how many ranks are done, of how many, and the next.
+    directory that must hold every parameter. `imbalance`, for experts: where tokens go is stated and not computed; each
+    rank that runs gets so many times the mean of its ep group, by default 1. `progress` is told how many ranks are
+    done, of how many, and the next.
     """
     checked("batch", batch, within(1, SEQUENCES))
     checked("seq", seq, within(1, TOKENS))
     job = _job(model, layout, changes, batch, seq)
+    fullest = _imbalance(job, imbalance)
     machines = _machines(cluster, job)
     chosen = _ranks(job.layout, rank, stages)
     if weights is not None:
@@ -59,8 +63,8 @@ def dryrun(
     found = []
     for number, one in enumerate(chosen):
         progress(number, len(chosen), f"rank {one} of {job.layout.world}")
-        found.append(vs_plan(job, dry_run(job, one, kernels), machines))
-    return DryRunResult(job, machines, found, _advice(job, found, machines))
+        found.append(vs_plan(job, dry_run(job, one, kernels, fullest), machines, fullest))
+    return DryRunResult(job, machines, found, _advice(job, found, machines, fullest), fullest)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
@@ -91,8 +95,24 @@ def _job(
     )
     if problems := job.problems(world=chosen.world):
         raise UserError(problems)
-    refuse_unplanned(job.model)
     return job
+
+
+def _imbalance(job: Job, given: float | None) -> float:
+    """What the rank that runs gets of the tokens of its ep group, over the mean."""
+    if given is None:
+        return 1.0
+    experts, ep = job.model.experts, job.layout.ep
+    if experts is None:
+        raise UserError(f"imbalance={given:g} is for experts, and {job.model.name} has none")
+    if ep == 1:
+        raise UserError(f"imbalance={given:g} is of the ranks of ep, and {job.layout} has every expert on every rank")
+    if not 1 <= given <= ep:
+        raise UserError(
+            f"imbalance={given:g} is what the fullest of the {ep} ranks of ep gets, over the mean: 1 to {ep}; nearest: "
+            f"imbalance={min(max(given, 1.0), ep):g}"
+        )
+    return given
 
 
 def _machines(cluster: str | Cluster, job: Job) -> Cluster:
@@ -139,7 +159,7 @@ def _check_weights(job: Job, directory: Path) -> None:
 # ---- advice ------------------------------------------------------------------------------------------------------
 
 
-def _advice(job: Job, found: list[RankVsPlan], machines: Cluster) -> str:
+def _advice(job: Job, found: list[RankVsPlan], machines: Cluster, imbalance: float) -> str:
     """Where it does not fit: which component, where, by how much, and the cheapest change that fits."""
     memory = min(group.accelerator.memory for group in machines.groups)
     worst = max(found, key=lambda one: one.device_bytes)
@@ -156,13 +176,18 @@ def _advice(job: Job, found: list[RankVsPlan], machines: Cluster) -> str:
         f"{worst.dry.peak_moment}, {(worst.device_bytes - memory) / 1e9:.1f} GB more than a device has; most of it, "
         f"{largest[1] / 1e9:.1f} GB, is {largest[0]}"
     )
-    fitting = [one for one in neighbours(evaluate(case_of(job, machines))) if one.slower is not None]
+    fitting = [
+        one
+        for one in neighbours(evaluate(replace(case_of(job, machines), imbalance=imbalance)))
+        if one.slower is not None
+    ]
     # The planner says that these fit; a dry run confirms it before one is advised.
     for one in sorted(fitting, key=lambda one: one.slower or 0.0)[:_TRIED]:
         other = structs.replace(job, layout=one.layout)
         if other.problems(world=other.layout.world):
             continue
         rank = other.layout.rank(pp=min(stage, other.layout.pp - 1))
-        if vs_plan(other, dry_run(other, rank), machines).device_bytes <= memory:
+        fullest = min(imbalance, other.layout.ep)
+        if vs_plan(other, dry_run(other, rank, imbalance=fullest), machines, fullest).device_bytes <= memory:
             return f"{sentence}; the cheapest single change that fits: {one.change} ({one.slower:+.1%} time)"
     return f"{sentence}; no single change makes it fit: try `fivefold plan`"

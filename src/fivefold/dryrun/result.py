@@ -21,6 +21,7 @@ class DryRunResult(Result):
     machines: Cluster
     ranks: Sequence[RankVsPlan]
     advice: str  # where it does not fit: by how much, and what would; else empty
+    imbalance: float = 1.0  # of experts, as it was stated: what each of these ranks gets, over the mean of its ep group
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -29,6 +30,8 @@ class DryRunResult(Result):
     def to_dict(self) -> dict[str, Any]:
         job = self.job
         asked = {"model": job.model.name, "layout": str(job.layout), "batch": job.train.batch, "seq": job.data.seq}
+        if job.model.experts is not None:
+            asked["imbalance"] = self.imbalance
         return asked | {"ranks": [one.to_dict() for one in self.ranks], "advice": self.advice or None}
 
     def svg(self) -> str:
@@ -60,12 +63,23 @@ class DryRunResult(Result):
             f"{job.model.name} as {job.layout} in {job.train.dtype}: {job.train.batch} sequences of {job.data.seq:,} "
             f"tokens, {job.layout.world:,} ranks"
         )
+        if job.model.experts is not None:
+            yield Text(_routing(job, self.imbalance))
         if len(self.ranks) > 1:
             yield _stages(self.ranks)
         for one in self.ranks[:1] if len(self.ranks) > _SHOWN else self.ranks:
             yield from _rank(one)
         if self.advice:
             yield Text(self.advice, "bad")
+
+
+def _routing(job: Job, imbalance: float) -> str:
+    """What was stated in place of what a router would have chosen."""
+    if job.layout.ep == 1:
+        return "routing is stated: every expert gets as many tokens"
+    if imbalance == 1:
+        return "routing is stated: every rank of ep, and every expert, gets as many tokens (--imbalance 1)"
+    return f"routing is stated: the rank that runs gets {imbalance:g} times the mean of its {job.layout.ep} ranks of ep"
 
 
 def _rank(one: RankVsPlan) -> Iterator[Block]:

@@ -7,6 +7,6 @@ from fivefold.support.errors import UserError
 def refuse_unplanned(spec: ModelSpec) -> None:
     if spec.experts is not None:
         raise UserError(
-            f"{spec.name} has {spec.experts.count} experts a layer, and plan, simulate, goodput and dryrun know dense "
-            "models alone; train and verify know both: 'fivefold verify --model tiny-moe --layout dp=2,ep=2'"
+            f"{spec.name} has {spec.experts.count} experts a layer, and plan, simulate and goodput know dense models "
+            "alone; train, verify and dryrun know both: 'fivefold dryrun mixtral-8x7b --layout dp=8,ep=8,zero=1'"
         )

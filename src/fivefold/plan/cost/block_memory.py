@@ -25,7 +25,7 @@ class Moment(NamedTuple):
 
     bytes: float
     dense: bool = False
-    experts: bool = False
+    experts: float = 0.0  # the share of theirs
 
 
 class BlockMemory(NamedTuple):
@@ -60,8 +60,10 @@ def block_of(case: Case, dense: bool) -> BlockMemory:
     rest += mixture.put_off if splits else 0.0
     # Backward begins with a shared expert, if there is one; its activations are gone by then.
     base += 2 * work.wide * work.tokens * spec.hidden / (layout.tp if layout.sp else 1) - everything.mlp
-    late = [Moment(base + size, experts=True) for size in (mixture.linears, mixture.leaving)]
-    return BlockMemory(mine, (Moment(base + mixture.weighing), *late), rest, work.own)
+    shared = mixture.experts.shared > 0  # its gradients come first, and make room for those of the dense part
+    early = (mixture.weighing, 0.0), (mixture.linears, mixture.first_gradient)
+    moments = *early, (mixture.columns, 1.0), (mixture.leaving, 1.0)
+    return BlockMemory(mine, tuple(Moment(base + size, shared, there) for size, there in moments), rest, work.own)
 
 
 def kept_by(spec: ModelSpec, stage: Stage, blocks: dict[bool, BlockMemory]) -> Kept:
@@ -92,7 +94,7 @@ def backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory], lazy: bo
         gone += count * max(0.0, one.kept.total - one.rest)
         held_back += count * growing
     # The head's gradient was taken with the loss, and waits for the second half.
-    head_left = stage.last and case.splits and case.layout.pp > 1 and case.stack.one_pass
+    head_left = stage.last and not case.spec.tied and case.splits and case.layout.pp > 1 and case.stack.one_pass
     more = head(case.spec, case.layout.tp).size * case.stack.weight_bytes if head_left else 0.0
     worst = max(found, key=sum)
     return worst._replace(bytes=worst.bytes + more)
@@ -100,15 +102,15 @@ def backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory], lazy: bo
 
 def made_late(case: Case, block: BlockMemory, there: Moment) -> float:
     """Bytes of a block's gradients that no bucket waits for: of experts that no other rank has."""
-    waits = there.experts and not bucketed(case.layout, "ezero") and case.layout.zero < 3
-    return block.share.experts * case.stack.gradient_bytes if waits else 0.0
+    waits = not bucketed(case.layout, "ezero") and case.layout.zero < 3
+    return there.experts * block.share.experts * case.stack.gradient_bytes if waits else 0.0
 
 
 def first_backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory]) -> float:
     """Bytes when the gradients of all experts of a stage have been made: its first block with some has run back."""
     plains = sum(plain(case.spec, layer) for layer in stage.layers)
     if plains == len(stage.layers):
-        return blocks[True].moments[-1].bytes
+        return blocks[True].moments[-1].bytes if plains else 0.0
     before = plains * blocks[True].kept.total if plains else 0.0
     return before + blocks[False].kept.total + blocks[False].moments[-1].bytes
 
@@ -129,9 +131,9 @@ def gathered(case: Case, block: BlockMemory, there: Moment) -> float:
         return max(own, own + in_flight(case, block.share, Moment(0.0, dense=True)) - block.kept.total)
     if not layout.fully_shards(case.spec):
         return 0.0
-    if there.dense:
-        return block.share.total * (2 * narrow + wide)
     dense, experts = block.share
+    if not experts:
+        return dense * (2 * narrow + wide)
     if there.experts:
         return 2 * narrow * dense + (2 * narrow + wide) * experts
     return (2 * narrow + wide) * dense + narrow * experts

@@ -143,14 +143,32 @@ class MixtureMemory:
 
     @property
     def linears(self) -> float:
-        """Bytes on top of `everything` while experts' linears run backward: gradients of intermediates, or of a row, an
-        intermediate and a weight."""
+        """Bytes on top of `everything` while the last of an expert's linears and its activation run backward: gradients
+        of intermediates; or of a row, an intermediate and the weight."""
+        return max(2 * self.inner, self._row + self.inner + self._weight) - self.weighed
+
+    @property
+    def columns(self) -> float:
+        """The same when the linears before it have run: gradients of rows and of a weight; the intermediates are
+        gone."""
+        return self._row + self._weight - (self.everything - self.router)
+
+    @property
+    def first_gradient(self) -> float:
+        """The share of an expert's parameters that its last linear has, whose gradient is made first."""
+        return 1 / len(self.matmuls)
+
+    @property
+    def _row(self) -> float:
+        return self.rows * self.spec.hidden * self.wide
+
+    @property
+    def _weight(self) -> float:
+        """Bytes of a weight's gradient, of all experts here, before it is widened."""
         down = self.matmuls[-1]
-        weight = down.inputs * down.outputs * self.experts.count / self.layout.ep * self.wide
-        row = self.rows * self.spec.hidden * self.wide
-        return max(2 * self.inner, row + self.inner + weight) - self.weighed
+        return down.inputs * down.outputs * self.experts.count / self.layout.ep * self.wide
 
     @property
     def leaving(self) -> float:
         """The same when they have run: gradients of rows, and room for them in the order in which they came."""
-        return 3 * self.rows * self.spec.hidden * self.wide - (self.everything - self.router)
+        return 3 * self._row - (self.everything - self.router)

@@ -98,7 +98,8 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     layout, stack, spec = case.layout, case.stack, case.spec
     mine = layout.placement.of_rank[rank]
     stages = [case.stages[number] for number in mine]
-    blocks = {dense: block_of(case, dense) for dense in {plain(spec, n) for stage in stages for n in stage.layers}}
+    layers = [*(layer for stage in stages for layer in stage.layers), spec.layers - 1]  # a last stage may have none
+    blocks = {dense: block_of(case, dense) for dense in {plain(spec, layer) for layer in layers}}
     schedule = case.schedule(repeating(layout))
     flying = schedule.in_flight[rank]
     last, waiting = next((number for number in mine if case.stages[number].last), None), 0.0
