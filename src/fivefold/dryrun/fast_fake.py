@@ -71,7 +71,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *others: Any) -> Tensor:
 
 
 # Operators whose results' form is known here.
-_FORMS = {torch.ops.aten.bincount.default: _bincount, torch.ops.aten._grouped_mm.default: _grouped_mm}
+_FORMS: dict[Any, Any] = {torch.ops.aten.bincount.default: _bincount, torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
 class _Recipe(NamedTuple):
