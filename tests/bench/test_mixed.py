@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fivefold.bench import slow
 from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, Times
-from fivefold.bench.mixed import EVEN, SYSTEMS, MixedResult, Run, plans
+from fivefold.bench.mixed import EVEN, SYSTEMS, MixedBenchResult, Run, plans
 from fivefold.calibrate.speeds import RankSpeed, RanksResult, at_pace
 from fivefold.cli import app
 from fivefold.hardware.accelerators import ACCELERATORS
@@ -59,7 +59,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) 
     speeds = ranks(0.1, 0.1, 0.2, 0.2)
     one = Run(2.0, speeds, found, times, losses)
     job, here = base_job(["train.batch=8"], 8), Machine(4, "2", "a machine")
-    result = MixedResult(job, 4, 2, here, (one,))
+    result = MixedBenchResult(job, 4, 2, here, (one,))
     text = to_text(result.blocks(), 80)
     assert result.ok
     assert "the losses of all 2 steps are the same in all systems" in " ".join(text.split())
@@ -68,7 +68,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) 
     assert row["slower"] == pytest.approx(2.0)
     assert row["gain"] == pytest.approx((4 / 3 + 4.1 / 3.1) / 2)
     other = Run(2.0, speeds, found, times, losses | {"auto": [7.0, 6.6]})
-    assert not MixedResult(job, 4, 2, here, (other,)).ok
+    assert not MixedBenchResult(job, 4, 2, here, (other,)).ok
 
 
 def test_every_system_trains_the_same_on_unequal_ranks(tmp_path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from fivefold.calibrate.result import CalibrationResult, Row
+from fivefold.calibrate.speeds import RankSpeed, RanksResult
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
 from fivefold.checkpoint.store import Manifest
 from fivefold.deploy.launch import deployment, follow
@@ -174,3 +175,9 @@ def shown() -> LaunchResult:
 
 def examined(nodes: int = 3) -> DoctorResult:
     return DoctorResult(Examination(examined_job(nodes), reports(nodes, slow=1)), 12.0)
+
+
+def speeds() -> RanksResult:
+    """Two of four ranks take twice as long."""
+    paces = [[0.1, 0.11], [0.1, 0.1], [0.2, 0.21], [0.2, 0.2]]
+    return RanksResult([RankSpeed(n, "node-1", "a CPU", one, ACCELERATORS["CPU"]) for n, one in enumerate(paces)])

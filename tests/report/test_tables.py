@@ -15,10 +15,14 @@ from rich.cells import cell_len
 
 import fivefold as ff
 from fivefold.bench import attention, checkpoint, comparison, pipeline, plan, scaling, schedules, steps, train
+from fivefold.bench import mixed as mixed_ranks
 from fivefold.bench.harness import Machine, RowsResult, Times
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.listing import accelerators
+from fivefold.layout.layout import Layout
 from fivefold.plan.context.compare import context
+from fivefold.plan.context.lengths import lengths
+from fivefold.plan.interval import bands
 from fivefold.plan.mixed import compare as mixed
 from fivefold.plan.model import model
 from fivefold.plan.zero import zero
@@ -26,8 +30,12 @@ from fivefold.report import Result, Table
 from fivefold.report.terminal import to_text
 from fivefold.schedule.result import PublishedResult, compare
 from fivefold.spec.listing import models
+from fivefold.truth.bands import Covered
+from fivefold.truth.coverage import CoverageResult
 from fivefold.truth.fit import Constants
 from fivefold.truth.result import SourceList, TruthResult
+from fivefold.truth.score import choices
+from fivefold.truth.sweeps import SweepsResult
 from fivefold.truth.truth import truth
 from tests.layers import modules, pure_modules
 from tests.report import by_hand
@@ -65,6 +73,24 @@ def piped() -> pipeline.PipelineResult:
     return pipeline.PipelineResult(shape, [3.0, 3.1], names, names, ratios, dict.fromkeys(names, 1e-9), 2, "2.13")
 
 
+def covered() -> CoverageResult:
+    rows = (Covered("nemo_performance_pages", 7, 0.04, 6 / 7, 0.0, 1 / 7), Covered("llama3", 3, 0.01, 1.0, 0.0, 0.0))
+    return CoverageResult(rows, rows[:1], bands(), (), own=False)
+
+
+def on_unequal_ranks() -> mixed_ranks.MixedBenchResult:
+    """Of figures that a planner and a clock might have had."""
+    systems = {name: 4.0 - number / 4 for number, name in enumerate(mixed_ranks.SYSTEMS)}
+    layout = Layout(pp=4, schedule="zb-v", microbatches=8)
+    found = {name: mixed_ranks.Planned(layout, (3, 3, 2, 2, 1, 1, 2, 2), one, 0.03) for name, one in systems.items()}
+    times, losses = (
+        Times({name: [one, one + 0.1] for name, one in systems.items()}),
+        {name: [7.0, 6.5] for name in systems},
+    )
+    run = mixed_ranks.Run(2.0, by_hand.speeds(), found, times, losses)
+    return mixed_ranks.MixedBenchResult(by_hand.JOB, 4, 2, Machine(4, "2.13", "Neoverse"), (run,))
+
+
 def judged() -> TruthResult:
     result = truth(rows="torchtitan")
     left_out = {score.source: 0.05 for score in result.scores}
@@ -81,12 +107,15 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ServePlan": lambda: ff.serve("llama3-70b", "8xH100"),
     "MixedSchedules": lambda: mixed.compare("llama3-8b", "4x8xH100", layout=LAYOUT, batch=64, slower=(1.5,)),
     "ContextResult": lambda: context(131_072, 8),
+    "LengthsResult": lambda: lengths([8192, 131_072]),
     "ModelList": lambda: models(seq=8192),
     "ModelResult": lambda: model("llama3-405b"),
     "AcceleratorList": accelerators,
     "AcceleratorList of one": lambda: accelerators("MI300X"),
     "TruthResult": judged,
     "TruthResult with sweeps": lambda: truth(rows="korthikanti_2022"),
+    "SweepsResult": lambda: SweepsResult(tuple(choices(truth(rows="korthikanti_2022").results))),
+    "CoverageResult": covered,
     "SourceList": SourceList,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),
     "CompareResult": lambda: compare(8, 32, times="f=1,i=1,w=1,comm=0.1"),
@@ -107,6 +136,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ComparisonResult": compared,
     "ScalingResult": lambda: scaling.ScalingResult(["dp=2,tp=2,pp=2,cp=2,zero=1,sp"], [compared()], {}),
     "PipelineResult": piped,
+    "MixedBenchResult": on_unequal_ranks,
     "TrainBenchResult": trained,
     "LaunchResult": by_hand.deployed,
     "LaunchResult on the terminal": by_hand.shown,
@@ -126,6 +156,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "TrainResult": by_hand.trained,
     "ExpertsResult": by_hand.loaded,
     "CalibrationResult": by_hand.calibrated,
+    "RanksResult": by_hand.speeds,
     "DoctorResult": by_hand.examined,
     "DoctorResult of many nodes": lambda: by_hand.examined(20),
 }

@@ -118,7 +118,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class MixedResult(Result):
+class MixedBenchResult(Result):
     job: Job
     ranks: int
     rounds: int
@@ -180,7 +180,7 @@ class MixedResult(Result):
 
 def mixed(
     changes: list[str], ranks: int, slow: str, microbatches: int, rounds: int, quick: bool, told: Told
-) -> Iterator[MixedResult]:
+) -> Iterator[MixedBenchResult]:
     """The result after each factor of `slow`, with all that was measured until then."""
     factors = _factors(slow)
     refuse(too_small(rounds=rounds, microbatches=microbatches))
@@ -203,7 +203,7 @@ def mixed(
             patience = _PATIENCE * (rounds + 2) * len(planned)
             seconds, losses, here = launched.run(ranks, "fivefold.bench.mixed_rank:run", task, timeout=patience)[0]
         runs.append(Run(factor, speeds, planned, seconds, losses))
-        yield MixedResult(job, ranks, rounds, here, tuple(runs))
+        yield MixedBenchResult(job, ranks, rounds, here, tuple(runs))
 
 
 def _factors(text: str) -> list[float]:

@@ -86,7 +86,7 @@ class LengthsResult(Result):
         kernels = any(row.kernel for row in self.rows)
         rows = []
         for row in self.rows:
-            cells = [f"{row.seq:,}", str(row.batch), *([row.kernel] if kernels else [])]
+            cells = [f"{row.seq:,}", *([row.kernel] if kernels else [])]
             cells += [_loss(row, cp) for cp in self.degrees]
             best = row.best
             cells += (
@@ -95,7 +95,7 @@ class LengthsResult(Result):
                 else []
             )
             rows.append(cells)
-        heads = [">tokens", ">batch", *(["kernel"] if kernels else []), *(f">cp={cp}" for cp in self.degrees)]
+        heads = [">tokens", *(["kernel"] if kernels else []), *(f">cp={cp}" for cp in self.degrees)]
         caption = (
             "how much slower than with the best cp, over all other choices; no: none fits; -: not tried; MFU: with the "
             "half of attention that a causal mask leaves"
