@@ -84,23 +84,17 @@ class LengthsResult(Result):
     def blocks(self) -> Iterator[Block]:
         yield Text(f"{self.model} on {self.cluster}, {self.software}: the fastest layout with each cp")
         kernels = any(row.kernel for row in self.rows)
-        rows = []
+        first, slower, fastest = [">tokens", *(["kernel"] if kernels else [])], [], []
         for row in self.rows:
-            cells = [f"{row.seq:,}", *([row.kernel] if kernels else [])]
-            cells += [_loss(row, cp) for cp in self.degrees]
-            best = row.best
-            cells += (
-                [f"{best.seconds:.2f} s", f"{best.case.mfu(best.seconds, 'causal'):.1%}", str(best.layout)]
-                if best
-                else []
-            )
-            rows.append(cells)
-        heads = [">tokens", *(["kernel"] if kernels else []), *(f">cp={cp}" for cp in self.degrees)]
-        caption = (
-            "how much slower than with the best cp, over all other choices; no: none fits; -: not tried; MFU: with the "
-            "half of attention that a causal mask leaves"
-        )
-        yield Table([*heads, ">best step", ">MFU", "~layout"], rows, title="cp by length", caption=caption)
+            what, best = [f"{row.seq:,}", *([row.kernel] if kernels else [])], row.best
+            slower.append([*what, *(_loss(row, cp) for cp in self.degrees)])
+            if best:
+                share = f"{best.case.mfu(best.seconds, 'causal'):.1%}"
+                fastest.append([*what, f"{best.seconds:.2f} s", share, str(best.layout)])
+        caption = "how much slower than with the best cp, over all other choices; no: none fits; -: not tried"
+        yield Table([*first, *(f">cp={cp}" for cp in self.degrees)], slower, title="cp by length", caption=caption)
+        caption = "MFU: with the half of attention that a causal mask leaves"
+        yield Table([*first, ">step", ">MFU", "~layout"], fastest, title="The fastest", caption=caption)
 
 
 def _loss(row: Length, cp: int) -> str:
