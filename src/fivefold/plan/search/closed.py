@@ -18,7 +18,7 @@ from fivefold.plan.cost.time import Case, updating
 from fivefold.schedule.catalogue import RECORDS
 from fivefold.schedule.record import Record
 
-_SPLITTING = next(record.name for record in RECORDS if record.splits)  # any of them: a block costs the same in all
+SPLITTING = next(record.name for record in RECORDS if record.splits)  # any of them: a block costs the same in all
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -78,7 +78,7 @@ class Block(NamedTuple):
         work = replace(case, layout=layout, batch=shape.samples).work
         block, apart = work.block, work
         if shape.tp > 1:
-            apart = replace(case, layout=structs.replace(layout, schedule=_SPLITTING), batch=shape.samples).work
+            apart = replace(case, layout=structs.replace(layout, schedule=SPLITTING), batch=shape.samples).work
         plain = structs.replace(layout, recompute="none")
         mine = kept(case.spec, layout, case.stack, shape.samples, case.seq, work.wide).total
         again = kept(case.spec, plain, case.stack, shape.samples, case.seq, work.wide).total - mine

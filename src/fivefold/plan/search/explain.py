@@ -18,6 +18,7 @@ from fivefold.plan.cost.traffic import expected
 from fivefold.plan.mixed.groups import groups_of, spanning
 from fivefold.plan.mixed.search import can_be_made
 from fivefold.plan.mixed.split import divided
+from fivefold.plan.search.experts import ep_changes
 from fivefold.plan.search.option import Option
 from fivefold.plan.search.search import search
 from fivefold.schedule.catalogue import CATALOGUE
@@ -38,6 +39,7 @@ CAUSES = {
     "tp": "tp collectives",
     "cp": "cp communication",
     "zero": "ZeRO-3 gathers and scatters",
+    "ep": "tokens on their way to experts",
     "bubble": "pipeline bubbles and sends",
     "dp": "gradient and weight collectives",
     "optimizer": "optimizer",
@@ -100,6 +102,7 @@ def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
     for count in (2 * layout.microbatches, layout.microbatches // 2):
         if count:
             yield f"microbatches={count}", structs.replace(layout, microbatches=count)
+    yield from ep_changes(case)
     if layout.tp > 1:
         yield ("no sp" if layout.sp else "sp"), structs.replace(layout, sp=not layout.sp)
     if layout.pp > 1:
@@ -151,7 +154,7 @@ def difference(best: Option, other: Option) -> str:
     why = f"{CAUSES[cause]} {'+' if moved > 0 else '-'}{abs(moved) / best.seconds:.1%} of the step"
     if slower < 0:
         return f"is {-slower:.1%} faster: {why}"
-    across = [axis for axis in ("tp", "cp") if other.case.wires.across(axis) and not best.case.wires.across(axis)]
+    across = [axis for axis in ("tp", "cp", "ep") if other.case.wires.across(axis) and not best.case.wires.across(axis)]
     if cause in across:
         why += f", because {either(across)} then leaves the node"
     return f"is {slower:.1%} slower: {why}"

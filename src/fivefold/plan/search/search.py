@@ -51,6 +51,11 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
     """The best layouts. `fixed` choices (tp=8, zero=1, ...) are kept."""
     _check_fixed(case, fixed)
     case = replace(case, cluster=merged(case.cluster))
+    if len(case.cluster.groups) > 1 and case.spec.experts is not None:
+        raise UserError(
+            f"{case.spec.name} has experts, which are not searched over the unlike nodes of {case.cluster}; give one "
+            "group of nodes, or a layout to 'fivefold simulate'"
+        )
     if len(case.cluster.groups) > 1:
         return _search_mixed(case, by, top, fixed)
     every = space(Wish(case, fixed))
@@ -81,12 +86,14 @@ def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Rankin
 
 
 FIXED = ("tp", "pp", "cp", "dp", "cp_kind", "zero", "sp", "schedule", "chunks", "microbatches", "recompute", "samples")
+OF_EXPERTS = ("ep", "dispatch")
 
 
 def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
-    found = [f"{key} cannot be fixed here; {either(FIXED)} can" for key in fixed if key not in FIXED]
-    counts = ("tp", "pp", "cp", "dp", "microbatches", "samples")
+    allowed = FIXED if case.spec.experts is None else (*FIXED, *OF_EXPERTS)
+    found = [f"{key} cannot be fixed here; {either(allowed)} can" for key in fixed if key not in allowed]
+    counts = ("tp", "pp", "cp", "dp", "ep", "microbatches", "samples")
     found += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
         found.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
@@ -106,7 +113,8 @@ def _survivors(every: Space, fits: np.ndarray, by: By, node: int) -> list[int]:
                 continue
             least = every.memory[at]
         recompute = every.shapes[every.of.shape[at]].recompute
-        kind = (every.of.tp[at], every.of.pp[at], every.of.cp[at], every.of.zero[at], recompute)
+        ep = every.dealt.ep[at] if every.dealt is not None else 1
+        kind = (every.of.tp[at], every.of.pp[at], every.of.cp[at], every.of.zero[at], recompute, ep)
         if seen[kind] < ALIKE or by == "pareto":
             seen[kind] += 1
             chosen.append(at)

@@ -14,6 +14,7 @@ import numpy as np
 from fivefold.layout.layout import Layout, Recompute, tp_fits
 from fivefold.plan.cost.time import Case
 from fivefold.plan.search.closed import Array, Block, Choices, Closed, Pipeline, Shape
+from fivefold.plan.search.experts import DISPATCHES, Dealt, closed_of, dealt_out
 from fivefold.schedule.catalogue import LARGEST, RECORDS, is_file, record_of
 from fivefold.support.numbers import divisors
 
@@ -53,6 +54,7 @@ class Space:
     pipelines: list[Pipeline]
     seconds: Array
     memory: Array
+    dealt: Dealt | None = None  # of experts
 
     def __len__(self) -> int:
         return len(self.of.tp)
@@ -66,6 +68,8 @@ class Space:
         alone = numbers["pp"] == 1
         schedule = "1f1b" if alone and record.repeats else record.name
         chunks = 0 if alone or chunks == record.chunks else chunks
+        if self.dealt is not None:
+            numbers |= {"ep": int(self.dealt.ep[at]), "dispatch": DISPATCHES[self.dealt.dispatch[at]]}
         return Layout(**numbers, cp_kind=cp_kind, sp=sp, recompute=recompute, schedule=schedule, chunks=chunks)
 
 
@@ -75,9 +79,19 @@ def space(wish: Wish) -> Space:
     of = legal(wish, _combinations(wish, shapes))
     if not len(of.tp):
         return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
+    if wish.case.spec.experts is not None:
+        return _with_experts(wish, of, shapes)
     blocks = np.array([Block.of(wish.case, shape) for shape in shapes])
     closed = Closed(wish.case, of, Block(*blocks[of.shape].T), wish.pipelines)
     return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory())
+
+
+def _with_experts(wish: Wish, of: Choices, shapes: list[Shape]) -> Space:
+    of, dealt = dealt_out(wish.case, of, wish.fixed)
+    if not len(of.tp):
+        return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
+    closed = closed_of(wish.case, of, dealt, shapes, wish.pipelines)
+    return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory(), dealt)
 
 
 def shapes_of(wish: Wish) -> Iterator[Shape]:

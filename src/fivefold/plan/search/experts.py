@@ -1,0 +1,337 @@
+"""The search's space of a model with experts: every layout of a dense one, with every ep that divides its ranks.
+
+What a block costs without its experts depends on a few choices (a `Shape`), what experts cost on fewer (a `Spread`):
+each is worked out once, by the functions that time a single layout, and the closed forms add them up.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from fivefold.layout.layout import Dispatch, Layout
+from fivefold.plan.cost.activations import kept
+from fivefold.plan.cost.expert_memory import MixtureMemory
+from fivefold.plan.cost.experts import Mixture, block_share
+from fivefold.plan.cost.footprint import loss_held
+from fivefold.plan.cost.memory import Accounting
+from fivefold.plan.cost.time import Case, updating
+from fivefold.plan.cost.work import hidden
+from fivefold.plan.search.closed import SPLITTING, Array, Block, Choices, Closed, Pipeline, Shape
+from fivefold.support.numbers import divisors
+
+DISPATCHES: tuple[Dispatch, ...] = ("alltoall", "allgather")
+RECOMPUTES = ("none", "selective", "full")
+
+
+class Spread(NamedTuple):
+    """The choices that decide what the experts of a block cost."""
+
+    tokens: int  # of a microbatch on a cp rank
+    tp: int
+    sp: bool
+    ep: int
+    dispatch: int  # index into DISPATCHES
+    near: int  # ranks of ep on one node
+
+
+class Around(NamedTuple):
+    """Seconds and bytes of a block without its experts, of one that never had any, and of the ends."""
+
+    forward: float
+    backward: float
+    plain_forward: float
+    plain_backward: float
+    launching: float
+    port: float
+    unhidden: float
+    ends: float
+    kept: float
+    plain_kept: float
+    again: float  # bytes that recompute makes again
+    passing: float
+    logits: float
+    message: float
+
+    @classmethod
+    def of(cls, case: Case, shape: Shape) -> "Around":
+        layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
+        one = replace(case, layout=layout, batch=shape.samples)
+        work, apart = one.work, one.work
+        if shape.tp > 1:
+            apart = replace(one, layout=structs.replace(layout, schedule=SPLITTING)).work
+        plain, block = replace(work, dense=True).block, work.around
+        sizes = (case.spec, case.stack, shape.samples, case.seq, work.wide)
+        mine, everything = (_held(how, *sizes) for how in (layout, structs.replace(layout, recompute="none")))
+        stream = work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)
+        return cls(
+            forward=block.forward.total - block.forward.host,
+            backward=block.inputs.total - block.inputs.host + block.weights.total,
+            plain_forward=plain.forward.total,
+            plain_backward=plain.inputs.total + plain.weights.total,
+            launching=work.launching,
+            port=work.port,
+            unhidden=apart.around.inputs.total - block.inputs.total,
+            ends=sum(part.total for part in (*work.top, *work.bottom)),
+            kept=mine[0],
+            plain_kept=mine[1],
+            again=everything[0] - mine[0],
+            passing=2 * stream + work.exchange_bytes - everything[2],
+            logits=loss_held(case.spec, layout, case.stack, work.tokens) + 4 * case.spec.hidden * work.tokens,
+            message=float(stream),
+        )
+
+
+def _held(layout: Layout, spec: Any, stack: Any, samples: int, seq: int, wide: int) -> tuple[float, float, float]:
+    """Bytes that a block keeps beside its experts, those of one without any, and of the first its shared expert's."""
+    mixed = kept(spec, layout, stack, samples, seq, wide)
+    return mixed.total - mixed.experts, kept(spec, layout, stack, samples, seq, wide, dense=True).total, mixed.mlp
+
+
+class Spent(NamedTuple):
+    """What the experts of one block take, on the fullest rank."""
+
+    forward: float  # seconds
+    backward: float
+    moved: float  # seconds of forward that are bound by memory: selective recompute does them again
+    everything: float  # bytes that are kept without recompute,
+    outputs: float  # and with selective recompute
+    worst: float  # bytes of backward on top of the former
+
+    @classmethod
+    def of(cls, case: Case, spread: Spread, layout: Layout) -> "Spent":
+        """`layout` is any that spreads experts so."""
+        work = replace(case, layout=layout, batch=layout.dp).work
+        sizes = (spread.tokens, work.wide)
+        one = Mixture(case.spec, layout, work.device, work.wires, case.stack, *sizes, case.precision, case.imbalance)
+        held = MixtureMemory(case.spec, layout, case.stack, *sizes, case.imbalance)
+        share = case.stack.experts.hides
+        forward = one.matmuls[0] + hidden(one.sent[0], one.matmuls[0], share)
+        backward = one.matmuls[1] + one.matmuls[2] + hidden(one.sent[1], one.matmuls[1] + one.matmuls[2], share)
+        added = block_share(case.spec, 1, spread.ep).experts * case.stack.accumulate_bytes / work.device.bandwidth
+        return cls(
+            forward=forward + one.memory[0] + one.gathered[0],
+            backward=backward + one.memory[1] + one.gathered[1] + added,
+            moved=one.memory[0],
+            everything=held.everything,
+            outputs=held.outputs,
+            worst=max(held.weighing, held.linears),
+        )
+
+
+class Dealt(NamedTuple):
+    """Arrays beside `Choices`."""
+
+    ep: Array
+    dispatch: Array
+
+
+@dataclass(frozen=True)
+class ExpertClosed(Closed):
+    """The closed forms of a model with experts. `block` has the mean of its layers."""
+
+    dealt: Dealt
+    placed: "Placed"
+
+    @property
+    def ezero(self) -> Array:
+        return self.of.dp * self.of.cp * self.of.tp // self.dealt.ep
+
+    @property
+    def _mixed(self) -> int:
+        return self.case.spec.layers - self.case.spec.dense_layers
+
+    @property
+    def per_block(self) -> Array:
+        """Dense parameters of a block with experts, on one rank."""
+        return block_share(self.case.spec, 1, 1).dense / self.of.tp
+
+    @property
+    def experts_per_block(self) -> Array:
+        return block_share(self.case.spec, 1, 1).experts / self.dealt.ep
+
+    @property
+    def parameters(self) -> Array:
+        """Dense ones of the fullest pipeline rank."""
+        spec, table = self.case.spec, self.case.spec.vocab * self.case.spec.hidden
+        plain, mixed = (block_share(spec, 1, 1, dense).dense for dense in (True, False))
+        every = spec.dense_layers * plain + self._mixed * mixed + table * (1 if spec.tied else 2)
+        return np.where(self.alone, every, np.ceil(spec.layers / self.of.pp) * mixed + table) / self.of.tp
+
+    @property
+    def experts(self) -> Array:
+        """Parameters of experts on the fullest pipeline rank."""
+        layers = np.where(self.alone, self._mixed, np.ceil(self.case.spec.layers / self.of.pp))
+        return layers * self.experts_per_block
+
+    def seconds(self) -> Array:
+        rate, latency = self.data_links()
+        there, start = self.links
+        rank = self._rank() + np.where(self.of.zero == 3, self.gathering(rate, latency), 0.0)
+        count = self.parameters + self.experts
+        mine = np.where(
+            self.of.zero > 0, self.parameters / (self.of.dp * self.of.cp) + self.experts / self.ezero, count
+        )
+        optimizer = np.asarray(updating(self.case, count, mine, self.of.zero < 2))
+        tail = self.after(rate, latency) + self._experts_after(there, start)
+        return self._pipeline(rank) + tail + optimizer + self.case.stack.host_step
+
+    def gathering(self, rate: Array, latency: Array) -> Array:
+        stack, (there, start) = self.case.stack, self.links
+        fetch = latency + self.per_block * stack.weight_bytes * rate
+        fetch = fetch + start + self.experts_per_block * stack.weight_bytes * there
+        bring = fetch + latency + self.per_block * stack.gradient_bytes * rate
+        bring = bring + start + self.experts_per_block * stack.gradient_bytes * there
+        share = stack.hides("zero")
+        exposed = fetch - share * np.minimum(fetch, self.block.forward)
+        exposed = exposed + bring - share * np.minimum(bring, self.block.backward)
+        return exposed * self.case.spec.layers / self.of.pp
+
+    def _experts_after(self, rate: Array, latency: Array) -> Array:
+        """Of ZeRO 0 to 2, as `after` has it for the rest; backward passes hide that first."""
+        stack, of = self.case.stack, self.of
+        rounds = np.where(of.zero == 2, of.microbatches, 1)
+        times = np.where(of.zero == 0, 2, 1)
+        bring = rounds * (latency + self.experts * stack.gradient_bytes * rate * times)
+        fetch = np.where(of.zero > 0, latency + self.experts * stack.weight_bytes * rate, 0.0)
+        layers = self.case.spec.layers / of.pp
+        left = bring - stack.hides("dp") * np.minimum(bring, self.block.backward * layers * rounds)
+        left = left + fetch - stack.hides_weights * np.minimum(fetch, self.block.forward * layers)
+        return np.where((of.zero == 3) | (self.ezero == 1), 0.0, left)
+
+    def data_links(self) -> tuple[Array, Array]:
+        return self._links("zero")
+
+    @cached_property
+    def links(self) -> tuple[Array, Array]:
+        """Seconds per byte of a gather over the ranks with the same experts, and its latency."""
+        return self._links("ezero")
+
+    def _links(self, axis: str) -> tuple[Array, Array]:
+        found = []
+        for layout in self.placed.layouts:
+            wires = replace(self.case, layout=layout, batch=1).wires
+            small, large = wires.time("all-gather", axis, 1.0), wires.time("all-gather", axis, 1e9)
+            found.append(((large - small) / 1e9, small))
+        rate, latency = np.array(found).reshape(-1, 2).T
+        return rate[self.placed.at], latency[self.placed.at]
+
+    def _state(self) -> Array:
+        stack, of = self.case.stack, self.of
+        held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+        found = np.zeros(len(of.tp))
+        for count, ranks in ((self.parameters, of.dp * of.cp), (self.experts, self.ezero)):
+            for stage in range(4):
+                at = of.zero == stage
+                found[at] += held.state(count[at], count[at] / ranks[at], stage, 2).total
+        return found
+
+    def gathered(self) -> Array:
+        stack, count = self.case.stack, self.per_block + self.experts_per_block
+        one = count * stack.gradient_bytes
+        two = np.where(self.of.zero == 2, np.maximum(one, 2 * one - self.block.kept), 0.0)
+        return np.where(self.of.zero == 3, count * (2 * stack.weight_bytes + stack.gradient_bytes), two)
+
+
+class Placed(NamedTuple):
+    """Layouts that differ in where their ranks are, and which of them each combination is."""
+
+    layouts: list[Layout]
+    at: Array
+
+    @classmethod
+    def of(cls, of: Choices, dealt: Dealt) -> "Placed":
+        key = ((of.tp * 4096 + of.cp) * 4096 + of.pp) * 65536 + dealt.ep  # dp is what is left of the world
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        names = ("dp", "tp", "pp", "cp")
+        layouts = []
+        for at in first.tolist():
+            numbers: dict[str, Any] = {name: int(getattr(of, name)[at]) for name in names}
+            layouts.append(Layout(**numbers, ep=int(dealt.ep[at])))
+        return cls(layouts, inverse.ravel())
+
+
+def dealt_out(case: Case, of: Choices, fixed: dict[str, Any]) -> tuple[Choices, Dealt]:
+    """Every combination with every ep that divides the ranks of its stages and the experts; gathering all tokens is
+    tried where ep is at most top_k."""
+    assert case.spec.experts is not None
+    own, ranks = case.spec.experts, of.dp * of.cp * of.tp
+    indices, eps, kinds = [], [], []
+    held = block_share(case.spec, 1, 1).experts * (case.spec.layers - case.spec.dense_layers)
+    for ep in [fixed["ep"]] if "ep" in fixed else divisors(own.count):
+        # Weights of experts alone that are more than a device's memory need no closer look.
+        small = (of.zero == 3) | (held * case.stack.weight_bytes / (ep * of.pp) < case.on.accelerator.memory)
+        mine = np.flatnonzero((ranks % ep == 0) & small) if own.count % ep == 0 else np.zeros(0, dtype=np.int64)
+        for kind, name in enumerate(DISPATCHES):
+            wanted = fixed.get("dispatch", name) == name and (name == "alltoall" or 1 < ep <= own.top_k)
+            if wanted and len(mine):
+                indices.append(mine)
+                eps.append(np.full(len(mine), ep))
+                kinds.append(np.full(len(mine), kind))
+    if not indices:
+        empty = np.zeros(0, dtype=np.int64)
+        return Choices(*(column[empty] for column in of)), Dealt(empty, empty)
+    at = np.concatenate(indices)
+    return Choices(*(column[at] for column in of)), Dealt(np.concatenate(eps), np.concatenate(kinds))
+
+
+def closed_of(case: Case, of: Choices, dealt: Dealt, shapes: list[Shape], pipelines: list[Pipeline]) -> ExpertClosed:
+    around = Around(*np.array([Around.of(case, shape) for shape in shapes])[of.shape].T)
+    placed = Placed.of(of, dealt)
+    spent = _spent(case, of, dealt, placed, shapes)
+    recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
+    again = np.choose(recompute, [0.0, spent.moved, spent.forward])
+    few = case.spec.dense_layers / case.spec.layers
+    forward, backward = around.forward + spent.forward, around.backward + spent.backward + again
+    wait = np.maximum(0.0, around.launching - forward - backward)
+    held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
+    block = Block(
+        forward=(1 - few) * (forward + wait / 3) + few * around.plain_forward,
+        backward=(1 - few) * (backward + wait * 2 / 3) + few * around.plain_backward,
+        port=around.port,
+        unhidden=around.unhidden,
+        ends=around.ends,
+        kept=(1 - few) * (around.kept + held) + few * around.plain_kept,
+        whole=around.again + spent.everything - held + spent.worst + around.passing,
+        logits=around.logits,
+        message=around.message,
+    )
+    return ExpertClosed(case, of, block, pipelines, dealt, placed)
+
+
+def _spent(case: Case, of: Choices, dealt: Dealt, placed: Placed, shapes: list[Shape]) -> Spent:
+    """Arrays, of what is the same in many combinations worked out once."""
+    near = np.array([replace(case, layout=one, batch=1).wires.reaches["ep"].together for one in placed.layouts])
+    sizes = list(dict.fromkeys(_sizes(case, shape) for shape in shapes))
+    size = np.array([sizes.index(_sizes(case, shape)) for shape in shapes])[of.shape]
+    key = ((size * 65536 + dealt.ep) * len(DISPATCHES) + dealt.dispatch) * 4096 + near[placed.at]
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    found = []
+    for at in first.tolist():
+        tokens, tp, sp = sizes[size[at]]
+        where = placed.layouts[placed.at[at]]
+        layout = structs.replace(where, sp=sp, dispatch=DISPATCHES[dealt.dispatch[at]])
+        spread = Spread(tokens, tp, sp, layout.ep, int(dealt.dispatch[at]), int(near[placed.at[at]]))
+        found.append(Spent.of(case, spread, layout))
+    return Spent(*np.array(found)[inverse.ravel()].T)
+
+
+def _sizes(case: Case, shape: Shape) -> tuple[int, int, bool]:
+    return shape.samples * case.seq // shape.cp, shape.tp, shape.sp
+
+
+def ep_changes(case: Case) -> Iterator[tuple[str, Layout]]:
+    """Neighbours of a layout: ep doubled or halved, or the other way for tokens to travel."""
+    layout = case.layout
+    if case.spec.experts is None:
+        return
+    for other in (2 * layout.ep, layout.ep // 2):
+        if other:
+            dispatch = layout.dispatch if other > 1 else "alltoall"
+            yield f"ep={other}", structs.replace(layout, ep=other, dispatch=dispatch)
+    if layout.ep > 1:
+        other_kind = DISPATCHES[1 - DISPATCHES.index(layout.dispatch)]
+        yield f"dispatch={other_kind}", structs.replace(layout, dispatch=other_kind)
