@@ -27,6 +27,7 @@ QUESTIONS = (
     Question("llama3-70b", "2x8xH100+2x8xA100", 8192, 512, 5.0),
     Question("llama3-405b", "2048x8xH100", 8192, 2048, 5.0),
     Question("llama3-405b", "2048x8xH100", 131072, 128, 5.0),
+    Question("deepseek-v3", "256x8xH100", 4096, 8192, 10.0),
 )
 
 

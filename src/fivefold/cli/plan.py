@@ -28,6 +28,10 @@ Batch = Annotated[int | None, typer.Option(help="Sequences per step; default: ab
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
 Precision = Annotated[str, typer.Option(help="Precision of matmuls: bf16, fp16, fp8, fp32; default: bf16, CPU: fp32.")]
 Software = Annotated[str, typer.Option(help="Whose kernels and overlap: fivefold, nemo, torchtitan, megatron.")]
+Imbalance = Annotated[
+    float | None,
+    typer.Option(help="Experts: tokens of the fullest rank over the mean; default: 1.6, by published runs."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -45,6 +49,7 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
     precision: Precision = "",
     software: Software = "fivefold",
+    imbalance: Imbalance = None,
     price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write a job for `fivefold train`.")] = None,
     inference: Annotated[bool, typer.Option("--inference", help="Plan serving instead of training.")] = False,
@@ -79,6 +84,8 @@ def plan(
 
       fivefold plan llama3-70b --cluster 4x8xH100+4x8xA100 --batch 256
 
+      fivefold plan qwen3-30b-a3b --cluster 2x8xH100 --imbalance 1.2
+
       fivefold plan tiny --cluster 2xCPU --batch 16 --seq 128 -o plan.toml
 
       fivefold plan llama3-70b --cluster 8xH100 --inference
@@ -91,7 +98,7 @@ def plan(
         from fivefold.plan.serving.serve import serve
 
         training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
-        training["--tokens"] = tokens
+        training |= {"--tokens": tokens, "--imbalance": imbalance}
         _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
         served = serve(
             words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
@@ -111,7 +118,7 @@ def plan(
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
     found = planning.plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
-        precision=precision, software=software, price=price, tokens=tokens,
+        precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
     if output is not None:
         command = shlex.join(["fivefold", *sys.argv[1:]])
@@ -132,6 +139,7 @@ def simulate(
     seq: Seq = None,
     precision: Precision = "",
     software: Software = "fivefold",
+    imbalance: Imbalance = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw the timeline: .svg or .png.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -152,8 +160,9 @@ def simulate(
     whole_layout(layout, words)
     check_writable(output, *PICTURES)
     found = planning.simulate(
-        words[0], layout, cluster, changes=words[1:], batch=batch, seq=seq, precision=precision, software=software
-    )
+        words[0], layout, cluster, changes=words[1:], batch=batch, seq=seq, precision=precision, software=software,
+        imbalance=imbalance,
+    )  # fmt: skip
     if output is not None:
         if found.simulation is None:
             raise UserError(f"{layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")

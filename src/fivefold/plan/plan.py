@@ -19,13 +19,13 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.systems import software_of
 from fivefold.plan.cost.time import Case
+from fivefold.plan.imbalance import imbalance_for
 from fivefold.plan.mixed.groups import groups_of, merged
 from fivefold.plan.result import PlanResult, SimulateResult
 from fivefold.plan.search.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
 from fivefold.plan.search.option import Option, evaluate
 from fivefold.plan.search.search import SURVIVORS, By, search
 from fivefold.plan.training import batch_of, budget_of, training_of
-from fivefold.plan.unplanned import refuse_unplanned
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
@@ -52,13 +52,15 @@ def plan(
     precision: str = "",
     software: str = "fivefold",
     price: float | None = None,
+    imbalance: float | None = None,
 ) -> PlanResult:
     """Search all layouts of a model on a cluster, choose one, and say why.
 
     `cluster` is by default the job's, or 8xH100. `changes` are KEY=VALUE settings of the model or job, `batch` counts
     sequences of a step, `fix` holds choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice,
     `price` is dollars per device and hour. `tokens` is the length of the run ("1.4T", 300e9, or "chinchilla": 20 per
-    parameter); where it is given, the batch is that of a published recipe, as the settings of `.job` are.
+    parameter); where it is given, the batch is that of a published recipe, as the settings of `.job` are. `imbalance`
+    is what the fullest rank gets of the tokens that visit experts, over the mean; by default that of published pairs.
     """
     if price is not None and not 0 <= price < 1e6:
         raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
@@ -70,6 +72,7 @@ def plan(
     if wrong := layout_changes(changes, "--fix "):
         raise UserError(wrong)
     job, kept, case = _question(model, cluster, changes, batch, seq, precision, software, tokens)
+    case = replace(case, imbalance=imbalance_for(case.spec, imbalance))
     training = training_of(
         job, kept, case, tokens, _written(case.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
     )
@@ -101,6 +104,7 @@ def simulate(
     seq: int | None = None,
     precision: str = "",
     software: str = "fivefold",
+    imbalance: float | None = None,
 ) -> SimulateResult:
     """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed.
 
@@ -109,7 +113,7 @@ def simulate(
     if wrong := layout_changes(changes, f"--layout {layout},"):
         raise UserError(wrong)
     *_, case = _question(model, cluster, changes, batch, seq, precision, software)
-    option = _given(case, layout)
+    option = _given(replace(case, imbalance=imbalance_for(case.spec, imbalance)), layout)
     return SimulateResult(option, None if option.fits else nearest_fit(option))
 
 
@@ -122,8 +126,8 @@ def case_of(job: Job, cluster: Cluster) -> Case:
 
 def as_it_stands(job: Job, cluster: Cluster) -> Option:
     """A job's own layout on a cluster."""
-    refuse_unplanned(job.model)
     case = case_of(job, cluster)
+    case = replace(case, imbalance=imbalance_for(case.spec))
     for group in cluster.groups:
         group.accelerator.rate(case.precision)  # raises with the rates that there are
     return _given(case, job.layout)
@@ -178,7 +182,6 @@ def _question(
     machines, spec = Cluster.read(cluster or job.run.cluster or USUAL_CLUSTER), job.model
     if wrong := spec.problems():
         raise UserError(wrong)
-    refuse_unplanned(spec)
     if seq is None:
         seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
     checked("seq", seq, within(1, TOKENS))

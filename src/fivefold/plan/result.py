@@ -11,6 +11,7 @@ from fivefold.plan.bars import bars
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case
 from fivefold.plan.goodput.run import length
+from fivefold.plan.imbalance import IMBALANCE, SOURCE
 from fivefold.plan.interval import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.plan.search.explain import CAUSES, Neighbour, difference, traffic
 from fivefold.plan.search.option import Option
@@ -89,6 +90,7 @@ class PlanResult(Result):
                 f"{self.chosen.layout} is simpler"
             )
         yield Text(f"\n{_summary(option, self.price)}", "bold")
+        yield from _experts(option)
         yield Text(self.training.sentence(option, self.price))
         yield Text(_range_sentence(option, self.training.steps))
         if self.training.said:
@@ -144,6 +146,7 @@ class SimulateResult(Result):
         if advice := self.advice:
             yield Text(f"{advice}; what follows is the step of a device with more memory\n", "bad")
         yield Text(_summary(self.option), "bold")
+        yield from _experts(self.option)
         yield Text(_range_sentence(self.option))
         if self.option.case.groups:
             yield Text(_stages(self.option))
@@ -174,6 +177,8 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
         "time_by_cause": option.estimate.causes,
         "traffic": [moved._asdict() for moved in traffic(option)],
     }
+    if case.spec.experts is not None:
+        row["imbalance"] = case.imbalance
     if case.groups:
         row["groups"] = list(case.groups)
         row["order"] = str(case.cluster)
@@ -304,6 +309,20 @@ def _summary(option: Option, price: float | None = None) -> str:
         return text
     cost = figures(option, price)
     return f"{text}; ${cost['cost_per_day']:,.0f} per day, ${cost['cost_per_trillion_tokens']:,.0f} per 1T tokens"
+
+
+def _experts(option: Option) -> Iterator[Text]:
+    """What is assumed of a model's experts."""
+    case = option.case
+    if case.spec.experts is None:
+        return
+    active = si(case.spec.active_parameters, 4)
+    why = f", {SOURCE}" if case.imbalance == IMBALANCE else ""
+    uneven = f"the fullest rank has {case.imbalance:g} times the mean of the tokens{why} (--imbalance)"
+    yield Text(
+        f"MFU counts the {active} parameters that are active for a token; "
+        + (uneven if option.layout.ep > 1 else "every rank has all experts, so that none is fuller than another")
+    )
 
 
 def too_large(option: Option) -> str:

@@ -1,4 +1,4 @@
-"""What trains and is proven, but has no cost model yet: refused by name, so that no figure is a guess."""
+"""What trains, is proven and planned, but has no cost model yet for serving and for lengths: refused by name."""
 
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -7,6 +7,6 @@ from fivefold.support.errors import UserError
 def refuse_unplanned(spec: ModelSpec) -> None:
     if spec.experts is not None:
         raise UserError(
-            f"{spec.name} has {spec.experts.count} experts a layer, and plan, simulate and goodput know dense models "
-            "alone; train, verify and dryrun know both: 'fivefold dryrun mixtral-8x7b --layout dp=8,ep=8,zero=1'"
+            f"{spec.name} has {spec.experts.count} experts a layer, and serving and the comparison of lengths know "
+            f"dense models alone; training is planned: 'fivefold plan {spec.name} --cluster 2x8xH100'"
         )

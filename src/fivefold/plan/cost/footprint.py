@@ -120,7 +120,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
     parts = _states(case, stages)
     late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
-    if spec.experts is not None and layout.zero < 3:
+    if spec.experts is not None and layout.zero < 3 and stages[0].layers:
         usual = first_backward(case, stages[0], blocks)
     after = usual + buffers + times(kept_by(spec, stages[0], blocks), waits).total
     each = [times(kept_by(spec, case.stages[number], blocks), flying[number]) for number in mine]

@@ -127,7 +127,7 @@ class Work:
         gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again)
         ahead = ahead._replace(tp=tp, cp=cp, zero=gather, ep=ep)
         back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter, ep_back)
-        late = Seconds(gemm=weights, memory=self._added(self.block_parameters))
+        late = Seconds(gemm=weights, memory=self.added(self.block_parameters))
         # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
         behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total
         launching, passes = self.launching, self._forwards + 1
@@ -155,7 +155,7 @@ class Work:
         (ahead, back), share = mixture.sent, self.stack.experts.hides
         return hidden(ahead, forward, share), hidden(back, backward, share)
 
-    def _added(self, parameters: float) -> float:
+    def added(self, parameters: float) -> float:
         """Adding up gradients in kernels of their own."""
         return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
 
@@ -324,7 +324,7 @@ class Work:
         tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
         look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
         table = head(self.spec).size / self.layout.tp * (self.spec.vocab > 1)
-        back = self.device.stream(2 * moved, 2) + self._added(table)
+        back = self.device.stream(2 * moved, 2) + self.added(table)
         return Passes(look, NOTHING, Seconds(memory=back))
 
     @cached_property
@@ -341,7 +341,7 @@ class Work:
         return Passes(
             Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),
-            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self._added(n * k)),
+            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self.added(n * k)),
         )
 
 

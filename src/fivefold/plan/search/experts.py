@@ -69,7 +69,7 @@ class Around(NamedTuple):
         stream = work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)
         return cls(
             forward=block.forward.total - block.forward.host,
-            backward=block.inputs.total - block.inputs.host + block.weights.total,
+            backward=block.inputs.total - block.inputs.host + block.weights.total - work.added(work.own.experts),
             plain_forward=plain.forward.total,
             plain_backward=plain.inputs.total + plain.weights.total,
             launching=work.launching,
@@ -111,7 +111,7 @@ class Spent(NamedTuple):
         share = case.stack.experts.hides
         forward = one.matmuls[0] + hidden(one.sent[0], one.matmuls[0], share)
         backward = one.matmuls[1] + one.matmuls[2] + hidden(one.sent[1], one.matmuls[1] + one.matmuls[2], share)
-        added = block_share(case.spec, 1, spread.ep).experts * case.stack.accumulate_bytes / work.device.bandwidth
+        added = work.added(block_share(case.spec, 1, spread.ep).experts)
         return cls(
             forward=forward + one.memory[0] + one.gathered[0],
             backward=backward + one.memory[1] + one.gathered[1] + added,
@@ -147,7 +147,12 @@ class ExpertClosed(Closed):
     @property
     def per_block(self) -> Array:
         """Dense parameters of a block with experts, on one rank."""
-        return block_share(self.case.spec, 1, 1).dense / self.of.tp
+        return self._dense(False)
+
+    def _dense(self, plain: bool) -> Array:
+        """Of a block with experts, or (`plain`) of one without."""
+        shares = {tp: block_share(self.case.spec, tp, 1, plain).dense for tp in np.unique(self.of.tp).tolist()}
+        return np.array([shares.get(tp, 0.0) for tp in range(max(shares) + 1)])[self.of.tp]
 
     @property
     def experts_per_block(self) -> Array:
@@ -157,9 +162,9 @@ class ExpertClosed(Closed):
     def parameters(self) -> Array:
         """Dense ones of the fullest pipeline rank."""
         spec, table = self.case.spec, self.case.spec.vocab * self.case.spec.hidden
-        plain, mixed = (block_share(spec, 1, 1, dense).dense for dense in (True, False))
-        every = spec.dense_layers * plain + self._mixed * mixed + table * (1 if spec.tied else 2)
-        return np.where(self.alone, every, np.ceil(spec.layers / self.of.pp) * mixed + table) / self.of.tp
+        mixed, ends = self.per_block, table * (1 if spec.tied else 2) / self.of.tp
+        every = spec.dense_layers * self._dense(True) + self._mixed * mixed + ends
+        return np.where(self.alone, every, np.ceil(spec.layers / self.of.pp) * mixed + table / self.of.tp)
 
     @property
     def experts(self) -> Array:
@@ -178,6 +183,14 @@ class ExpertClosed(Closed):
         optimizer = np.asarray(updating(self.case, count, mine, self.of.zero < 2))
         tail = self.after(rate, latency) + self._experts_after(there, start)
         return self._pipeline(rank) + tail + optimizer + self.case.stack.host_step
+
+    def _rank(self) -> Array:
+        """As of a dense model; but the head, next to narrow layers, is worth many, and stages of a rank share them."""
+        layers, block, pp = self.case.spec.layers, self.block, self.of.pp
+        split = np.array([one.schedule.splits for one in self.pipelines])[self.of.pipeline] & ~self.alone
+        each = block.forward + block.backward + np.where(split, block.unhidden, 0.0)
+        most = np.where(self.alone, 0, np.minimum(np.ceil((layers + block.ends / each) / pp), layers))
+        return np.maximum((layers * each + block.ends) / pp, most * each)
 
     def gathering(self, rate: Array, latency: Array) -> Array:
         stack, (there, start) = self.case.stack, self.links
