@@ -56,7 +56,7 @@ class MixtureMemory:
 
     @property
     def rows(self) -> float:
-        return self.slots * (self.imbalance if self.layout.ep > 1 else 1.0)
+        return self.slots * min(self.imbalance, self.layout.ep)
 
     @property
     def gathers(self) -> bool:

@@ -119,7 +119,7 @@ class Mixture:
 
     @property
     def fullest(self) -> float:
-        return self.imbalance if self.layout.ep > 1 else 1.0
+        return min(self.imbalance, self.layout.ep)  # no rank has more than all
 
     @property
     def slots(self) -> int:

@@ -273,10 +273,13 @@ def dealt_out(case: Case, of: Choices, fixed: dict[str, Any]) -> tuple[Choices, 
     assert case.spec.experts is not None
     own, ranks = case.spec.experts, of.dp * of.cp * of.tp
     indices, eps, kinds = [], [], []
+    stack = case.stack  # bytes of a parameter that no number of ranks divides, by ZeRO stage
+    weight, whole = stack.weight_bytes, stack.weight_bytes + stack.gradient_bytes
+    least = np.array([whole + stack.state_bytes, whole, weight, 0])
     held = block_share(case.spec, 1, 1).experts * (case.spec.layers - case.spec.dense_layers)
     for ep in [fixed["ep"]] if "ep" in fixed else divisors(own.count):
-        # Weights of experts alone that are more than a device's memory need no closer look.
-        small = (of.zero == 3) | (held * case.stack.weight_bytes / (ep * of.pp) < case.on.accelerator.memory)
+        # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
+        small = held * least[of.zero] / (ep * of.pp) < case.on.accelerator.memory
         mine = np.flatnonzero((ranks % ep == 0) & small) if own.count % ep == 0 else np.zeros(0, dtype=np.int64)
         for kind, name in enumerate(DISPATCHES):
             wanted = fixed.get("dispatch", name) == name and (name == "alltoall" or 1 < ep <= own.top_k)
