@@ -4,7 +4,7 @@ Shapes that a row leaves out are those of the preset of its name; notes may give
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -42,7 +42,7 @@ def mixture_spec(row: Values, shape: dict[str, Any]) -> ModelSpec:
     if re.search(r"tokendrop|token drop", name, re.I):
         raise Refused("it drops tokens where an expert has too many, which this planner does not know")
     if given := re.search(GIVEN, row.text("notes")):
-        numbers = {key: int(value) for key, value in given.groupdict().items()}
+        numbers: dict[str, Any] = {key: int(value) for key, value in given.groupdict().items()}
         return ModelSpec(name=name, **shape, experts=Experts(**numbers))
     known = preset_named(re.sub(r"\(.*?\)", "", name))
     if known is None:
@@ -93,28 +93,20 @@ def release(row: Values) -> tuple[int, ...]:
     return tuple(map(int, found.group(1).split("."))) if found else ()
 
 
-def older(rows: Iterable[Any]) -> dict[tuple[str, int], int]:
+def older(rows: Sequence[Any]) -> dict[tuple[str, int], int]:
     """By file and line: rows of mixtures of which a later release ran the same configuration, and that row's line."""
+    keys = {(row.file, row.line): _configuration(row) for row in rows if is_mixture(row) and release(row)}
     newest: dict[tuple[str, ...], Any] = {}
-    found: dict[tuple[str, int], int] = {}
     for row in rows:
-        if not (is_mixture(row) and release(row)):
-            continue
-        model = re.sub(r"\(.*?\)|[^a-z0-9]", "", row.text("model").lower())
-        narrow = "8" if re.search("8", re.sub("16", "", row.text("precision"))) else "16"
-        vp = str(row.whole("vp") or 1)
-        key = (row.file, model, narrow, vp, ("w/o MTP" in row.text("model") and "w/o") or "", *map(row.text, SAME))
-        best = newest.get(key)
-        if best is None or release(row) > release(best):
-            newest[key], row, best = row, best, row
-        if row is not None:
-            found[(row.file, row.line)] = best.line
-    # Of several releases each points to the newest.
-    return {one: _last(found, one) for one in found}
+        key = keys.get((row.file, row.line))
+        if key is not None and (key not in newest or release(row) > release(newest[key])):
+            newest[key] = row
+    return {where: newest[key].line for where, key in keys.items() if newest[key].line != where[1]}
 
 
-def _last(found: dict[tuple[str, int], int], one: tuple[str, int]) -> int:
-    line = found[one]
-    while (one[0], line) in found:
-        line = found[(one[0], line)]
-    return line
+def _configuration(row: Any) -> tuple[str, ...]:
+    """What two releases must have in common to be compared."""
+    name = row.text("model")
+    model = re.sub(r"\(.*?\)|[^a-z0-9]", "", name.lower()) + (" w/o MTP" if "w/o MTP" in name else "")
+    narrow = "8" if re.search("8", re.sub("16", "", row.text("precision"))) else "16"
+    return row.file, model, narrow, str(row.whole("vp") or 1), *map(row.text, SAME)

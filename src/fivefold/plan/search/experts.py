@@ -304,17 +304,14 @@ def closed_of(case: Case, of: Choices, dealt: Dealt, shapes: list[Shape], pipeli
     forward, backward = around.forward + spent.forward, around.backward + spent.backward + again
     wait = np.maximum(0.0, around.launching - forward - backward)
     held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
-    block = Block(
-        forward=(1 - few) * (forward + wait / 3) + few * around.plain_forward,
-        backward=(1 - few) * (backward + wait * 2 / 3) + few * around.plain_backward,
-        port=around.port,
-        unhidden=around.unhidden,
-        ends=around.ends,
-        kept=(1 - few) * (around.kept + held) + few * around.plain_kept,
-        whole=around.again + spent.everything - held + spent.worst + around.passing,
-        logits=around.logits,
-        message=around.message,
-    )
+    means: dict[str, Any] = {
+        "forward": (1 - few) * (forward + wait / 3) + few * around.plain_forward,
+        "backward": (1 - few) * (backward + wait * 2 / 3) + few * around.plain_backward,
+        "kept": (1 - few) * (around.kept + held) + few * around.plain_kept,
+        "whole": around.again + spent.everything - held + spent.worst + around.passing,
+    }
+    same = ("port", "unhidden", "ends", "logits", "message")
+    block = Block(**means, **{name: getattr(around, name) for name in same})
     return ExpertClosed(case, of, block, pipelines, dealt, placed)
 
 
