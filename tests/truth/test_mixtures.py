@@ -4,6 +4,7 @@ import pytest
 
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.expert_stack import FUSED_EXPERTS, MEGATRON_EXPERTS
+from fivefold.plan.imbalance import IMBALANCE
 from fivefold.spec.presets import preset
 from fivefold.truth.cases import Refused, Row, measured, read_rows
 from fivefold.truth.mixtures import imbalance_of, is_mixture, older, with_experts
@@ -26,6 +27,11 @@ def test_a_row_takes_the_shape_of_its_preset_and_its_own_ep():
     assert run.case.spec.experts == preset("qwen3-30b-a3b").experts
     assert (run.case.layout.ep, run.case.layout.dp, run.case.imbalance) == (8, 8, 1.0)
     assert run.seconds == pytest.approx(512 * 4096 / 26000 / 8)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3 671B", "Qwen3 235B", "Mixtral 8x7B", "Grok-1 314B BF16", "kimi k2"])
+def test_a_model_is_found_by_how_its_name_begins(name: str):
+    assert measured(row(model=name, dp="8", ep="8")).case.spec.experts is not None
 
 
 def test_the_newest_release_of_a_configuration_is_judged_and_others_stay():
@@ -61,7 +67,9 @@ def test_experts_that_tp_divides_are_parts_with_the_same_work():
 
 def test_real_routing_of_the_first_steps_is_that_of_routers_that_agree():
     spec, layout = preset("mixtral-8x7b"), Layout(dp=8, ep=8)
-    assert imbalance_of(row(notes="REAL routing (imbalanced)"), spec, layout) == pytest.approx(4.0)
+    untrained = row(notes="C4 with aux loss 0.0001; REAL routing (imbalanced), iterations 21-70")
+    assert imbalance_of(untrained, spec, layout) == pytest.approx(4.0)
+    assert imbalance_of(row(notes="real routing, aux loss 0.01"), spec, layout) == IMBALANCE
     assert imbalance_of(row(), spec, layout) == 1.0
 
 

@@ -12,14 +12,16 @@ from msgspec import structs
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.expert_stack import FUSED_EXPERTS, ExpertKernels
 from fivefold.plan.cost.experts import block_share, collapsed
+from fivefold.plan.imbalance import IMBALANCE
 from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.presets import preset
-from fivefold.truth.spelling import Refused, preset_named
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.truth.spelling import Refused, plain, preset_named
 
 NAMES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout|grok"
 GIVEN = r"experts=(?P<count>\d+) top-k=(?P<top_k>\d+) expert_ffn=(?P<ffn>\d+)"
 RELEASE = r"v?(\d+(?:\.\d+)+)"
+WEAK = 1e-3  # a factor of the balance loss below which it balances nothing in a run's first steps; usual are 0.01 or so
 SAME = ("seq_len", "gpu", "gpus", "dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "layers")
 
 
@@ -44,7 +46,7 @@ def mixture_spec(row: Values, shape: dict[str, Any]) -> ModelSpec:
     if given := re.search(GIVEN, row.text("notes")):
         numbers: dict[str, Any] = {key: int(value) for key, value in given.groupdict().items()}
         return ModelSpec(name=name, **shape, experts=Experts(**numbers))
-    known = preset_named(re.sub(r"\(.*?\)", "", name))
+    known = _preset(re.sub(r"\(.*?\)", "", name))
     if known is None:
         raise Refused(f"{name!r} has experts, and neither a preset of its name nor its notes say how many")
     spec = structs.replace(preset(known, **shape), name=name)
@@ -52,6 +54,16 @@ def mixture_spec(row: Values, shape: dict[str, Any]) -> ModelSpec:
         # Its recipe trains with one more layer, which predicts a token further ahead, through the same head.
         spec = structs.replace(spec, layers=spec.layers + 1, vocab=2 * spec.vocab)
     return spec
+
+
+def _preset(name: str) -> str | None:
+    """The preset of that name, or the only one whose name begins as it does, or with which it begins."""
+    if exact := preset_named(name):
+        return exact
+    word = plain(name)
+    near = [known for known in PRESETS if plain(known).startswith(word) or word.startswith(plain(known))]
+    mixtures = [known for known in near if preset(known).experts is not None] if word else []
+    return mixtures[0] if len(mixtures) == 1 else None
 
 
 def with_experts(row: Values, spec: ModelSpec, layout: Layout, divided: bool) -> tuple[ModelSpec, Layout]:
@@ -66,11 +78,13 @@ def with_experts(row: Values, spec: ModelSpec, layout: Layout, divided: bool) ->
 
 
 def imbalance_of(row: Values, spec: ModelSpec, layout: Layout) -> float:
-    """The fullest rank against the mean. Benchmarks force an even load; of a run's first steps, where notes say that
-    routing was real, it is that of routers that send all tokens the same way."""
-    if spec.experts is None or "real routing" not in row.text("notes").lower():
+    """The fullest rank against the mean. Benchmarks force an even load. Where notes say that routing was real, it is
+    the usual one; and that of routers that send all tokens the same way, if nothing balanced them."""
+    notes = row.text("notes").lower()
+    if spec.experts is None or "real routing" not in notes:
         return 1.0
-    return collapsed(spec.experts, layout.ep)
+    loss = re.search(r"aux loss (\d[\d.e-]*\d|\d)", notes)
+    return collapsed(spec.experts, layout.ep) if loss and float(loss.group(1)) < WEAK else IMBALANCE
 
 
 def kernels_of(row: Values, usual: ExpertKernels) -> ExpertKernels:
