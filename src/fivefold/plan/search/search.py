@@ -163,8 +163,10 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
     degrees = {axis: fixed.get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
     used = math.prod(degrees.values())
     known = {key: value for key, value in fixed.items() if key in Layout.__struct_fields__}
-    # As many microbatches as there can be, so that a schedule complains only if it can never have enough.
-    found = Layout(**({"microbatches": min(batch, LARGEST)} | known)).problems(case.spec, seq=case.seq)
+    # As many microbatches as there can be, so that a schedule complains only if it can never have enough; and as many
+    # ranks as ep asks for.
+    most = {"microbatches": min(batch, LARGEST), "dp": known.get("ep", 1)}
+    found = Layout(**(most | known)).problems(case.spec, seq=case.seq)
     if world % used:
         near = [n for n in divisors(world) if n != used]
         found.append(
