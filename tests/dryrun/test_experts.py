@@ -41,6 +41,7 @@ LARGE = [
         3,
         1.0,
     ),
+    ("mixtral-8x7b model.layers=6", "dp=8,ep=8,zero=1,recompute=full", 4096, 8, 0, 1.0),
     ("qwen3-30b-a3b model.layers=4", "dp=16,ep=8,zero=3,microbatches=2,recompute=full", 4096, 32, 3, 1.0),
     ("qwen3-30b-a3b model.layers=4", "dp=2,tp=4,ep=8,zero=1", 4096, 2, 5, 1.0),
     ("qwen3-30b-a3b model.layers=4", "dp=2,cp=4,ep=8,zero=1,microbatches=2,recompute=selective", 8192, 4, 3, 1.0),
@@ -70,7 +71,7 @@ LARGE = [
     ("gpt-oss-20b model.layers=4", "dp=4,ep=4,zero=1", 4096, 4, 1, 1.0),
     ("glm-4.5-air model.layers=4", "dp=4,tp=2,ep=8,zero=1,sp,recompute=full", 4096, 4, 1, 1.0),
 ]
-QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[13], LARGE[15]]
+QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[14], LARGE[16]]
 REST = [pytest.param(*case, marks=pytest.mark.slow) for case in LARGE if case not in QUICK]
 
 

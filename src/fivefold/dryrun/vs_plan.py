@@ -82,9 +82,9 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     state = state_of(job.model, layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=seq)
     rows = _rows(job, seat, imbalance)
     flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp, rows=rows)
-    late = room.late > 0 and room.late + room.after > room.working  # the peak is where all gradients are
+    late = room.late > 0 and room.late - room.unmade + room.after > room.working  # the peak is where all gradients are
     working = room.after if late else room.working
-    peak = state.total - (0.0 if late else room.late) + working
+    peak = state.total - (room.unmade if late else room.late) + working
     figures = (
         Figure("parameters", dry.parameters, state.parameters, "GB"),
         Figure("gradients", dry.gradients, state.gradients, "GB"),

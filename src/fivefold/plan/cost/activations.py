@@ -116,17 +116,16 @@ def _everything(
     # the input as float32 and the normalised values besides. A dropout keeps its mask.
     eager = stack.norm == "eager" and spec.norm == "rmsnorm"
     norm = (stream("norm") + stream("qk_norm")) * (wide + (8 if eager else 0)) + stream("dropout")
-    *columns, down = [one for one in own.of("mlp") if not _of_experts(one)] or [None]
-    if down is None and mixture is not None:  # nothing but the router reads the second norm's output
+    network = [one for one in own.of("mlp") if not _of_experts(one)]
+    if not network:  # nothing but the router reads the second norm's output
         norm -= tokens * wide * spec.hidden / (layout.tp if layout.sp else 1)
     scores = 0.0
     if stack.attention in ("torch", "fused"):
         # Fused: probabilities, a mask, and what it leaves of them. Torch: float32 softmax, cast, mask.
         per_score = 2 * wide + {"fused": 1, "torch": 4}[stack.attention]
         scores = float(per_score * tokens * own.attention.heads * seq)
-    inner = 0
-    if down is not None:
-        inner = sum(one.outputs for one in columns) + (1 + written_by_activation(spec, stack)) * down.inputs
+    inner = sum(one.outputs for one in network[:-1])
+    inner += sum((1 + written_by_activation(spec, stack)) * one.inputs for one in network[-1:])
     attention = _attention(spec, layout, stack, own, tokens, wide)
     experts = mixture.everything if mixture else 0.0
     return Kept(stream("residual") * wide, norm, attention, scores, float(wide * tokens * inner), experts=experts)

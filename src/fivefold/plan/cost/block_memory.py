@@ -106,13 +106,17 @@ def made_late(case: Case, block: BlockMemory, there: Moment) -> float:
     return there.experts * block.share.experts * case.stack.gradient_bytes if waits else 0.0
 
 
-def first_backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory]) -> float:
-    """Bytes when the gradients of all experts of a stage have been made: its first block with some has run back."""
+def first_backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory]) -> Need:
+    """The worst moment in the backward pass of a stage's first block with experts, when the later ones' gradients have
+    been made: bytes beside them, and what this block has yet to make (less than nothing is `made`)."""
     plains = sum(plain(case.spec, layer) for layer in stage.layers)
     if plains == len(stage.layers):
-        return blocks[True].moments[-1].bytes if plains else 0.0
-    before = plains * blocks[True].kept.total if plains else 0.0
-    return before + blocks[False].kept.total + blocks[False].moments[-1].bytes
+        return Need(blocks[True].moments[-1].bytes if plains else 0.0)
+    before, one = plains * blocks[True].kept.total if plains else 0.0, blocks[False]
+    every = made_late(case, one, Moment(0.0, experts=1.0))
+    found = [Need(moment.bytes, made_late(case, one, moment) - every) for moment in one.moments]
+    worst = max(found, key=sum)
+    return worst._replace(bytes=before + one.kept.total + worst.bytes)
 
 
 def in_flight(case: Case, share: Share, there: Moment) -> float:

@@ -51,6 +51,7 @@ class Footprint:
     margin: float
     late: float = 0.0  # bytes of gradients that do not exist while the activations do
     after: float = 0.0  # bytes of the moments in which they all do, at the end of the first backward pass
+    unmade: float = 0.0  # of these gradients, bytes that are still to be made then
 
     @property
     def working(self) -> float:
@@ -60,7 +61,7 @@ class Footprint:
     @property
     def gradients(self) -> float:
         """Gradients at the peak; where they come after it, the bytes by which they exceed what the peak had."""
-        return self.state.gradients - self.late + max(0.0, self.late + self.after - self.working)
+        return self.state.gradients - self.late + max(0.0, self.late - self.unmade + self.after - self.working)
 
     @property
     def allocated(self) -> float:
@@ -116,16 +117,18 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
     moments = dict(_moments(case, stages, blocks, lazy))
     moment, (transient, made) = max(moments.items(), key=lambda one: sum(one[1]))
-    usual = moments["a block's backward"].bytes
+    usual = Need(moments["a block's backward"].bytes)
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
     parts = _states(case, stages)
     late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
     if spec.experts is not None and layout.zero < 3 and stages[0].layers:
         usual = first_backward(case, stages[0], blocks)
-    after = usual + buffers + times(kept_by(spec, stages[0], blocks), waits).total
+    after = usual.bytes + buffers + times(kept_by(spec, stages[0], blocks), waits).total
     each = [times(kept_by(spec, case.stages[number], blocks), flying[number]) for number in mine]
     flying_now = plus(*each)._replace(head=waiting)
-    found = Footprint(rank, plus(*parts.values()), flying_now, moment, transient, buffers, 0.0, late - made, after)
+    found = Footprint(
+        rank, plus(*parts.values()), flying_now, moment, transient, buffers, 0.0, late - made, after, -usual.made
+    )
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
 
 
