@@ -196,7 +196,7 @@ def complexity(option: Option) -> int:
     around."""
     layout = option.layout
     axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.case.wires.across("tp") else 1) + (layout.cp > 1)
-    return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1)
+    return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1) + (layout.ep > 1)
 
 
 def simplest(options: Sequence[Option]) -> Option:
