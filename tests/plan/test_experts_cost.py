@@ -10,10 +10,10 @@ from msgspec import structs
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
+from fivefold.plan.cost.executed import rank_flops
 from fivefold.plan.cost.experts import collapsed, stage_share
 from fivefold.plan.cost.stack import FIVEFOLD
 from fivefold.plan.cost.time import Case, estimate
-from fivefold.plan.cost.work import rank_flops
 from fivefold.spec.experts import Experts
 from fivefold.spec.presets import preset
 
@@ -114,7 +114,7 @@ def test_flops_of_all_ranks_are_those_of_active_parameters():
     assert math.isclose(found, model, rel_tol=0.001)
 
 
-DEEPSEEK_SCORES = 2 * 2048 * 128 * (192 + 128)  # FLOPs of a query's scores and values, half of 4,096 keys
+DEEPSEEK_SCORES = 2 * 2048 * 128 * (192 + 192)  # FLOPs of a query's scores and padded values, half of 4,096 keys
 
 
 def test_a_host_that_is_slow_sets_the_pace_unless_a_step_is_one_graph():

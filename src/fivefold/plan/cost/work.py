@@ -12,8 +12,6 @@ import msgspec
 
 from fivefold.layout.collective_cost import Kind
 from fivefold.layout.layout import ContextKind, Layout
-from fivefold.layout.sharding import chunk
-from fivefold.layout.stages import stages_of
 from fivefold.plan.context import methods as context
 from fivefold.plan.cost.experts import Mixture, Share, block_share, dense_gemms
 from fivefold.plan.cost.kernels import Device
@@ -21,7 +19,7 @@ from fivefold.plan.cost.latent import copied, remade, score_dim
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import CAST, MOVED, NARROW, WIDE, Stack
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import Block, Matmul, block, head
+from fivefold.spec.operations import Block, block, head
 
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise matmul was another kernel (2024)
 
@@ -363,37 +361,3 @@ def _method(kind: ContextKind, case: context.LayerAttention) -> context.Method:
 def hidden(seconds: float, behind: float, share: float) -> float:
     """What remains of a collective of which `share` can run behind compute, as far as there is any."""
     return seconds - share * min(seconds, behind)
-
-
-def rank_flops(spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0) -> float:
-    """Of the rank at those places; ranks along dp and cp do the same. Experts have the same load each."""
-    m = layout.microbatches
-    tokens = batch // (layout.size("batch") * m) * (seq // layout.cp)  # of a microbatch
-    stages = stages_of(spec, layout, seq)
-    mine = [stages[number] for number in layout.placement.of_rank[pp]]
-    layers = [spec.dense(layer) for stage in mine for layer in stage.layers]
-    each = sum(layers.count(dense) * _block_flops(spec, layout, seq, tokens, tp, dense) for dense in (True, False))
-    last = 3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in mine)
-    return m * (each + tokens * last)
-
-
-def _block_flops(spec: ModelSpec, layout: Layout, seq: int, tokens: int, tp: int, dense: bool) -> float:
-    """Of a block, with (unless `dense`) its experts: forward, backward, and what is recomputed."""
-    own, routed = block(spec, layout.tp, dense), len(chunk(tokens, layout.tp, tp))
-    part = layout.tp if layout.sp else 1
-
-    def product(one: Matmul) -> float:
-        if one.experts:
-            return 2.0 * routed * one.active
-        rows = routed if one.tp == "tokens" else tokens / part if one.tp == "whole" else tokens
-        return 2.0 * rows * one.size
-
-    matmuls, attention = sum(map(product, own.matmuls)), tokens * own.attention.flops(seq / 2)
-    found = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
-    if layout.recompute == "full":
-        # The block's last matmul is not made again, since nothing in backward needs its output; unless it is one step
-        # with what follows it, a collective or a put-off weight gradient; or what experts said, which is weighted.
-        last = own.matmuls[-1]
-        stops = layout.tp == 1 and not layout.splits_backward and not last.experts
-        found += matmuls - (product(last) if stops else 0.0) + attention
-    return found
