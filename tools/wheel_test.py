@@ -25,6 +25,7 @@ WORKS = {
     "draw": "1f1b --pp 2 --microbatches 2",
     "goodput": "tiny --cluster 2xCPU --batch 8 --seq 64",
     "launch": "layout=dp=2 --slurm --nodes 2 -o job.sbatch",
+    "mixed": "tiny --cluster 2xCPU --slower 2 --batch 8 --seq 64 --layout pp=2,microbatches=4",
     "models": "",
     "plan": "tiny --cluster 2xCPU --batch 8 --seq 64",
     "schedules": "--pp 2 --microbatches 4",

@@ -9,7 +9,7 @@ import pytest
 from fivefold.launch.allocator import keep_freed_memory
 
 OF_OTHERS = ("MALLOC_", "MIMALLOC_", "GLIBC_TUNABLES")
-# Pages that the operating system had to provide in each step of a model with activations of 128 MB, 32,768 pages.
+# Faults in which the operating system had to provide pages in each step of a model with activations of 128 MB.
 STEPS = """
 from fivefold.launch.allocator import keep_freed_memory
 keep_freed_memory()
@@ -32,8 +32,9 @@ def untouched() -> dict[str, str]:
 def test_what_one_step_frees_the_next_one_uses() -> None:
     found = subprocess.run([sys.executable, "-c", STEPS], env=untouched(), check=True, capture_output=True, text=True)
     first, _, *later = (int(pages) for pages in found.stdout.split())
-    # A heap that is cut up may have to grow by a block, 1,024 pages, now and then; a step uses 32 of them and more.
-    assert first > 30_000
+    # A heap that is cut up may have to grow by a block, 1,024 pages, now and then; a step uses 32 of them and more. Kernels
+    # that hand out large folios provide dozens of pages at a fault.
+    assert first > 500
     assert sum(later) / len(later) < 0.05 * first, later
 
 

@@ -124,14 +124,15 @@ def test_among_equals_tp_stays_in_the_node() -> None:
 
     assert complexity(inside) < complexity(over)
     assert simplest([over, as_fast_as(1.02)]).layout == inside.layout
-    assert simplest([over, as_fast_as(1.10)]) is over
+    assert simplest([over, as_fast_as(1.09)]).layout == inside.layout
+    assert simplest([over, as_fast_as(1.11)]) is over
 
 
 @pytest.mark.parametrize(("nodes", "batch"), [(2048, 2048), (16384, 8192)])
 def test_405b_keeps_tp_in_the_node(nodes: int, batch: int) -> None:
     options = search(wish("llama3-405b", f"{nodes}x8xH100", batch), top=24).options
     chosen = simplest(options)
-    assert chosen.layout.tp <= 8 or min(o.seconds for o in options if o.layout.tp <= 8) > 1.03 * chosen.seconds
+    assert chosen.layout.tp <= 8
 
 
 def test_few_microbatches_leave_a_zero_bubble_pipeline_waiting() -> None:

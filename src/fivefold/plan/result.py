@@ -13,7 +13,7 @@ from fivefold.plan.cost.time import Case
 from fivefold.plan.goodput.run import length
 from fivefold.plan.imbalance import IMBALANCE, SOURCE
 from fivefold.plan.interval import IN_WORDS, SHARE, bands, memory_range, step_range
-from fivefold.plan.search.explain import CAUSES, Neighbour, difference, traffic
+from fivefold.plan.search.explain import ALIKE, CAUSES, Neighbour, difference, traffic
 from fivefold.plan.search.option import Option
 from fivefold.plan.training import DAY, GB, Training
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
@@ -85,9 +85,11 @@ class PlanResult(Result):
         yield _ranking(options if self.chosen in options else (*options, self.chosen), self.chosen)
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds
+            over = options[0].case.wires.across("tp") and not self.chosen.case.wires.across("tp")
+            why = "but has tp over the network, of which no measured run tells" if over and faster > ALIKE else ""
             yield Text(
-                f"{options[0].layout} is {faster:.1%} faster, which is within the noise of measured runs; "
-                f"{self.chosen.layout} is simpler"
+                f"{options[0].layout} is {faster:.1%} faster, "
+                f"{why or 'which is within the noise of measured runs'}; {self.chosen.layout} is simpler"
             )
         yield Text(f"\n{_summary(option, self.price)}", "bold")
         yield from _experts(option)

@@ -120,9 +120,9 @@ def _survivors(every: Space, fits: np.ndarray, by: By, node: int) -> list[int]:
             chosen.append(at)
         if len(chosen) == SURVIVORS:
             break
-    # Among equals tp within a node is chosen, so some of those are timed, too.
-    inside = order[fits[order] & (every.of.tp[order] <= node)]
-    chosen += [at for at in inside[:RIVALS].tolist() if by == "throughput" and at not in chosen]
+    # Among equals tp within a node is chosen, so some of those are timed, and first: patience may end.
+    inside = order[fits[order] & (every.of.tp[order] <= node)][:RIVALS].tolist() if by == "throughput" else []
+    chosen = [*inside, *(at for at in chosen if at not in inside)]
     # Nothing fits: the smallest ones show by how much.
     return chosen or [int(at) for at in np.argsort(every.memory)[:3]]
 
