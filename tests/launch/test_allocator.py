@@ -32,8 +32,8 @@ def untouched() -> dict[str, str]:
 def test_what_one_step_frees_the_next_one_uses() -> None:
     found = subprocess.run([sys.executable, "-c", STEPS], env=untouched(), check=True, capture_output=True, text=True)
     first, _, *later = (int(pages) for pages in found.stdout.split())
-    # A heap that is cut up may have to grow by a block, 1,024 pages, now and then; a step uses 32 of them and more. Kernels
-    # that hand out large folios provide dozens of pages at a fault.
+    # A heap that is cut up may have to grow by a block, 1,024 pages, now and then; a step uses 32 of them and more.
+    # Kernels that hand out large folios provide dozens of pages at a fault.
     assert first > 500
     assert sum(later) / len(later) < 0.05 * first, later
 

@@ -7,10 +7,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 import fivefold as ff
 from fivefold.cli import app
+from fivefold.hardware.accelerators import ACCELERATORS
+from fivefold.hardware.cluster import Cluster, Group
 from fivefold.plan.goodput import figures
 from fivefold.plan.goodput.expected import Failures, best_interval, best_steps, daly, expected, young
 from fivefold.plan.goodput.figures import DAY, HOUR
@@ -275,3 +278,11 @@ def test_the_command_prints_it() -> None:
     shown = json.loads(CliRunner().invoke(app, [*words.split(), "--json"]).output)
     assert shown["checkpoint_every"] == 100
     assert shown == json.loads(CliRunner().invoke(app, [*words.split(), "--json"]).output)
+
+
+def test_unlike_cpu_ranks_share_one_machine_and_its_disk() -> None:
+    core = ACCELERATORS["CPU"]
+    slow = structs.replace(core, memory_bandwidth=core.memory_bandwidth / 2)
+    assert Cluster((Group(1, 1, core), Group(1, 1, slow))).machines == 1
+    assert Cluster.parse("1x8xH100+1x8xA100").machines == 2
+    assert Cluster.parse("2x8xH100").machines == 2

@@ -124,6 +124,12 @@ class Cluster(Struct, frozen=True):
     def nodes(self) -> int:
         return sum(group.nodes for group in self.groups)
 
+    @property
+    def machines(self) -> int:
+        """Nodes; but CPU ranks of unlike speed are groups of one machine."""
+        together = all(group.nodes == 1 and group.accelerator.is_cpu for group in self.groups)
+        return 1 if together else self.nodes
+
     def alike(self) -> "Cluster | None":
         """The same nodes as one group, where several groups are of one kind."""
         first = self.groups[0]

@@ -81,7 +81,7 @@ def traits(case: Case) -> Traits:
     """What decides how far off a prediction may be."""
     devices = [group.accelerator for group in case.cluster.groups]
     guess = any(one.achieved is None and efficiency.source_of(one.name).startswith("a guess") for one in devices)
-    nodes, world = case.cluster.nodes, case.layout.world
+    nodes, world = case.cluster.machines, case.layout.world
     return {
         "system": _system(case),
         "device": "guess" if guess else "known",

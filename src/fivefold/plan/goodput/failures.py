@@ -92,4 +92,4 @@ def _stored(option: Option, costs: Costs) -> float:
     """Bytes a second."""
     if costs.storage is not None:
         return costs.storage * GB
-    return min(option.case.cluster.nodes * figures.NODE_STORES, figures.STORES)
+    return min(option.case.cluster.machines * figures.NODE_STORES, figures.STORES)

@@ -10,6 +10,7 @@ from fivefold.plan.goodput.figures import DAY, FLEETS, HOUR, JITTER, JITTER_SOUR
 from fivefold.plan.goodput.run import Run, length
 from fivefold.plan.goodput.simulate import Simulated
 from fivefold.plan.goodput.stragglers import Straggling
+from fivefold.plan.interval import IN_WORDS, step_range
 from fivefold.plan.search.option import Option
 from fivefold.report import Block, Cell, Result, Table, Text
 from fivefold.support.formatting import si
@@ -69,6 +70,7 @@ class GoodputResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         low, median, high = self.run.days(self.simulated)
+        found = step_range(self.option.case)
         return {
             "model": self.option.case.spec.name,
             "cluster": str(self.option.case.cluster),
@@ -79,6 +81,7 @@ class GoodputResult(Result):
             "days_without_failures": self.run.work / DAY,
             "expected_days": self.run.expected / DAY,
             "days": {"p10": low, "median": median, "p90": high},
+            "days_range": [end / DAY for end in found.around(self.run.expected)] if found else None,
             "goodput": self.goodput,
             "simulated": {
                 "runs": self.runs,
@@ -107,6 +110,11 @@ class GoodputResult(Result):
             f"median {length(median)}: goodput {self.goodput:.1%}",
             "bold",
         )
+        if found := step_range(case):
+            days = " to ".join(length(end / DAY) for end in found.around(run.expected))
+            yield Text(
+                f"that is chance alone; the planned step itself is {found.text(run.step)} s {IN_WORDS}, so {days}"
+            )
         yield self._parts()
         yield self._intervals()
         if fleets := self.fleets:
