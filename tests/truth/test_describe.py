@@ -31,7 +31,7 @@ def test_the_page_s_example_runs_and_prints_what_it_shows(tmp_path: Path, capsys
         assert found is not None
         (tmp_path / f"march.{kind}").write_text(found.group(1))
     result = truth(tmp_path)
-    assert [row.refused for row in result.results] == ["", ""]
+    assert [(row.refused, row.fits) for row in result.results] == [("", True)] * 2
     assert all(abs(row.error or 1.0) < 0.25 for row in result.results)
     shown = re.search(r"\$ fivefold truth --data my-runs/\n(.*?)```", page, re.DOTALL)
     assert shown is not None
@@ -55,13 +55,36 @@ def test_a_column_names_the_system_and_a_guess_is_called_one(tmp_path: Path) -> 
         one(tmp_path, ROW + "nemmo")
 
 
+@pytest.mark.parametrize("source", ["PaLM-like model at ACME", "Llama 3 8B on our cluster", "acme"])
+def test_a_model_s_name_says_nothing_of_the_software(tmp_path: Path, source: str) -> None:
+    found = one(tmp_path, ROW.replace("ours", source)).source
+    assert (found.stack, found.why) == (SYSTEMS["megatron-core"], "'megatron-core', by its H100")
+
+
+def test_a_paper_s_or_a_software_s_name_is_a_guess_outside_of_the_package(tmp_path: Path) -> None:
+    for source, stack in (("torchtitan, ours", SYSTEMS["torchtitan"]), ("as arXiv 2204.02311", SYSTEMS["xla"])):
+        found = one(tmp_path, ROW.replace("ours", f'"{source}"')).source
+        assert (found.stack, found.assumed) == (stack, True)
+        assert found.why.startswith("its source's name: ")
+
+
+def test_a_description_without_its_runs_is_told_from_other_files(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('name = "mine"\n')
+    one(tmp_path, ROW)
+    (tmp_path / "march.toml").write_text('system = "nemo"\n')
+    with pytest.raises(UserError, match=r"march\.toml describes the runs of march\.csv, which is not there"):
+        one(tmp_path, ROW)
+
+
 def test_a_file_beside_the_rows_changes_any_switch(tmp_path: Path) -> None:
     toml = 'system = "nemo"\nzero = 3\n[stack]\nattention = "flash2"\n[stack.overlap]\ntp = 0\n'
     run = one(tmp_path, ROW, toml)
     assert (run.case.layout.zero, run.case.stack.attention) == (3, "flash2")
     assert (run.case.stack.overlap.tp, run.case.stack.overlap.dp) == (0, 1)
     assert not run.source.assumed
-    assert one(tmp_path, ROW + "torchtitan", toml).case.stack.name == SYSTEMS["torchtitan"].name  # a row knows better
+    own = one(tmp_path, ROW + "torchtitan", toml)  # a row knows better, and says so
+    assert own.case.stack.name == SYSTEMS["torchtitan"].name
+    assert own.source.why == "system 'torchtitan' of the row, and not mine.toml, from 'nemo'"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +98,13 @@ def test_a_file_beside_the_rows_changes_any_switch(tmp_path: Path) -> None:
         ("system = 3", "system=3 is not text"),
         ('system = "titan"', "did you mean 'torchtitan'"),
         ("assumed = true", "assumed is not a setting"),
+        ("zero = 9", "zero=9 is more than 3"),
+        ("ports = -1.0", "ports=-1.0 must be at least 0.001"),
+        ("chunks = -3\nmemory_unit = 0.0", "chunks=-3 must be at least 1; memory_unit=0.0 must be at least 1"),
+        ("[stack]\nweight_bytes = -2", "stack.weight_bytes=-2 must be at least 1"),
+        ("[stack]\nhost = nan", "stack.host=nan"),
+        ("[stack.experts]\nrearranged = [4.0, -4.0]", "stack.experts.rearranged=-4.0 must be at least 0"),
+        ("[stack.overlap]\ndp = 7", "stack.overlap.dp=7.0 is more than 1"),
         ("zero = ", "cannot be read as TOML"),
     ],
 )
@@ -137,5 +167,7 @@ def test_precisions_go_down_to_four_bits() -> None:
     }
     assert {word: precision_named(word, gb200) for word in words} == words
     assert precision_named("bf16", v100) == "fp16"
+    with pytest.raises(UserError, match="precision 'bf17' is none of ours; did you mean 'bf16'"):
+        precision_named("bf17", h100)
     with pytest.raises(UserError, match="H100 has no fp4 rate"):
         precision_named("NVFP4", h100)

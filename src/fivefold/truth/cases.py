@@ -4,7 +4,6 @@ Empty means not published. `status` is ok, oom (ran out of memory), theory, or e
 """
 
 import csv
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from msgspec import structs
 
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.layout.layout import Layout, Recompute
+from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.stack import Stack
 from fivefold.plan.cost.time import Case
@@ -24,7 +23,8 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
-from fivefold.truth.describe import described, description
+from fivefold.truth.cells import check_batch, check_cells, check_world, number
+from fivefold.truth.describe import described, description, stray
 from fivefold.truth.mixtures import (
     held_parameters,
     imbalance_of,
@@ -34,7 +34,15 @@ from fivefold.truth.mixtures import (
     with_experts,
 )
 from fivefold.truth.sources import Source
-from fivefold.truth.spelling import Refused, precision_named, preset_named, schedule_named
+from fivefold.truth.spelling import (
+    Refused,
+    precision_named,
+    preset_named,
+    recompute_named,
+    schedule_named,
+    yes_or_no,
+    zero_named,
+)
 
 DATA = Path(__file__).parent / "data"
 NEEDED = ("source", "model", "seq_len", "gpu", "gpus", "status")
@@ -45,16 +53,14 @@ class Row(NamedTuple):
     line: int
     values: dict[str, str]
     file_says: Source | None = None  # of its software, in a TOML file beside the CSV
+    shipped: bool = False  # with the package, which describes its sources
 
     def text(self, column: str) -> str:
         return (self.values.get(column) or "").strip()
 
     def number(self, column: str) -> float | None:
-        try:
-            value = float(self.text(column))
-        except ValueError:
-            return None
-        return value if math.isfinite(value) else None
+        """None where it is not published, or cannot be read: `check_cells` tells them apart."""
+        return number(self.text(column))
 
     def whole(self, column: str) -> int | None:
         value = self.number(column)
@@ -71,10 +77,14 @@ class Row(NamedTuple):
 
 def read_rows(directory: Path = DATA) -> list[Row]:
     """Every row of every CSV file of a directory."""
+    if directory.is_file():
+        raise UserError(f"{directory} is a file, and rows are read from a directory; nearest: {directory.parent}")
     files = sorted(path for path in directory.glob("*.csv") if path.is_file()) if directory.is_dir() else []
     if not files:
         raise UserError(f"{directory} has no .csv files; give a directory of measured runs, as {DATA} is one")
-    rows = []
+    if orphan := stray(directory):
+        raise UserError(f"{orphan} describes the runs of {orphan.stem}.csv, which is not there; rename or move it")
+    rows, shipped = [], directory.resolve() == DATA.resolve()
     for path in files:
         software = described(path.with_suffix(".toml"))
         with path.open(newline="", encoding="utf-8", errors="replace") as handle:
@@ -83,7 +93,7 @@ def read_rows(directory: Path = DATA) -> list[Row]:
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
             try:
-                rows += [Row(path.stem, reader.line_num, values, software) for values in reader]
+                rows += [Row(path.stem, reader.line_num, values, software, shipped) for values in reader]
             except csv.Error as error:
                 raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
     return rows
@@ -102,17 +112,13 @@ class Measured(NamedTuple):
 def source_of(row: Row) -> Source:
     """What is known or assumed of a row's software."""
     words = " ".join(map(row.text, ("url_or_path", "notes")))
-    return description(
-        row.text("system"), row.file_says, row.text("source"), words, *map(row.text, ("gpu", "precision"))
-    )
+    gpu, precision = map(row.text, ("gpu", "precision"))
+    return description(row.text("system"), row.file_says, row.text("source"), words, gpu, precision, row.shipped)
 
 
 def measured(row: Row) -> Measured:
     source = source_of(row)
-    for column in COUNTS:
-        value = row.number(column)
-        if row.text(column) and (value is not None and value <= 0):
-            raise Refused(f"{column} is {row.text(column)}, and must be above zero")
+    check_cells(row)
     spec, cluster = spec_of(row, source), cluster_of(row, source)
     known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
@@ -123,11 +129,20 @@ def measured(row: Row) -> Measured:
         if not known:
             raise Refused("a mixture of experts whose layout is not published")
         case = _with_experts(row, source, case)
+    if known and (wrong := impossible(case)):
+        raise Refused("; ".join(wrong))
     if not known:
         # The layout is not published: take the planner's.
         case = search(case, top=1, zero=source.zero).best.case
     memory = row.number("peak_mem_gb")
     return Measured(row, source, case, seconds_of(row, source, case), memory and memory * source.memory_unit)
+
+
+def impossible(case: Case) -> list[str]:
+    """Why no software can have run its layout; what the trainer here alone does not do is no reason."""
+    # Others have tied embeddings with ZeRO 2 and 3 in any schedule, shard groups with ZeRO 1, and pad sequences for sp.
+    spec, layout = structs.replace(case.spec, tied=False), structs.replace(case.layout, replicate=1, sp=False)
+    return layout.problems(spec, seq=case.seq, batch=case.batch)
 
 
 def _with_experts(row: Row, source: Source, case: Case) -> Case:
@@ -142,16 +157,8 @@ def _with_experts(row: Row, source: Source, case: Case) -> Case:
 def _need(row: Row, column: str) -> int:
     value = row.whole(column)
     if value is None:
-        said = row.text(column)
-        raise Refused(f"{column} is {said!r}, which is no number" if said else f"{column} is not published")
+        raise Refused(f"{column} is not published")
     return value
-
-
-COUNTS = (
-    "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpus", "gpus_per_node", "dp", "tp", "pp", "vp",
-    "cp", "micro_batch", "global_batch", "step_time_s", "derived_step_time_s", "tokens_per_s_per_gpu",
-    "tflops_per_gpu", "mfu", "peak_mem_gb",
-)  # fmt: skip
 
 
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
@@ -226,17 +233,25 @@ def cluster_of(row: Row, source: Source) -> Cluster:
 
 def layout_of(row: Row, source: Source, spec: ModelSpec) -> Layout:
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
-    dp = row.whole("dp") or max(1, _need(row, "gpus") // (tp * pp * cp))
+    gpus = _need(row, "gpus")
+    check_world(gpus, row.whole("dp"), {"tp": tp, "pp": pp, "cp": cp})
+    dp = gpus // (tp * pp * cp)
     zero = _zero(row, source, held_parameters(spec, tp, _ep(row, source, tp)) / pp)
     zero = min(zero, source.pipelined_zero) if pp > 1 else zero
     batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
     samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
-    microbatches = max(1, batch // (dp * samples))
-    sp = {"yes": True, "no": False}.get(row.text("sequence_parallel"), source.sp)
+    check_batch(batch, dp, samples)
+    microbatches = batch // (dp * samples)
+    sp = yes_or_no("sequence_parallel", row.text("sequence_parallel"), source.sp)
     degrees: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}
     if zero and (group := re.search(r"shard group: (\d+) ranks", row.text("notes"))):
         degrees["replicate"] = max(1, dp // int(group.group(1)))
-    layout = Layout(**degrees, cp_kind=source.cp_kind, sp=sp and tp > 1, recompute=_recompute(row, source))
+    layout = Layout(
+        **degrees,
+        cp_kind=source.cp_kind,
+        sp=sp and tp > 1,
+        recompute=recompute_named(row.text("recompute"), source.recompute),
+    )
     schedule, chunks = _schedule(row, source, spec, layout)
     layout = structs.replace(layout, schedule=schedule, chunks=chunks)
     balanced = source.balanced_if and source.balanced_if in row.text("notes")
@@ -252,8 +267,8 @@ def _ep(row: Row, source: Source, tp: int) -> int:
 
 def _zero(row: Row, source: Source, parameters: float) -> int:
     """As stated, or as the source has it; a run whose weights and gradients would not fit has sharded them."""
-    if stated := re.match(r"\d", row.text("zero_stage")):
-        return min(3, int(stated.group()))
+    if (stated := zero_named(row.text("zero_stage"))) is not None:
+        return stated
     whole = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
     return 3 if whole > HEADROOM * device_of(row.text("gpu")).memory else source.zero
 
@@ -280,7 +295,8 @@ def _even(layers: int, layout: Layout) -> tuple[int, ...]:
     if (layers + 2) % n == 0 and n > 1 and layers + 2 > n:
         each = (layers + 2) // n
         return (each - 1, *(each,) * (n - 2), each - 1)
-    return ()
+    few, more = divmod(layers, n)  # the first stages have one more, as none weighs the ends
+    return (*(few + 1,) * more, *(few,) * (n - more)) if few else ()
 
 
 def _redistributed(spec: ModelSpec, stages: int) -> tuple[int, ...]:
@@ -298,17 +314,6 @@ def _chunks(layers: int, pp: int, most: int) -> int:
         if units % pp == 0:
             return max(n for n in range(1, most + 1) if units % (pp * n) == 0)
     return 1
-
-
-def _recompute(row: Row, source: Source) -> Recompute:
-    text = row.text("recompute").lower()
-    if text.startswith("none"):
-        return "none"
-    if "selective" in text:
-        return "selective"
-    if text.startswith(("full", "partial")):
-        return "full"
-    return source.recompute
 
 
 def seconds_of(row: Row, source: Source, case: Case) -> float | None:

@@ -163,7 +163,8 @@ class TruthResult(Result):
         wrong = (result for result in ran if not result.fits and not (result.run and result.run.memory))
         if alarms := Counter(result.row.file for result in wrong):
             counts = ", ".join(f"{count} of {name}" for name, count in alarms.items())
-            yield Text(f"of {len(ran)} runs that ran, the planner says that {alarms.total()} do not fit: {counts}")
+            do = "does" if alarms.total() == 1 else "do"
+            yield Text(f"of {len(ran)} runs that ran, the planner says that {alarms.total()} {do} not fit: {counts}")
 
 
 @dataclass(frozen=True)

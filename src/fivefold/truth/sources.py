@@ -35,7 +35,7 @@ from fivefold.spec.model import Attention as Counting
 class Source(Struct, frozen=True, kw_only=True):
     """Assumptions about one source."""
 
-    match: str = ""  # of the `source` column
+    match: str = ""  # of the `source` column: a paper's or a software's own name, no model's
     why: str
     stack: Stack
     zero: int = 0
@@ -124,12 +124,12 @@ SOURCES = (
     ),
     replace(
         EARLY,
-        match=r"MT-NLG",
+        match=r"MT-NLG 530B 2022|2201\.11990",
         why="arXiv 2201.11990: DeepSpeed's pipeline and Megatron's tensor parallelism, as of 2021",
         hardware_flops=True,
     ),
     Source(
-        match=r"PaLM",
+        match=r"PaLM 2022|2204\.02311",
         why="arXiv 2204.02311, section 4: XLA fuses and overlaps what the compiler finds; no pipeline",
         stack=XLA,
         zero=3,
@@ -191,7 +191,7 @@ SOURCES = (
     ),
     replace(
         ANY,
-        match=r"Llama 3",
+        match=r"Llama 3 Table|2407\.21783",
         why="arXiv 2407.21783, section 3.3: gradients and optimizer sharded, sp with tp, RoCE of 400 Gb/s",
         stack=NEMO.but(
             name="Llama 3",

@@ -39,8 +39,8 @@ def truth(
     if rows and not refit:
         every = [row for row in every if row.file == rows]
     constants = fit(_runs(every), steps(progress, "fitting", STEPS)) if refit else None
-    results = evaluate(every, constants, tick=steps(progress, "predicting", len(every)))
     left, devices = _left_out(every, progress) if leave_out else ({}, {})
+    results = evaluate(every, constants, tick=steps(progress, "predicting", len(every)))
     return TruthResult(tuple(results), left, rows, constants, own=data is not None, left_devices=devices)
 
 
@@ -64,7 +64,11 @@ def _left_out(every: list[Row], progress: Progress) -> tuple[dict[str, float], d
     """The mean error of each source, and of each accelerator, under constants that were fitted without it."""
     runs = [run for run in _runs(every) if run.seconds]
     if len(set(map(by_source, runs))) < 2 and len(set(map(by_accelerator, runs))) < 2:
-        return {}, {}  # nothing remains
+        names = ", ".join(sorted(set(map(by_source, runs)))) or "none"
+        raise UserError(
+            f"--leave-out fits the constants without one source, and these runs have no second source or accelerator "
+            f"(sources: {names}); leave --leave-out out, or give more runs"
+        )
     whole = Whole.of(runs, steps(progress, "fitting", STEPS_WITHOUT))
     sources, devices = (_mean_errors(unseen(runs, group, whole=whole), group) for group in (by_source, by_accelerator))
     return sources, devices
