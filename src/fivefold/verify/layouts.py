@@ -169,7 +169,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
     return {name: variant for name, variant in made.items() if variant != spec and not variant.problems()}
 
 
-_MANY = 256
+_MANY = 128  # a microbatch of a rank has 32 tokens or a few more; each expert costs a layer three products a pass
 
 
 def _deepseek(experts: Experts) -> Experts:
