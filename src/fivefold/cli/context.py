@@ -1,11 +1,14 @@
 """`fivefold context`: the kinds of context parallelism, compared for one layer."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import whole_number
+
+if TYPE_CHECKING:
+    from fivefold.plan.context.lengths import LengthsResult
 
 SHORT = "Compare ring, all-gather and Ulysses.  [dim]fivefold context --seq 131072 --cp 16[/]"
 
@@ -65,16 +68,10 @@ def context(
     from fivefold.report import show
 
     if lengths:
-        from fivefold.plan.context.lengths import lengths as whole_steps
-
         given = {"--seq": seq, "--cp": cp, "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--tp": tp}
         if wrong := [option for option, value in given.items() if value is not None]:
             raise UserError(f"{', '.join(wrong)}: one layer's, and --lengths plans whole steps; leave one of them out")
-        numbers = [whole_number(word) or 0 for word in lengths.split(",")]
-        names = [name for word in kernels.split(",") if (name := word.strip())]
-        show(
-            whole_steps(numbers, model or "llama3-8b", cluster or "8x8xH100", kernels=names, software=software), as_json
-        )
+        show(_whole_steps(lengths, model or "llama3-8b", cluster or "8x8xH100", kernels, software), as_json)
         return
     if seq is None or cp is None:
         raise UserError("--seq and --cp say which layer to compare, as in --seq 131072 --cp 16; or give --lengths")
@@ -86,3 +83,11 @@ def context(
         software=software,
     )  # fmt: skip
     show(found, as_json)
+
+
+def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
+    from fivefold.plan.context.lengths import lengths as whole_steps
+
+    numbers = [whole_number(word) or 0 for word in lengths.split(",")]
+    names = [name for word in kernels.split(",") if (name := word.strip())]
+    return whole_steps(numbers, model, cluster, kernels=names, software=software)

@@ -3,13 +3,17 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from fivefold.cli.job_args import whole_layout
 from fivefold.support.errors import UserError
 from fivefold.support.precision import precision_of
+
+if TYPE_CHECKING:
+    from fivefold.plan.result import PlanResult
+    from fivefold.plan.serving.serve import ServePlan
 
 PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
 SIMULATE = "Time a layout's step.  [dim]fivefold simulate llama3-8b --layout dp=8,zero=1 --cluster 8xH100[/]"
@@ -26,7 +30,9 @@ ClusterText = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(help="Sequences per step; default: about 4M tokens.")]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
-Precision = Annotated[str, typer.Option(help="Precision of matmuls: bf16, fp16, fp8, fp32; default: bf16, CPU: fp32.")]
+Precision = Annotated[
+    str, typer.Option(help="Precision of matmuls: bf16, fp16, fp8, fp4, fp32; default: bf16, CPU: fp32.")
+]
 Software = Annotated[str, typer.Option(help="Whose kernels and overlap: fivefold, nemo, torchtitan, megatron.")]
 Imbalance = Annotated[
     float | None,
@@ -65,7 +71,7 @@ def plan(
     Prints the ranking, and for the chosen layout its memory by component, its time
     by cause, its traffic by axis and link, and why each neighbour loses. Among
     layouts within 3% the simplest is chosen: published runs of one configuration
-    differ by more. A range says where time, rate and days should lie in 4 of 5
+    differ by more; tp over a network must win by 10%. A range says where time, rate and days should lie in 4 of 5
     cases. `fivefold truth` compares the planner with measured runs.
 
     With -o, a job for this model on this cluster is written: learning rate, warmup,
@@ -91,28 +97,18 @@ def plan(
       fivefold plan llama3-70b --cluster 8xH100 --inference
     """
     from fivefold.report.show import check_writable, show
-    from fivefold.support.files import write
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if inference:
-        from fivefold.plan.serving.serve import serve
-
         training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
         training |= {"--tokens": tokens, "--imbalance": imbalance}
         _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
-        served = serve(
-            words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
-            precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot,
-        )  # fmt: skip
-        show(served, as_json)
+        show(_served(words, cluster, prompt, answer, concurrent, precision, ttft, tpot), as_json)
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
     check_writable(output, ".toml")
-    schedule = ""
-    from fivefold.job.preflight import needs_data
     from fivefold.plan import plan as planning
-    from fivefold.plan.mixed.written import write_schedule
-    from fivefold.plan.training import TWENTY, start
+    from fivefold.plan.training import TWENTY
 
     if tokens is None and output is not None and not words[0].endswith(".toml"):
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
@@ -120,15 +116,37 @@ def plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
-    if output is not None:
-        command = shlex.join(["fivefold", *sys.argv[1:]])
-        schedule = write_schedule(found.explained, output.with_suffix(".schedule.txt"))
-        write(output, found.training.file(found.explained, str(output), command, schedule))
+    said = "" if output is None else _written(found, output)
     show(found, as_json)
-    if output is not None and not as_json:
-        fill = "fill in data.path, then " if needs_data(found.job) else ""
-        beside = f", with its schedule in {schedule}" if schedule else ""
-        typer.echo(f"\nwritten to {output}{beside}: {fill}{start(found.explained, str(output))}")
+    if said and not as_json:
+        typer.echo(f"\n{said}")
+
+
+def _served(
+    words: list[str], cluster: str | None, prompt: int, answer: int, concurrent: int | None, precision: str,
+    ttft: float | None, tpot: float | None,
+) -> "ServePlan":  # fmt: skip
+    from fivefold.plan.serving.serve import serve
+
+    return serve(
+        words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
+        precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot,
+    )  # fmt: skip
+
+
+def _written(found: "PlanResult", output: Path) -> str:
+    """Write the job, and a schedule that was made for it beside it; what to do next."""
+    from fivefold.job.preflight import needs_data
+    from fivefold.plan.mixed.written import write_schedule
+    from fivefold.plan.training import start
+    from fivefold.support.files import write
+
+    command = shlex.join(["fivefold", *sys.argv[1:]])
+    schedule = write_schedule(found.explained, output.with_suffix(".schedule.txt"))
+    write(output, found.training.file(found.explained, str(output), command, schedule))
+    fill = "fill in data.path, then " if needs_data(found.job) else ""
+    beside = f", with its schedule in {schedule}" if schedule else ""
+    return f"written to {output}{beside}: {fill}{start(found.explained, str(output))}"
 
 
 def simulate(

@@ -127,16 +127,21 @@ def _run_job(
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
             console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
-        if job.model.experts is not None:
-            _show_load(console, outputs, job, directory)
-        outputs.traced.show(console)
-        if trainer.engine.compiled:
-            console.print(graphs_text(*compilation(), blocks=job.layout.compiles_blocks), soft_wrap=True)
-        if job.train.count:
-            render(trainer.counted.blocks(), console, width_of(console))
-            counts = directory / "counts.json"
-            outputs.keep(counts, lambda: put(counts, json.dumps(trainer.counted.to_dict(), indent=2) + "\n"))
+        _show_rest(console, outputs, trainer, job, directory)
         outputs.judge()
+
+
+def _show_rest(console: Console, outputs: Outputs, trainer: Trainer, job: Job, directory: Path) -> None:
+    """What only some runs have: experts, a trace, compiled blocks, counts."""
+    if job.model.experts is not None:
+        _show_load(console, outputs, job, directory)
+    outputs.traced.show(console)
+    if trainer.engine.compiled:
+        console.print(graphs_text(*compilation(), blocks=job.layout.compiles_blocks), soft_wrap=True)
+    if job.train.count:
+        render(trainer.counted.blocks(), console, width_of(console))
+        counts = directory / "counts.json"
+        outputs.keep(counts, lambda: put(counts, json.dumps(trainer.counted.to_dict(), indent=2) + "\n"))
 
 
 def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) -> None:

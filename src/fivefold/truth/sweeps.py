@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from fivefold.layout.layout import Layout
+from fivefold.plan.search.closed import RECOMPUTES
 from fivefold.report import Block, Result, Table, Text
 from fivefold.truth.cases import DATA, Measured, read_rows
 from fivefold.truth.fit import STEPS_WITHOUT
@@ -20,7 +21,6 @@ from fivefold.truth.truth import Progress, steps
 from fivefold.truth.unseen import by_source, unseen
 
 NEAR = 0.03  # of the best: within the noise of measured runs
-RECOMPUTES = ("none", "selective", "full")
 
 
 class Rule(NamedTuple):

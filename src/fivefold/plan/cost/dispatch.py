@@ -20,11 +20,42 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk, context_share
 from fivefold.layout.stages import stages_of
 from fivefold.plan.cost.memory import BYTES, wide_bytes
+from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 
 Routing = Mapping[int, NDArray[np.int64]]  # by layer, [B, S, K]: the experts of each token of a global batch
 Rows = list[tuple[int, int]]  # that a rank sends to experts and receives, for each layer and microbatch
 _COUNT = 8  # bytes of a number of tokens, or of an expert's number
+
+
+class Routed:
+    """A rank's part of a microbatch with `tokens` on its cp rank, on average; the fullest rank receives `imbalance`
+    times that. For classes that have these four."""
+
+    spec: ModelSpec
+    layout: Layout
+    tokens: int
+    imbalance: float
+
+    @property
+    def experts(self) -> Experts:
+        assert self.spec.experts is not None
+        return self.spec.experts
+
+    @property
+    def routed(self) -> int:
+        """Tokens that the first tp rank routes."""
+        return len(chunk(self.tokens, self.layout.tp, 0))
+
+    @property
+    def slots(self) -> int:
+        """Rows that a rank sends."""
+        return self.routed * self.experts.top_k
+
+    @property
+    def rows(self) -> float:
+        """Rows that the fullest rank receives and computes: no rank has more than all."""
+        return self.slots * min(self.imbalance, self.layout.ep)
 
 
 def tokens_of(layout: Layout, rank: int, seq: int, batch: int, microbatch: int) -> tuple[NDArray[np.int64], ...]:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import chunk
+from fivefold.plan.cost.dispatch import Routed
 from fivefold.plan.cost.stack import Stack
-from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Matmul, block
 
@@ -30,7 +29,7 @@ def written_by_activation(spec: ModelSpec, stack: Stack) -> int:
 
 
 @dataclass(frozen=True)
-class MixtureMemory:
+class MixtureMemory(Routed):
     """Of one block and microbatch with `tokens` on a cp rank; `wide` is the bytes of an activation."""
 
     spec: ModelSpec
@@ -39,24 +38,6 @@ class MixtureMemory:
     tokens: int
     wide: int = 2
     imbalance: float = 1.0
-
-    @property
-    def experts(self) -> Experts:
-        assert self.spec.experts is not None
-        return self.spec.experts
-
-    @property
-    def routed(self) -> int:
-        """Tokens that the first tp rank routes."""
-        return len(chunk(self.tokens, self.layout.tp, 0))
-
-    @property
-    def slots(self) -> int:
-        return self.routed * self.experts.top_k
-
-    @property
-    def rows(self) -> float:
-        return self.slots * min(self.imbalance, self.layout.ep)
 
     @property
     def gathers(self) -> bool:

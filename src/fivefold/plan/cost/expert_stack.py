@@ -16,7 +16,6 @@ class ExpertKernels(Struct, frozen=True, kw_only=True):
     once: bool = False  # a token travels once to each rank, and to each node, that has experts of it (DeepEP)
     fused_casts: bool = False  # narrow matmuls' inputs are cast by the kernels that make them
     graphs: bool = False  # a whole step is one CUDA graph: no layer waits for the host
-    hides: float = 0.0  # the share of the all-to-alls that another microbatch's compute hides
 
 
 # Transformer Engine and Megatron-Core up to 2026: a product for each expert, over a few streams; tokens by DeepEP or

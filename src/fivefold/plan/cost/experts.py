@@ -18,9 +18,10 @@ from msgspec import structs
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage
-from fivefold.plan.cost.dispatch import dispatched
+from fivefold.plan.cost.dispatch import Routed, dispatched
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
+from fivefold.plan.cost.memory import dtype_of
 from fivefold.plan.cost.stack import CAST, MOVED, Stack
 from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
@@ -29,7 +30,6 @@ from fivefold.spec.operations import Matmul, block
 # Of the rate of one matmul of the same tiles: 0.73 to 1.02, the mean of ten on one H200 (torch 2.11): up, down and
 # the gradients of their weights, of Qwen3-30B, DeepSeek-V3 and Mixtral.
 GROUPED = 0.89
-DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 
 class Share(NamedTuple):
@@ -94,7 +94,7 @@ def _at_most(ranks: int, here: int, chosen: int, most: int) -> float:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(Routed):
     """The mixture of one block, for a microbatch of `tokens` on a cp rank."""
 
     spec: ModelSpec
@@ -106,30 +106,6 @@ class Mixture:
     wide: int  # bytes of an activation
     precision: str
     imbalance: float = 1.0
-
-    @property
-    def experts(self) -> Experts:
-        assert self.spec.experts is not None
-        return self.spec.experts
-
-    @property
-    def routed(self) -> int:
-        """Tokens that a rank routes: of a tp rank its part."""
-        return -(-self.tokens // self.layout.tp)
-
-    @property
-    def fullest(self) -> float:
-        return min(self.imbalance, self.layout.ep)  # no rank has more than all
-
-    @property
-    def slots(self) -> int:
-        """Rows that a rank sends."""
-        return self.routed * self.experts.top_k
-
-    @property
-    def rows(self) -> float:
-        """Rows that the fullest rank receives and computes."""
-        return self.slots * self.fullest
 
     @cached_property
     def products(self) -> tuple[tuple[int, int], ...]:
@@ -208,8 +184,7 @@ class Mixture:
             return 0.0, 0.0
         alone = structs.replace(self.layout, microbatches=1, recompute="none")
         rows = [(self.slots, round(self.rows))]
-        dtype = DTYPES.get(self.wide, "bfloat16")
-        every = dispatched(self.spec, alone, dtype, rows, self.tokens, 1, balance_loss=False)
+        every = dispatched(self.spec, alone, dtype_of(self.wide), rows, self.tokens, 1, balance_loss=False)
         whole = sum(
             calls * (self._trade(payload) if kind == "all-to-all" else self.wires.time(kind, axis, float(payload)))
             for over, kind, calls, payload in every

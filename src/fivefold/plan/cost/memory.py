@@ -33,6 +33,11 @@ BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 MIXED = BYTES["float32"] * (1 + len(AdamW.states))  # bytes per parameter, of mixed precision: master and two moments
 
 
+def dtype_of(wide: int) -> str:
+    """By the bytes of a number."""
+    return next(name for name, size in BYTES.items() if size == wide)
+
+
 def wide_bytes(dtype: str) -> int:
     """Of masters and sums: float32, or float64 in float64 runs."""
     return max(BYTES["float32"], BYTES[dtype])

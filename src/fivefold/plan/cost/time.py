@@ -311,13 +311,3 @@ def _sharded_end(case: Case, passes: list[Passes], wires: Wires, count: Share) -
 def share_of(case: Case, stages: Sequence[Stage]) -> Share:
     """Parameters of a rank that has these stages."""
     return plus(*(stage_share(case.spec, case.layout.tp, case.layout.ep, stage) for stage in stages))
-
-
-@lru_cache(maxsize=4096)
-def stage_parameters(spec: ModelSpec, stage: Stage) -> int:
-    """Parameters of a stage, before tp."""
-    block, table = spec.block_parameter_count, spec.vocab * spec.hidden
-    learned = spec.context * spec.hidden * (spec.positions == "learned")
-    bottom = (table + learned) if stage.first else 0
-    top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
-    return len(stage.layers) * block + bottom + top

@@ -115,7 +115,7 @@ class Work:
         if mixture is not None:
             forward, inputs, weights = map(sum, zip((forward, inputs, weights), mixture.matmuls, strict=True))
             point, point_back = map(sum, zip((point, point_back), mixture.memory, strict=True))
-            ep, ep_back = self._exchanged(mixture, forward, inputs + weights)
+            ep, ep_back = mixture.sent  # nothing hides it
         ahead = Seconds(gemm=forward, attention=attend, memory=point)
         tp, tp_back = self._tensor(forward, inputs + weights, weights)
         if mixture is not None:
@@ -147,11 +147,6 @@ class Work:
         if self.mixture is not None:
             pace += (own or self.stack.software.host) * self.stack.experts.host
         return (self._forwards + 1) * pace
-
-    def _exchanged(self, mixture: Mixture, forward: float, backward: float) -> tuple[float, float]:
-        """Tokens to experts and back, as far as another microbatch's compute does not hide it."""
-        (ahead, back), share = mixture.sent, self.stack.experts.hides
-        return hidden(ahead, forward, share), hidden(back, backward, share)
 
     def added(self, parameters: float) -> float:
         """Adding up gradients in kernels of their own."""

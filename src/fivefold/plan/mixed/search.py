@@ -4,7 +4,6 @@ Layers are divided anew for each (split.py). `auto` has no closed form worth its
 the best layouts of the other schedules, and competes with them.
 """
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from fivefold.plan.cost.time import Case, repeating
 from fivefold.plan.mixed.space import MixedSpace
 from fivefold.plan.mixed.split import divided, refined
 from fivefold.plan.search.option import Option, evaluate
+from fivefold.plan.search.space import few_of_a_kind
 from fivefold.schedule.catalogue import RECORDS
 
 SURVIVORS, ALIKE = 40, 2  # layouts that are timed exactly, and of a kind
@@ -85,14 +85,11 @@ def _survivors(every: MixedSpace, by: str) -> list[int]:
     """The fastest by the closed form, or those that fill their devices the least; few of a kind."""
     space = every.space
     order = np.argsort(space.memory if by == "memory" else space.seconds, kind="stable")
-    seen: Counter[tuple[Any, ...]] = Counter()
-    chosen: list[int] = []
-    for at in order[every.fits[order]].tolist():
-        of, recompute = space.of, space.shapes[space.of.shape[at]].recompute
-        kind = (of.tp[at], of.pp[at], of.cp[at], of.zero[at], of.pipeline[at], recompute)
-        if seen[kind] < ALIKE:
-            seen[kind] += 1
-            chosen.append(at)
-        if len(chosen) == SURVIVORS:
-            break
+    of = space.of
+
+    def kind(at: int) -> tuple[Any, ...]:
+        recompute = space.shapes[of.shape[at]].recompute
+        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], of.pipeline[at], recompute
+
+    chosen = few_of_a_kind(order[every.fits[order]].tolist(), kind, ALIKE, SURVIVORS)
     return chosen or [int(at) for at in np.argsort(space.memory)[:3]]

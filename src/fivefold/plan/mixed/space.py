@@ -11,11 +11,9 @@ from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case
 from fivefold.plan.mixed.closed import MixedClosed
 from fivefold.plan.mixed.groups import groups_of, orders
-from fivefold.plan.search.closed import Array, Choices, Shape
+from fivefold.plan.search.closed import SLACK, Array, Choices, Shape
 from fivefold.plan.search.space import Space, Wish, legal, shapes_of
 from fivefold.support.numbers import divisors
-
-SLACK = 1.05  # closed forms of memory may be off by so much
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from fivefold.plan.cost.time import Case, updating
 from fivefold.schedule.catalogue import RECORDS
 from fivefold.schedule.record import Record
 
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # the more is made again, the later
+SLACK = 1.05  # closed forms of memory may be off by so much
 SPLITTING = next(record.name for record in RECORDS if record.splits)  # any of them: a block costs the same in all
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -19,12 +19,10 @@ from fivefold.plan.cost.experts import Mixture, block_share
 from fivefold.plan.cost.footprint import loss_held
 from fivefold.plan.cost.memory import Accounting
 from fivefold.plan.cost.time import Case, updating
-from fivefold.plan.cost.work import hidden
-from fivefold.plan.search.closed import SPLITTING, Array, Block, Choices, Closed, Pipeline, Shape
+from fivefold.plan.search.closed import RECOMPUTES, SPLITTING, Array, Block, Choices, Closed, Pipeline, Shape
 from fivefold.support.numbers import divisors
 
 DISPATCHES: tuple[Dispatch, ...] = ("alltoall", "allgather")
-RECOMPUTES = ("none", "selective", "full")
 
 
 class Spread(NamedTuple):
@@ -108,9 +106,8 @@ class Spent(NamedTuple):
         sizes = (spread.tokens, work.wide)
         one = Mixture(case.spec, layout, work.device, work.wires, case.stack, *sizes, case.precision, case.imbalance)
         held = MixtureMemory(case.spec, layout, case.stack, *sizes, case.imbalance)
-        share = case.stack.experts.hides
-        forward = one.matmuls[0] + hidden(one.sent[0], one.matmuls[0], share)
-        backward = one.matmuls[1] + one.matmuls[2] + hidden(one.sent[1], one.matmuls[1] + one.matmuls[2], share)
+        forward = one.matmuls[0] + one.sent[0]
+        backward = one.matmuls[1] + one.matmuls[2] + one.sent[1]
         added = work.added(block_share(case.spec, 1, spread.ep).experts)
         return cls(
             forward=forward + one.memory[0] + one.gathered[0],

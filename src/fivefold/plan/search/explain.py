@@ -13,6 +13,7 @@ from msgspec import structs
 
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.memory import dtype_of
 from fivefold.plan.cost.time import Case, estimate
 from fivefold.plan.cost.traffic import expected
 from fivefold.plan.mixed.groups import groups_of, spanning
@@ -174,7 +175,7 @@ class AxisTraffic(NamedTuple):
 def traffic(option: Option) -> list[AxisTraffic]:
     """What the first rank sends, by axis and kind, divided by where the ranks of the axis are."""
     case, found = option.case, []
-    dtype = {4: "float32", 8: "float64"}.get(case.work.wide, "bfloat16")
+    dtype = dtype_of(case.work.wide)
     splits = case.splits if case.groups else None
     for row in expected(case.spec, case.layout, case.seq, case.batch, dtype, splits=splits):
         reach = case.wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers

@@ -5,7 +5,6 @@ found.best.layout, found.best.seconds
 """
 
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +18,9 @@ from fivefold.plan.cost.time import Case, repeating
 from fivefold.plan.mixed.groups import merged, spanning
 from fivefold.plan.mixed.search import mixed_options
 from fivefold.plan.mixed.space import mixed_space
+from fivefold.plan.search.closed import SLACK
 from fivefold.plan.search.option import Option, evaluate
-from fivefold.plan.search.space import Space, Wish, space
+from fivefold.plan.search.space import Space, Wish, few_of_a_kind, space
 from fivefold.schedule.catalogue import CATALOGUE, LARGEST
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
@@ -34,7 +34,6 @@ ENOUGH, HOPELESS = 8, 1.06  # after so many layouts that fit, one whose closed f
 FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
 RIVALS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
 TRIED = 20  # orders that a schedule which is made for its stages tries, about
-SLACK = 1.05  # closed forms of memory may be off by so much
 
 
 class Ranking(NamedTuple):
@@ -104,27 +103,28 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
 def _survivors(every: Space, fits: np.ndarray, by: By, node: int) -> list[int]:
     """The fastest by the closed form, or those that need the least memory; few of a kind."""
     order = np.argsort(every.memory if by == "memory" else every.seconds, kind="stable")
-    chosen: list[int] = []
-    seen: Counter[tuple[Any, ...]] = Counter()
-    least = np.inf
-    for at in order[fits[order]].tolist():
-        if by == "pareto":
-            if every.memory[at] >= 0.98 * least:
-                continue
-            least = every.memory[at]
-        recompute = every.shapes[every.of.shape[at]].recompute
-        ep = every.dealt.ep[at] if every.dealt is not None else 1
-        kind = (every.of.tp[at], every.of.pp[at], every.of.cp[at], every.of.zero[at], recompute, ep)
-        if seen[kind] < ALIKE or by == "pareto":
-            seen[kind] += 1
-            chosen.append(at)
-        if len(chosen) == SURVIVORS:
-            break
+    fitting = order[fits[order]].tolist()
+
+    def kind(at: int) -> tuple[Any, ...]:
+        of, ep = every.of, every.dealt.ep[at] if every.dealt is not None else 1
+        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], every.shapes[of.shape[at]].recompute, ep
+
+    leaner = by == "pareto"
+    chosen = _leaner(every, fitting)[:SURVIVORS] if leaner else few_of_a_kind(fitting, kind, ALIKE, SURVIVORS)
     # Among equals tp within a node is chosen, so some of those are timed, and first: patience may end.
     inside = order[fits[order] & (every.of.tp[order] <= node)][:RIVALS].tolist() if by == "throughput" else []
     chosen = [*inside, *(at for at in chosen if at not in inside)]
     # Nothing fits: the smallest ones show by how much.
     return chosen or [int(at) for at in np.argsort(every.memory)[:3]]
+
+
+def _leaner(every: Space, order: list[int]) -> list[int]:
+    """Those that need less memory than all before them."""
+    chosen: list[int] = []
+    for at in order:
+        if not chosen or every.memory[at] < 0.98 * every.memory[chosen[-1]]:
+            chosen.append(at)
+    return chosen
 
 
 def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:

@@ -3,7 +3,8 @@
 Unlike nodes have a space of their own (plan/mixed/space.py), made of the same shapes and closed forms.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -11,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.layout.layout import Layout, Recompute, tp_fits
+from fivefold.layout.layout import Layout, tp_fits
 from fivefold.plan.cost.time import Case
-from fivefold.plan.search.closed import Array, Block, Choices, Closed, Pipeline, Shape
+from fivefold.plan.search.closed import RECOMPUTES, Array, Block, Choices, Closed, Pipeline, Shape
 from fivefold.plan.search.experts import DISPATCHES, Dealt, closed_of, dealt_out
 from fivefold.schedule.catalogue import LARGEST, RECORDS, is_file, record_of
 from fivefold.support.numbers import divisors
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 SIZES = 12  # of a microbatch that are tried, at most
 MOST_TOKENS = 1 << 19  # of a microbatch on a rank: beyond it nothing becomes more efficient
 FEWEST_TOKENS = 1024  # of a sequence on a cp rank: below it kernels starve
@@ -92,6 +92,20 @@ def _with_experts(wish: Wish, of: Choices, shapes: list[Shape]) -> Space:
         return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
     closed = closed_of(wish.case, of, dealt, shapes, wish.pipelines)
     return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory(), dealt)
+
+
+def few_of_a_kind(order: Iterable[int], kind: Callable[[int], Hashable], alike: int, most: int) -> list[int]:
+    """The first of an order, `most` of them, with at most `alike` of each kind."""
+    seen: Counter[Hashable] = Counter()
+    chosen: list[int] = []
+    for at in order:
+        own = kind(at)
+        seen[own] += 1
+        if seen[own] <= alike:
+            chosen.append(at)
+        if len(chosen) == most:
+            break
+    return chosen
 
 
 def shapes_of(wish: Wish) -> Iterator[Shape]:
