@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from typer.testing import CliRunner
 
 from fivefold.bench import train as bench_train
 from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predicted
 from fivefold.bench.harness import OURS, Machine, Times, choices
-from fivefold.bench.scaling import layouts
+from fivefold.bench.scaling import EXPERTS, layouts
 from fivefold.bench.train_rank import Profile
 from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
@@ -79,6 +80,30 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch)
     assert all(run["agree"] for run in found["runs"])
 
 
+def test_experts_are_a_fraction_of_one_process_beside_the_limit_and_their_real_load() -> None:
+    found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "ep", "model.experts.ffn=32")
+    lines = found["layouts"]
+    assert isinstance(lines, list)
+    assert [line["layout"] for line in lines] == ["dp=2", "dp=2,ep=2", "dp=2,ep=2,dispatch=allgather"]
+    assert all(line["of_one"] == pytest.approx(1 / line["speed_up"]) for line in lines)
+    whole, sent, gathered = (line["imbalance"] for line in lines)
+    assert whole is None  # every rank has all experts
+    assert 1 <= sent <= 2
+    assert sent == pytest.approx(gathered, rel=0.05)  # the same tokens; roundings may turn a choice after some steps
+    assert lines[1]["limit_of_one"] > 0.5
+    assert all(run["agree"] for run in found["runs"])
+
+
+def test_a_limit_waits_for_the_fullest_rank() -> None:
+    job = base_job(list(EXPERTS), microbatches=1)
+    even, uneven = (limit(job, "dp=2,ep=2", imbalance=imbalance) for imbalance in (1.0, 1.5))
+    assert 0.5 < even < 0.55
+    assert even < uneven < 1.5 * even
+    core = find_accelerator("CPU")
+    crowded = replace_struct(core, peak=replace_struct(core.peak, fp32=core.rate("fp32") / 2))
+    assert even < limit(job, "dp=2,ep=2", (core, crowded)) < 2 * even  # cores beside others are slower
+
+
 def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
     def measured(case: Comparison) -> ComparisonResult:
         losses = {system: [5.0 + number, 4.0] for number, system in enumerate(case.systems)}
@@ -138,6 +163,7 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --ranks 3", "fivefold dp=3"),
         ("scaling --ranks 1", "leaves nothing to compare"),
         ("scaling --ranks 3 --least 3", "no power of two is among them"),
+        ("scaling --only dp,ep", "nearest: --only dp"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
         ("overhead train.dtype=bfloat16", "comparisons are in float32"),
         ("overhead model.qk_norm=true", "Hugging Face's Llama is another model"),

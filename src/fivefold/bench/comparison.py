@@ -8,7 +8,7 @@ between steps; a system of one process has the machine for itself.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
@@ -78,6 +78,8 @@ class ComparisonResult(Result):
     seconds: Times
     losses: dict[str, list[float]]  # of the first two steps
     machine: Machine
+    # Of systems whose experts are on several ranks: the fullest rank's tokens over the mean, the mean of all layers.
+    imbalance: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -201,18 +203,21 @@ def layout_of(job: Job, system: str) -> Layout:
     return structs.replace(layout, microbatches=max(1, job.layout.microbatches // layout.dp))
 
 
-def predicted(job: Job, text: str, core: Accelerator) -> float:
+def predicted(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) -> float:
     """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
     layout = layout_of(job, text)
     cluster, stack = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
-    return estimate(Planned(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack)).seconds
+    case = Planned(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack, imbalance=imbalance)
+    return estimate(case).seconds
 
 
-def limit(job: Job, system: str) -> float:
-    """The fraction of one process's step if communication took no time: work that ranks repeat, and bubbles."""
-    core, at_once = find_accelerator("CPU"), Link(1e30, 0.0, "at once")
-    core = structs.replace(core, inside=at_once, across=at_once)
-    return predicted(job, system, core) / predicted(job, OURS, core)
+def limit(job: Job, system: str, cores: tuple[Accelerator, Accelerator] | None = None, imbalance: float = 1.0) -> float:
+    """The fraction of one process's step if communication took no time: work that ranks repeat, bubbles, the wait for
+    the rank with the most tokens. `cores`: one by itself and one beside the others, if they are known."""
+    alone, busy = cores or (find_accelerator("CPU"),) * 2
+    at_once = Link(1e30, 0.0, "at once")
+    busy = structs.replace(busy, inside=at_once, across=at_once)
+    return predicted(job, system, busy, imbalance) / predicted(job, OURS, alone)
 
 
 def base_job(changes: list[str], microbatches: int = 4) -> Job:

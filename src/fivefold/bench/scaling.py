@@ -5,7 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, measured, predicted, verdict
+from fivefold.bench.comparison import (
+    Comparison,
+    ComparisonResult,
+    base_job,
+    layout_of,
+    limit,
+    measured,
+    predicted,
+    verdict,
+)
 from fivefold.bench.harness import OURS, Told, choices, table
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
@@ -15,10 +24,19 @@ from fivefold.report import Block, Result, Text
 from fivefold.support.errors import Note, UserError
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
+EP = "ep"  # has a model of its own, and so a run of its own
+# The other axes' model with experts of which a token visits two, as wide together as its dense network.
+EXPERTS = ("model.experts.count=8", "model.experts.top_k=2", "model.experts.ffn=688")
 COLUMNS = {
     "~layout": "shown",  # without microbatches, which the number of stages decides
     ">ranks": "ranks", ">alone": "one_process_seconds:.3f", ">step": "seconds:.3f", ">speed-up": "speed_up:.2f",
     ">efficiency": "efficiency:.0%", ">simulated": "simulated",
+}  # fmt: skip
+# Of experts, as fractions of one process's step.
+OF_ONE = {
+    "~layout": "layout", ">ranks": "ranks", ">alone": "one_process_seconds:.3f", ">step": "seconds:.3f",
+    ">of one": "of_one:.3f", ">simulated": "simulated_of_one", ">limit": "limit_of_one:.3f",
+    ">fullest": "imbalance:.2f",
 }  # fmt: skip
 
 
@@ -40,19 +58,24 @@ class ScalingResult(Result):
 
     def _row(self, layout: str, run: ComparisonResult) -> dict[str, Any]:
         times, world, system, job = run.seconds, run.case.world, f"{OURS} {layout}", run.case.job
-        speed_up = 1 / times.ratio(system, OURS)
-        alone = predicted(job, OURS, self.cores[1]) if self.cores else None
-        seconds = predicted(job, layout, self.cores[world]) if self.cores else None
+        of_one, uneven = times.ratio(system, OURS), run.imbalance.get(system)
+        cores = (self.cores[1], self.cores[world]) if self.cores else None
+        alone = predicted(job, OURS, cores[0]) if cores else None
+        seconds = predicted(job, layout, cores[1], uneven or 1.0) if cores else None
         return {
             "layout": layout,
             "ranks": world,
             "one_process_seconds": times.median(OURS),
             "seconds": times.median(system),
-            "speed_up": speed_up,
-            "efficiency": speed_up / world,
+            "speed_up": 1 / of_one,
+            "efficiency": 1 / of_one / world,
             "predicted_seconds": seconds,
             "predicted_one_process_seconds": alone,
             "predicted_speed_up": alone / seconds if alone and seconds else None,
+            "of_one": of_one,
+            "predicted_of_one": seconds / alone if alone and seconds else None,
+            "limit_of_one": limit(job, layout, cores, uneven or 1.0),
+            "imbalance": uneven,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,11 +90,30 @@ class ScalingResult(Result):
         for row in rows:
             if (seconds := row["predicted_seconds"]) is not None:
                 row["simulated"] = f"{seconds:.3f} {seconds / row['seconds'] - 1:+4.0%}"
-        yield table(rows, COLUMNS)
-        one = rows[0]["predicted_one_process_seconds"]
-        also = "" if one is None else f"; simulated: the simulator's step and its error; for one process: {one:.3f} s"
-        yield Text(f"alone: seconds of one process in the same run; stages take a sequence at a time{also}")
+                row["simulated_of_one"] = (
+                    f"{row['predicted_of_one']:.3f} {row['predicted_of_one'] / row['of_one'] - 1:+4.0%}"
+                )
+        experts = self.runs[0].case.job.model.experts is not None
+        yield table(rows, OF_ONE if experts else COLUMNS)
+        yield Text(_of_one(rows, bool(self.cores)) if experts else _alone(rows))
         yield from verdict(*self.runs)
+
+
+def _alone(rows: Sequence[Mapping[str, Any]]) -> str:
+    one = rows[0]["predicted_one_process_seconds"]
+    also = "" if one is None else f"; simulated: the simulator's step and its error; for one process: {one:.3f} s"
+    return f"alone: seconds of one process in the same run; stages take a sequence at a time{also}"
+
+
+def _of_one(rows: Sequence[Mapping[str, Any]], known: bool) -> str:
+    """What the columns of experts mean."""
+    cores = "cores that slow each other down, " if known else ""
+    told = "; simulated: the same by the simulator, and its error" if known else ""
+    full = "; fullest: tokens of the fullest rank over the mean, as routed" if any(r["imbalance"] for r in rows) else ""
+    return (
+        f"of one: step as a fraction of one process's in the same run, with the same batch{told}; limit: the same if "
+        f"communication took no time (simulated): {cores}work that ranks repeat, the wait for the fullest{full}"
+    )
 
 
 def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
@@ -98,7 +140,11 @@ def scaling(
         raise UserError(f"--batch {batch} and {said[0]} say the same thing twice; leave one out")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
-    job = base_job([*sizes, *changes], microbatches=1)
+    wanted = choices(only, "--only", (*AXES, EP))
+    if EP in wanted and len(wanted) > 1:
+        rest = ",".join(axis for axis in wanted if axis != EP)
+        raise UserError(f"--only {only}: ep has a model with experts, the others have none; nearest: --only {rest}")
+    job = base_job([*sizes, *(EXPERTS if EP in wanted else ()), *changes], microbatches=1)
     chosen = layouts(job, ranks, only, least)
     by_world: dict[int, list[str]] = {}
     for text in chosen:
@@ -124,9 +170,12 @@ def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
 
     A rank's share of the batch is one microbatch; where there are stages, each of its sequences is one.
     """
-    wanted = choices(only, "--only", AXES)
+    wanted = choices(only, "--only", (*AXES, EP))
     sizes = [size for exponent in range(1, most.bit_length()) if least <= (size := 2**exponent) <= most]
     found = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
+    if EP in wanted:  # the same ranks with all experts each, too: their gradients travel, and no tokens
+        kinds = ("", ",ep={}", ",ep={},dispatch=allgather")
+        found += [f"dp={size}{kind.format(size)}" for size in sizes for kind in kinds]
     if "3d" in wanted:
         found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
         found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -73,6 +74,16 @@ class Ours:
         self.engine.step(RATE, self.engine.gradient_norm())
         self.engine.weights.ready()
         return loss.item()
+
+    @property
+    def imbalance(self) -> float | None:
+        """Of the last step: what the fullest rank got over the mean, averaged over layers; each of them waits for it.
+        None where every rank has all experts."""
+        loads, ep = self.engine.loads, self.engine.mesh.layout.ep
+        if loads is None or ep == 1:
+            return None
+        by_rank = loads.tokens.view(loads.shape[0], ep, -1).sum(2)
+        return (by_rank.amax(1) / by_rank.mean(1)).mean().item()
 
 
 class HeadModule(LocalOps):
@@ -271,7 +282,15 @@ def run(rank: Rank, case: Comparison) -> ComparisonResult:
     # The first two steps are also the warm-up.
     losses = {name: [_loss(system) for _ in range(2)] for name, system in built.items()}
     steps = {name: system.step if system else None for name, system in built.items()}
-    return ComparisonResult(case, take_turns(steps, case.rounds), losses, machine())
+    uneven: dict[str, list[float]] = {}
+
+    def after(name: str) -> None:
+        system = built[name]
+        if isinstance(system, Ours) and (found := system.imbalance) is not None:
+            uneven.setdefault(name, []).append(found)
+
+    times = take_turns(steps, case.rounds, after=after)
+    return ComparisonResult(case, times, losses, machine(), {name: fmean(every) for name, every in uneven.items()})
 
 
 def build(job: Job, name: str, batch: Batch, rank: int) -> Ours | Loop | None:

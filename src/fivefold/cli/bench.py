@@ -239,7 +239,9 @@ def scaling(
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step, whatever the number of ranks; 16.", show_default=False)
     ] = None,
-    only: Annotated[str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas.")] = "dp,tp,pp,cp,3d",
+    only: Annotated[
+        str, typer.Option(help="Some of dp,tp,pp,cp,3d, with commas; or ep, with a small mixture of experts.")
+    ] = "dp,tp,pp,cp,3d",
     predict: Annotated[
         bool, typer.Option("--predict", help="Measure this machine's cores, too, and show the simulator's prediction.")
     ] = False,
@@ -250,13 +252,17 @@ def scaling(
 
     A rank's share of the batch is one microbatch; stages take it a sequence at a time.
     With --predict each row has the simulator's prediction, from what a core and its
-    links reach while as many of them are at work.
+    links reach while as many of them are at work. Experts are shown as a fraction of
+    one process, beside the limit if nothing had to be sent, with the fullest rank's
+    real load.
 
     [dim]Examples:[/]
 
       fivefold bench scaling --ranks 2
 
       fivefold bench scaling --ranks 16 --predict
+
+      fivefold bench scaling --ranks 4 --only ep --predict
     """
     from fivefold.bench.scaling import scaling
 
