@@ -270,10 +270,8 @@ def tokens_are_weighted_before_the_experts() -> AbstractContextManager[Any]:
 
     run = AllToAllDispatch.run
 
-    def before(self: Any, x: Any, routed: Any, compute: Any, stream: int) -> Any:
-        return run(
-            self, x * routed.weights.to(x), replace(routed, weights=routed.weights / routed.weights), compute, stream
-        )
+    def before(self: Any, x: Any, routed: Any, *rest: Any) -> Any:
+        return run(self, x * routed.weights.to(x), replace(routed, weights=routed.weights / routed.weights), *rest)
 
     return patch.object(AllToAllDispatch, "run", before)
 
@@ -297,6 +295,6 @@ def a_rank_without_tokens_stays_away() -> None:
     run = AllToAllDispatch.run
 
     def away(self: Any, x: Any, *rest: Any) -> Any:
-        return run(self, x, *rest) if len(x) else x
+        return run(self, x, *rest) if len(x) else (x, None)
 
     AllToAllDispatch.run = away  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fivefold.layout.axes import EXPERT_AXES, SPARSE
 from fivefold.layout.layout import Layout
+from fivefold.layout.stages import schedule_of
 from fivefold.spec.model import ModelSpec
 
 
@@ -58,6 +59,7 @@ class Mesh:
     roots: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by grid
     lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: communicators for the pipeline's messages
     planes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # those that `plane` has made
+    returning: Axis | None = None  # ep once more, for backward passes that run beside forward ones
 
     def __getattr__(self, name: str) -> Axis:
         if name.startswith("__") or name not in self.layout.table:
@@ -96,9 +98,15 @@ class Mesh:
         lanes: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
             lanes = _groups(layout.groups("pp"), len(layout.placement.channels))
+        returning = None
+        if not dense and layout.ep > 1 and _pairs(spec, layout):
+            (group,) = _groups(layout.groups("ep"), 1)
+            returning = replace(axes["ep"], mesh=None, bare=group)
         if timeout is not None:
-            axes = _limited(axes, lanes, timedelta(seconds=timeout))
-        return cls(layout, device, axes, roots, lanes)
+            limit = timedelta(seconds=timeout)
+            axes = _limited(axes, lanes, limit)
+            returning = returning and _limited({"ep": returning}, (), limit)["ep"]
+        return cls(layout, device, axes, roots, lanes, returning=returning)
 
     def of_experts(self) -> list[Axis]:
         """The axes that experts have of their own; none where there are no experts."""
@@ -131,6 +139,13 @@ def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeou
     if dist.get_backend() == "nccl":  # its watchdog goes by the group's; a wait with one of its own blocks the host
         return axes
     return {name: replace(axis, patience=timeout) for name, axis in axes.items()}
+
+
+def _pairs(spec: ModelSpec | None, layout: Layout) -> bool:
+    """Whether its schedule joins forward and backward passes; those made for a model's own durations join none."""
+    if spec is None or layout.pp == 1 or layout.record.weighs:
+        return False
+    return any(action.joined for rank in schedule_of(spec, layout, spec.context).ranks for action in rank)
 
 
 def _ends(layout: Layout, pp: Axis) -> Axis:

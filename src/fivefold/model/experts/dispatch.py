@@ -18,6 +18,7 @@ from fivefold.model.experts.host import Host
 from fivefold.model.experts.router import Routed
 
 Compute = Callable[[Tensor, Groups], Tensor]  # what the experts make of rows that lie expert by expert
+Beside = Callable[[], Tensor] | None  # what can be computed while tokens travel: the expert that all of them visit
 
 
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -27,6 +28,7 @@ DISPATCH, COMBINE = "dispatch", "combine"  # tokens on their way to experts, and
 class LocalDispatch:
     watch: Watch = staticmethod(lambda name: nullcontext())  # surrounds the two
     host = Host()
+    travels = False  # whether tokens go to other ranks
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its experts take theirs here."""
@@ -47,15 +49,18 @@ class LocalDispatch:
         """Numbers of rows, summed over the ranks that share these rows."""
         return counts
 
-    def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
-        """x [n, E] -> [n, E]; `stream` is the number of tokens that the residual stream has here."""
+    def run(
+        self, x: Tensor, routed: Routed, compute: Compute, stream: int, beside: Beside = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [n, E] -> [n, E], and what `beside` gives; `stream`: how many tokens the residual stream has here."""
         with self.watch(DISPATCH):
             order = sorted_slots(routed.chosen)
             groups = Groups(tuple(self.host.by_expert(routed.counts, len(order))), x.device)
             rows = x[order // routed.chosen.shape[1]]
         out = compute(rows, groups)
         with self.watch(COMBINE):
-            return weighted(out[places(order)], routed.weights)
+            y = weighted(out[places(order)], routed.weights)
+        return y, beside() if beside is not None else None
 
     def linear(self, x: Tensor, linear: nn.Module, groups: Groups) -> Tensor:
         """A linear of every expert, on the rows of each."""

@@ -1,6 +1,7 @@
 """The mixture: what a block with experts has in place of a dense network."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +67,12 @@ class Mixture(nn.Module):
         routed = self.router(tokens, self.ops.weight(self.router), bias)
         if self.training and self.balance.wanted:
             routed = self._with_losses(routed, x, positions)
-        y = dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1])
+        beside = None if self.shared is None else partial(self.shared, x)
+        y, shared = dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1], beside)
         if positions.real is not None:
             y = torch.zeros_like(own).index_copy(0, chosen, y)
         y = dispatch.all_tokens(y, x)
-        return y if self.shared is None else y + self.shared(x)
+        return y if shared is None else y + shared
 
     def _with_losses(self, routed: Routed, x: Tensor, positions: TokenPositions) -> Routed:
         """The same, whose backward pass differentiates the losses too."""

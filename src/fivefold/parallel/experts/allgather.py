@@ -9,32 +9,37 @@ It sends N/K times what an all-to-all does or more, in fewer and larger messages
 routing: worth it where ep is about as small as K. What experts said is added up on the way back, rank by rank.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk
 from fivefold.model.dtypes import wide
-from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Compute
+from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Beside, Compute
 from fivefold.model.experts.grouped import Groups
 from fivefold.model.experts.router import Routed
-from fivefold.model.recompute import kept
-from fivefold.parallel.collectives import all_gather, reduce_scatter, wait
+from fivefold.parallel.collectives import all_gather, reduce_scatter
 from fivefold.parallel.experts.slices import SlicedDispatch
+from fivefold.parallel.experts.trips import Arrive, SendOff, Tensors, Trip
+from fivefold.parallel.mesh import Axis
 
 
 class AllGatherDispatch(SlicedDispatch):
-    def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
+    travels = True
+
+    def run(
+        self, x: Tensor, routed: Routed, compute: Compute, stream: int, beside: Beside = None
+    ) -> tuple[Tensor, Tensor | None]:
         experts, own, most = routed.scores.shape[1], x.shape[0], self._most(stream)
         with self.sending(DISPATCH):
-            tokens = Gather.apply(_padded(x, most), self)
-            weights = Gather.apply(_padded(routed.weights, most), self)
-            chosen = _padded(routed.chosen, most, -1)
-            (chosen,) = kept(lambda: (wait(all_gather(chosen, self.ep), self.ep),), 1, chosen)
+            there, choices = Trip(self, DISPATCH, _gather, _sum), Trip(self, DISPATCH, _gather, _sum)
+            ticket = SendOff.apply(there, _padded(x, most), _padded(routed.weights, most))
+            choice = SendOff.apply(choices, _padded(routed.chosen, most, -1))
+        shared = beside() if beside is not None else None
+        self.hand_over()
+        with self.sending(DISPATCH):
+            tokens, weights = Arrive.apply(there, 2, ticket)
+            (chosen,) = Arrive.apply(choices, 1, choice)
             here = experts // self.ep.size
             mine = chosen - self.ep.rank * here
             # The slots of this rank's experts, in their order and then the tokens'; all others lie behind.
@@ -48,7 +53,12 @@ class AllGatherDispatch(SlicedDispatch):
         with self.sending(COMBINE):
             said = made.to(wide(x.dtype)) * weights.flatten()[order][:, None]
             sums = said.new_zeros(tokens.shape).index_add(0, rows, said)
-            return ScatterSum.apply(sums, self)[:own].to(x.dtype)
+            home = Trip(self, COMBINE, _sum, _gather)
+            ticket = SendOff.apply(home, sums)
+        self.hand_over()
+        with self.sending(COMBINE):
+            (total,) = Arrive.apply(home, 1, ticket)
+            return total[:own].to(x.dtype), shared
 
     def _most(self, stream: int) -> int:
         """Of `stream` tokens those of the rank that routes most."""
@@ -59,34 +69,11 @@ def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
     return F.pad(x, (0, 0, 0, rows - x.shape[0]), value=value)
 
 
-class Gather(Function):
-    """[n, ...] of every rank -> [N n, ...]; every rank adds to the gradient of each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: SlicedDispatch) -> Tensor:
-        ctx.by = by
-        (whole,) = kept(lambda: (wait(all_gather(x, by.ep), by.ep),), 1, x)
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        with ctx.by.sending(DISPATCH):
-            total = wait(reduce_scatter(gradient.to(wide(gradient.dtype)), ctx.by.ep), ctx.by.ep)
-        return total.to(gradient.dtype), None
+def _gather(tensors: Tensors, axis: Axis) -> Tensors:
+    """[n, ...] of every rank -> [N n, ...], of each tensor."""
+    return tuple(all_gather(tensor, axis) for tensor in tensors)
 
 
-class ScatterSum(Function):
-    """[N n, ...] summands -> [n, ...]: the sum of this rank's part. All ranks need the gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: SlicedDispatch) -> Tensor:
-        ctx.by = by
-        (mine,) = kept(lambda: (wait(reduce_scatter(x, by.ep), by.ep),), 1, x)
-        return mine
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        with ctx.by.sending(COMBINE):
-            return wait(all_gather(gradient, ctx.by.ep), ctx.by.ep), None
+def _sum(tensors: Tensors, axis: Axis) -> Tensors:
+    """[N n, ...] summands -> [n, ...]: the sum of this rank's part, in the accumulate dtype."""
+    return tuple(reduce_scatter(tensor.to(wide(tensor.dtype)), axis) for tensor in tensors)

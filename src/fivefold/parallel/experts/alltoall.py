@@ -7,61 +7,70 @@ Per layer and microbatch, with n tokens on this rank, K slots each, N rows for t
 
 A row is sent once for each slot, to whichever rank has the expert. Full recompute sends forward's again; selective
 recompute keeps what came. A rank without tokens, or whose experts got none, takes part like any other.
+While tokens are on their way to experts the shared one computes; and before each wait for rows, forward and backward,
+the other half of a joined pair may run.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Compute, places, sorted_slots, weighted
+from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Beside, Compute, places, sorted_slots, weighted
 from fivefold.model.experts.grouped import Groups
 from fivefold.model.experts.router import Routed
 from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import all_to_all, wait
 from fivefold.parallel.experts.slices import SlicedDispatch
+from fivefold.parallel.experts.trips import Arrive, SendOff, Tensors, Trip
+from fivefold.parallel.mesh import Axis
 
 
 class AllToAllDispatch(SlicedDispatch):
-    def run(self, x: Tensor, routed: Routed, compute: Compute, stream: int) -> Tensor:
+    travels = True
+
+    def run(
+        self, x: Tensor, routed: Routed, compute: Compute, stream: int, beside: Beside = None
+    ) -> tuple[Tensor, Tensor | None]:
         with self.sending(DISPATCH):
-            order, counts = sorted_slots(routed.chosen), routed.counts
-            (coming,) = kept(lambda: (wait(all_to_all(counts, self.ep), self.ep),), 1, counts)
-            going, due = self.host.by_rank(counts, coming, self.ep.size, len(order))
-            out, back = [sum(rank) for rank in going], [sum(rank) for rank in due]
-            # One name for what moves on: what a name held before is let go of, and rows are large.
-            rows = AllToAll.apply(x[order // routed.chosen.shape[1]], out, back, self, DISPATCH)
-            # They lie rank by rank, and the experts want them expert by expert.
+            order, counts, going = sorted_slots(routed.chosen), routed.counts, self.going
+            (coming,) = kept(lambda: (wait(all_to_all(counts, going), going),), 1, counts)
+            sent, due = self.host.by_rank(counts, coming, self.ep.size, len(order))
+            out, back = [sum(rank) for rank in sent], [sum(rank) for rank in due]
+            there = self._trip(DISPATCH, out, back)
+            ticket = SendOff.apply(there, x[order // routed.chosen.shape[1]])
+            # They will lie rank by rank, and the experts want them expert by expert.
             by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
-            groups, rows = Groups(tuple(map(sum, zip(*due, strict=True))), x.device), rows[by_expert]
+            groups = Groups(tuple(map(sum, zip(*due, strict=True))), x.device)
+        shared = beside() if beside is not None else None
+        self.hand_over()
+        with self.sending(DISPATCH):
+            # One name for what moves on: what a name held before is let go of, and rows are large.
+            (rows,) = Arrive.apply(there, 1, ticket)
+            rows = rows[by_expert]
         rows = compute(rows, groups)
         with self.sending(COMBINE):
             rows = rows[places(by_expert)]
-            rows = AllToAll.apply(rows, back, out, self, COMBINE)
+            home = self._trip(COMBINE, back, out)
+            ticket = SendOff.apply(home, rows)
+            del rows
+        self.hand_over()
+        with self.sending(COMBINE):
+            (rows,) = Arrive.apply(home, 1, ticket)
             rows = rows[places(order)]
-            return weighted(rows, routed.weights)
+            return weighted(rows, routed.weights), shared
+
+    def _trip(self, what: str, out: list[int], back: list[int]) -> Trip:
+        """Of rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""
+
+        def there(rows: Tensors, axis: Axis) -> Tensors:
+            return (all_to_all(*rows, axis, out, back),)
+
+        def home(gradients: Tensors, axis: Axis) -> Tensors:
+            return (all_to_all(*gradients, axis, back, out),)
+
+        return Trip(self, what, there, home)
 
 
 def _experts_of(coming: Tensor, ranks: int, rows: int) -> Tensor:
     """Which of this rank's experts each row is for; `coming` [ranks * experts here] are the numbers of these rows."""
     experts = torch.arange(len(coming) // ranks, device=coming.device).repeat(ranks)
     return experts.repeat_interleave(coming, output_size=rows)
-
-
-class AllToAll(Function):
-    """Rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, out: list[int], back: list[int], by: SlicedDispatch, what: str) -> Tensor:
-        ctx.out, ctx.back, ctx.by, ctx.what = out, back, by, what
-        (rows,) = kept(lambda: (wait(all_to_all(x, by.ep, out, back), by.ep),), 1, x)
-        return rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        with ctx.by.sending(ctx.what):
-            sent = wait(all_to_all(gradient, ctx.by.ep, ctx.back, ctx.out), ctx.by.ep)
-        return sent, None, None, None, None

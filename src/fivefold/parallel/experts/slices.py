@@ -19,7 +19,7 @@ from fivefold.layout.sharding import chunk
 from fivefold.model.experts.dispatch import LocalDispatch, grouped_linear
 from fivefold.model.experts.grouped import Groups, PutOff
 from fivefold.model.experts.mixture import StackedLinear
-from fivefold.model.recompute import kept
+from fivefold.model.recompute import again, kept
 from fivefold.parallel.collectives import all_gather, all_reduce, wait
 from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.mesh import Axis, Mesh
@@ -29,6 +29,8 @@ from fivefold.parallel.peer_errors import waiting
 class SlicedDispatch(LocalDispatch):
     def __init__(self, mesh: Mesh, later: WeightGradQueue | None):
         self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.sequence
+        self.returning = mesh.returning or mesh.ep  # what backward passes send, which may run beside forward ones
+        self.hand_over: Callable[[], None] = _nothing  # called before a wait: the other half of a pair may run
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
         self.later = later
         self.names: dict[nn.Module, str] = {}
@@ -61,6 +63,11 @@ class SlicedDispatch(LocalDispatch):
         with self.watch(what), waiting(what, self.mesh, self.ep):
             yield
 
+    @property
+    def going(self) -> Axis:
+        """The ranks of ep, in the group of the pass that this is: forward, or computed again in a backward pass."""
+        return self.returning if again() else self.ep
+
     def over_sequence(self, counts: Tensor) -> Tensor:
         (total,) = kept(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
         return total
@@ -84,6 +91,9 @@ class SlicedDispatch(LocalDispatch):
             works.append(work)
 
         return leave
+
+
+def _nothing() -> None: ...
 
 
 def _slice(tokens: int, axis: Axis) -> slice:

@@ -108,8 +108,9 @@ def dispatched(
     experts, narrow, wide = spec.experts, BYTES[dtype], wide_bytes(dtype)
     assert experts is not None
     layers, forwards = len(rows), 2 if layout.recompute == "full" else 1  # of all microbatches
-    # A recomputation ends with the last thing that backward asks for: the sum over slots, unless something follows.
-    whole = forwards if experts.shared or spec.dropout else 1
+    # A recomputation ends with the last thing that backward asks for: the sum over slots, unless something follows. A
+    # shared expert does where nothing travels; where tokens do, it computes meanwhile.
+    whole = forwards if spec.dropout or (experts.shared and layout.ep == 1) else 1
     most = len(chunk(tokens, layout.tp, 0))  # of the rank that routes most
     width, ranks = spec.hidden * narrow, layout.ep
     if not layout.sp:

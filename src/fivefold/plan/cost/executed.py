@@ -47,7 +47,9 @@ def _each(spec: ModelSpec, layout: Layout, seq: int, own: Block) -> float:
     each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
     if layout.recompute == "full":
         # The block's last matmul is not made again, since nothing in backward needs its output; unless it is one step
-        # with what follows it, a collective or a put-off weight gradient. An expert's is needed: it is weighted.
-        stops = layout.tp == 1 and not layout.splits_backward and not last.experts
+        # with what follows it, a collective or a put-off weight gradient. An expert's is needed: it is weighted; and a
+        # shared one's comes before it, where tokens travel meanwhile.
+        needed = last.experts or (layout.ep > 1 and any(one.experts for one in own.matmuls))
+        stops = layout.tp == 1 and not layout.splits_backward and not needed
         each += matmuls - (flops(last) if stops else 0.0) + attention
     return each

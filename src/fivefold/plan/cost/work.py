@@ -215,7 +215,8 @@ class Work:
             )
         if self.layout.recompute == "full":
             stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
-            stops = stops and (self.mixture is None or self.mixture.experts.shared > 0)
+            # A shared expert is the last where nothing travels; elsewhere it computes while tokens do.
+            stops = stops and (self.mixture is None or (self.mixture.experts.shared > 0 and self.layout.ep == 1))
             return forward.total + sent - (self._gemm(*self.gemms[-1]) if stops else 0.0)
         if self.stack.selective == "attention":
             return forward.attention
