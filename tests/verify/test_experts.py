@@ -85,8 +85,30 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("proofs", [PROOFS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
-def test_layouts_of_two_ranks_compute_what_a_loop_over_experts_computes(tmp_path: Path, proofs: dict[str, Job]) -> None:
+# Joined pairs, whose halves run in turns: each has messages of experts under way while the other computes.
+PAIRED = "pp=2,ep=2,schedule=dualpipe-v,microbatches=4"
+SIX = moe(DEEPSEEK, layers=6)
+PAIRS = {
+    "zero 1": job(f"dp=2,{PAIRED},zero=1", SIX, steps=2),
+    "slices, gathered, full": job(f"tp=2,{PAIRED},dispatch=allgather,recompute=full", SIX),
+    "sp, selective": job(f"tp=2,{PAIRED},sp,recompute=selective", SIX),
+}
+MORE_PAIRS = {
+    "cp, zero 2, full": job(f"cp=2,{PAIRED},zero=2,recompute=full", SIX),
+    "gathered, zero 2": job(f"dp=2,{PAIRED},dispatch=allgather,zero=2,recompute=selective", SIX),
+    "zero 3, one after the other": job(f"dp=2,{PAIRED},zero=3", SIX),
+    "no shared expert": job(f"dp=2,{PAIRED}", moe(layers=4), steps=2),
+    "biases, tied": job(f"dp=2,{PAIRED},zero=1", moe(**GPT, layers=4)),
+    "a rank without tokens": job(f"tp=2,{PAIRED}", moe(MANY, layers=4), batch=4, seq=1),
+}
+
+
+@pytest.mark.parametrize(
+    "proofs",
+    [PROOFS, PAIRS, *(pytest.param(more, marks=pytest.mark.slow) for more in (MORE, MORE_PAIRS))],
+    ids=["few", "pairs", "more", "more pairs"],
+)
+def test_layouts_compute_what_a_loop_over_experts_computes(tmp_path: Path, proofs: dict[str, Job]) -> None:
     """And send tokens to the same experts, count the same load, move biases alike, send what the closed form says."""
     verdicts = together(tmp_path, {name: (one, mixtures.nothing) for name, one in proofs.items()})
     assert {name: verdict.problems for name, verdict in verdicts.items()} == {name: [] for name in proofs}

@@ -39,6 +39,7 @@ class Heart:
 
     def __init__(self, memory: memoryview):
         self.memory, self.count, self.timeout = memory, memory[:8].cast("Q"), 0.0
+        self.thread = threading.main_thread().ident or 0  # that does the rank's work
 
     def enter(self, place: str, least: float = 0.0) -> None:
         here = threading.current_thread() is threading.main_thread()
@@ -54,6 +55,11 @@ _hearts = [Heart(memoryview(bytearray(_SLOT.size)))]
 def beat(_: int = 0) -> None:
     """This rank has moved: some bytes, for example."""
     _hearts[0].count[0] += 1
+
+
+def here() -> None:
+    """The rank's work goes on in this thread."""
+    _hearts[0].thread = threading.get_ident()
 
 
 def enter(place: str, least: float = 0.0) -> None:
@@ -157,8 +163,9 @@ def _watch(heart: Heart, rank: int, more: float, over: threading.Event) -> None:
 def _end(sentence: str) -> None:
     """With the stacks, innermost frame last. A rank that waits for others inside torch is not what they wait for."""
     frames = sys._current_frames()
-    main = frames.pop(threading.main_thread().ident or 0)
     frames.pop(threading.get_ident())
+    working = _hearts[0].thread
+    main = frames.pop(working if working in frames else threading.main_thread().ident or 0)
     for frame in (*frames.values(), main):
         traceback.print_stack(frame)
     print(f"error: {sentence}", file=sys.stderr, flush=True)

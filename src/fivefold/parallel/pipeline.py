@@ -4,13 +4,16 @@ The Schedule is the very object that is checked, simulated and drawn. Receives a
 by their consumers; sends are handed over and drained at the end. What a stage computes is the same in every schedule,
 and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
 
-The F and the B of a joined pair run one after the other. Overlap would pay where communication inside one hides under
-the compute of the other, as that of experts does.
+Where experts send tokens to other ranks, the F and the B of a joined pair run in turns: each waits for its messages
+while the other computes (`baton`). What they compute is the same to the bit. Otherwise the F runs, and then the B: a
+dense model has nothing to hide, and FSDP2 takes a block's weights away after each of its passes, which may be those
+that the other half has just asked for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from fivefold.launch.heartbeat import beat
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.model.positions import TokenPositions
+from fivefold.parallel.baton import Baton
 from fivefold.parallel.channels import Channels, Message, Silence
 from fivefold.parallel.deferred_wgrad import WeightGradQueue, Work
 from fivefold.parallel.peer_errors import waiting, who
@@ -50,7 +54,9 @@ class Pipeline:
         channels: Channels,
         watch: Watch | None = None,
     ):
-        """`rank` is this one's place along pp, `stages` those it owns by number; `watch` surrounds every action."""
+        """`rank` is this one's place along pp, `stages` those it owns by number.
+
+        `watch` surrounds every action; of a half of a pair that runs in turns, each stretch."""
         if schedule.count(*COLLECTIVES):
             raise UserError(
                 f"schedule {schedule.name} has GATHER, REDUCE or STEP, which are layout.zero's; leave them out"
@@ -65,6 +71,13 @@ class Pipeline:
             for kinds in (GRADIENT_MAKERS, LAST_READERS)
             for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
         }
+        # Pairs run in turns where there is something to wait for.
+        self.dispatch = next(iter(stages.values())).ops.dispatch
+        joined = any(action.joined for action in self.order)
+        self.baton = Baton() if joined and self.dispatch.travels and not weights.takes_away else None
+        if self.baton is not None:
+            self.dispatch.hand_over = self.baton.hand_over
+        self.in_turns = True  # off: one half of a pair after the other
         self.peak = 0  # the most (stage, microbatch) pairs whose graph or deferred work was held at once, so far
 
     def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor]) -> None:
@@ -74,9 +87,14 @@ class Pipeline:
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.deferred: dict[tuple[int, int], list[Work]] = {}
-        for action in self.order:
-            with self._named(str(action)), self.watch(action):
-                self._do(action)
+        order = iter(self.order)
+        for action in order:
+            if action.joined and self.baton is not None and self.in_turns:
+                self.peak = max(self.peak, len(self.outputs) + len(self.deferred) + 1)  # the F's, while the B's is held
+                self.baton.run(partial(self._half, action), partial(self._half, next(order)))
+            else:
+                with self._named(str(action)), self.watch(action):
+                    self._do(action)
             beat()
             self.peak = max(self.peak, len(self.outputs) + len(self.deferred))
         with self._named("the end of the step"):
@@ -151,6 +169,12 @@ class Pipeline:
                 self.channels.send(action, self._input_gradient(place))
             case _:
                 raise ValueError(f"{action}: the pipeline does not run actions of the kind {kind}")
+
+    def _half(self, action: Action) -> None:
+        """Of a joined pair."""
+        assert self.baton is not None
+        with self._named(str(action)), self.baton.watched(lambda: self.watch(action)):
+            self._do(action)
 
     def _input_half(self, action: Action) -> None:
         stage, last = action.stage, action in self.final

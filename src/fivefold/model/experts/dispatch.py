@@ -29,6 +29,7 @@ class LocalDispatch:
     watch: Watch = staticmethod(lambda name: nullcontext())  # surrounds the two
     host = Host()
     travels = False  # whether tokens go to other ranks
+    hand_over: Callable[[], None] = staticmethod(lambda: None)  # called before a wait: something else may run
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its experts take theirs here."""

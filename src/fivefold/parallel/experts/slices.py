@@ -30,7 +30,6 @@ class SlicedDispatch(LocalDispatch):
     def __init__(self, mesh: Mesh, later: WeightGradQueue | None):
         self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.sequence
         self.returning = mesh.returning or mesh.ep  # what backward passes send, which may run beside forward ones
-        self.hand_over: Callable[[], None] = _nothing  # called before a wait: the other half of a pair may run
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
         self.later = later
         self.names: dict[nn.Module, str] = {}
@@ -91,9 +90,6 @@ class SlicedDispatch(LocalDispatch):
             works.append(work)
 
         return leave
-
-
-def _nothing() -> None: ...
 
 
 def _slice(tokens: int, axis: Axis) -> slice:

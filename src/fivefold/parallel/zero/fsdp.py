@@ -33,6 +33,8 @@ from fivefold.spec.model import ModelSpec
 
 
 class FullySharded(Weights):
+    takes_away = True
+
     def __init__(
         self,
         stages: Sequence[nn.Module],

@@ -66,6 +66,8 @@ class Unsharded:
 
 
 class Replicated(Weights):
+    takes_away = False
+
     def __init__(
         self,
         stages: Sequence[nn.Module],

@@ -29,6 +29,8 @@ class Weights(Protocol):
     """By global name, this rank's shard in full precision. `finish` sets `grad` and `publish` deletes it."""
     halves: bool
     """Whether every backward pass must come in two halves, because some passes of this schedule do."""
+    takes_away: bool
+    """Whether the model's weights are there only while a pass of theirs runs."""
     reducer: Reducer
 
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:

@@ -1,0 +1,146 @@
+"""The baton: one half runs at a time, in an order that does not depend on who is quicker; a failure ends both."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.parallel.baton import Baton
+
+LONG = 20.0  # seconds: far more than any of this takes
+
+
+def half(baton: Baton, said: list[str], name: str, stretches: int, seconds: float = 0.0) -> Callable[[], None]:
+    def work() -> None:
+        for number in range(stretches):
+            said.append(f"{name}{number}")
+            time.sleep(seconds)
+            if number < stretches - 1:
+                baton.hand_over()
+
+    return work
+
+
+@pytest.mark.parametrize("slow", ["f", "b"])
+def test_halves_take_turns_whoever_is_slow(slow: str) -> None:
+    baton = Baton()
+    for first, second, order in [
+        (3, 3, "f0 b0 f1 b1 f2 b2"),
+        (2, 4, "f0 b0 f1 b1 b2 b3"),
+        (4, 1, "f0 b0 f1 f2 f3"),
+        (1, 3, "f0 b0 b1 b2"),
+    ]:
+        said: list[str] = []
+        naps = {name: 0.01 * (name == slow) for name in "fb"}
+        baton.run(half(baton, said, "f", first, naps["f"]), half(baton, said, "b", second, naps["b"]))
+        assert " ".join(said) == order
+    baton.hand_over()  # outside of pairs: nothing
+
+
+def test_each_stretch_is_watched_by_itself() -> None:
+    baton, said = Baton(), list[str]()
+
+    @contextmanager
+    def watch(name: str) -> Iterator[None]:
+        said.append(f"<{name}")
+        yield
+        said.append(f"{name}>")
+
+    def work(name: str) -> Callable[[], None]:
+        def run() -> None:
+            with baton.watched(lambda: watch(name)):
+                half(baton, said, name, 2)()
+
+        return run
+
+    baton.run(work("f"), work("b"))
+    assert " ".join(said) == "<f f0 f> <b b0 b> <f f1 f> <b b1 b>"
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("failing", "order"), [("f", "f0 b0 f1 bx"), ("b", "f0 b0 f1 b1 fx")])
+def test_the_error_of_one_half_ends_both_and_is_raised(failing: str, order: str) -> None:
+    """The other one is unwound where it waits for its turn; afterwards the next pair runs."""
+    baton, said = Baton(), list[str]()
+
+    def work(name: str) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                half(baton, said, name, 2)()
+                if name == failing:
+                    raise Broken(name)
+                baton.hand_over()
+                said.append(f"{name}2")
+            except Broken:
+                raise
+            except BaseException:
+                said.append(f"{name}x")
+                raise
+
+        return run
+
+    for _ in range(2):
+        said.clear()
+        with pytest.raises(Broken, match=failing):
+            baton.run(work("f"), work("b"))
+        assert " ".join(said) == order
+    baton.run(half(baton, said, "f", 1), half(baton, said, "b", 1))
+
+
+def test_a_first_half_that_fails_at_once_leaves_the_second_unstarted() -> None:
+    baton, said = Baton(), list[str]()
+
+    def fails() -> None:
+        raise Broken
+
+    with pytest.raises(Broken):
+        baton.run(fails, half(baton, said, "b", 2))
+    assert said == []
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(f"{func} in {threading.current_thread().name}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_context_go_along_and_stay_with_their_half() -> None:
+    """The second half has those of the caller; what a half adds the other does not see."""
+    where: ContextVar[str] = ContextVar("where", default="nowhere")
+    baton, found = Baton(), list[str]()
+    outer, inner = Seen(), Seen()
+
+    def first() -> None:
+        where.set("first")
+        with inner:
+            torch.zeros(1)
+            baton.hand_over()
+            torch.zeros(1)
+
+    def second() -> None:
+        found.append(where.get())
+        assert not torch.is_grad_enabled()
+        torch.ones(1)
+        baton.hand_over()
+        torch.ones(1)
+
+    where.set("caller")
+    with torch.no_grad(), outer:
+        baton.run(first, second)
+    assert found == ["caller"]
+    assert [op.split()[0] for op in inner.ops] == ["aten.zeros.default"] * 2
+    assert [op.split()[0] for op in outer.ops] == [f"aten.{name}.default" for name in ("zeros", "ones") * 2]
+    assert {op.split(" in ")[1] for op in outer.ops} == {"MainThread", "backward half"}
