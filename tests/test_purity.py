@@ -71,7 +71,7 @@ NEED_NOTHING = {
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
     "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help",
     "bench schedules": "--help", "bench plan": "--help",
-    "resume": "--help",
+    "resume": "--help", "ui": "--help",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ WORKS = {
     "schedules": "--pp 2 --microbatches 4",
     "simulate": "tiny --layout dp=2 --batch 8 --seq 64 --cluster 2xCPU",
     "truth": "",
+    "ui": "--help",
     "zero": "tiny",
 }
 NEED_TORCH = {

@@ -16,7 +16,7 @@ from fivefold.support.errors import UserError
 from tests.fuzz.cases import survives
 
 ABSURD = ["-1", str(2**63), "9" * 5000, "1e400", "nan", ""]
-WORDS = NEED_TORCH | WORKS | {"bench scaling": "layout=dp=2"}
+WORDS = NEED_TORCH | WORKS | {"bench scaling": "layout=dp=2", "ui": "--no-browser"}
 SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")  # of `plan`
 # A seed may be any number, a target in seconds also one that nothing misses, and one may sample from all tokens.
 FINE = {("data prepare", "--seed"), ("goodput", "--seed"), ("plan", "--ttft"), ("plan", "--tpot")}

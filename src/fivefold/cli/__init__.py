@@ -36,6 +36,7 @@ from fivefold.cli import (
     trace,
     train,
     truth,
+    ui,
     verify,
     zero,
 )
@@ -58,6 +59,7 @@ app = typer.Typer(
 app.command("plan", short_help=plan.PLAN)(plan.plan)
 app.command("simulate", short_help=plan.SIMULATE)(plan.simulate)
 app.command("goodput", short_help=goodput.SHORT)(goodput.goodput)
+app.command("ui", short_help=ui.SHORT)(ui.ui)
 app.command("dryrun", short_help=dryrun.SHORT)(dryrun.dryrun)
 app.command("truth", short_help=truth.SHORT)(truth.truth)
 app.command("train", short_help=train.SHORT)(train.train)

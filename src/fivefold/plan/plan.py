@@ -112,9 +112,13 @@ def simulate(
     """
     if wrong := layout_changes(changes, f"--layout {layout},"):
         raise UserError(wrong)
-    *_, case = _question(model, cluster, changes, batch, seq, precision, software)
-    option = _given(replace(case, imbalance=imbalance_for(case.spec, imbalance)), layout)
+    option = option_of(question(model, cluster, changes, batch, seq, precision, software), layout, imbalance)
     return SimulateResult(option, None if option.fits else nearest_fit(option))
+
+
+def option_of(case: Case, layout: str | Layout, imbalance: float | None = None) -> Option:
+    """A layout of a question's case, timed; whether it fits or not."""
+    return _given(replace(case, imbalance=imbalance_for(case.spec, imbalance)), layout)
 
 
 def case_of(job: Job, cluster: Cluster) -> Case:

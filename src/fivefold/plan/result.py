@@ -139,7 +139,7 @@ class SimulateResult(Result):
         return self.option.estimate.simulation
 
     def to_dict(self) -> dict[str, Any]:
-        return figures(self.option) | {"memory_limit_bytes": self.option.limit, "advice": self.advice or None}
+        return simulated(self.option) | {"advice": self.advice or None}
 
     def svg(self) -> str | None:
         return to_svg(picture([self.simulation])) if self.simulation else None
@@ -158,6 +158,11 @@ class SimulateResult(Result):
                 yield Drawing(partial(timeline, simulation))
                 yield Drawing(lambda _, colour: legend([simulation], colour))
             yield Text(f"bubble {simulation.bubble_makespan:.1%} of the pipeline's {simulation.makespan:.3g} s")
+
+
+def simulated(option: Option) -> dict[str, Any]:
+    """What `simulate` says of a layout, but for its advice."""
+    return figures(option) | {"memory_limit_bytes": option.limit}
 
 
 def figures(option: Option, price: float | None = None) -> dict[str, Any]:

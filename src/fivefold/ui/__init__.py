@@ -1,0 +1,1 @@
+"""The page that `fivefold ui` serves: payloads of views, and the small server around them."""

@@ -1,0 +1,104 @@
+"""The server: the page's files, and `/api/VIEW[/PART]?words`, which call the functions of `views`.
+
+Bad questions are 400 with their sentences; a bug is 500, without a trace for the page and with one in the terminal.
+"""
+
+import sys
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fivefold import __version__
+from fivefold.support.errors import UserError
+from fivefold.ui.ask import Ask
+from fivefold.ui.guard import App, Guard
+from fivefold.ui.views import VIEWS, Nothing, answer, view_of
+from fivefold.ui.worker import Question
+from fivefold.ui.workers import Broken, Replaced, Workers
+
+STATIC = Path(__file__).parent / "static"
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+PAGE = "x-page"  # the header in which a page names itself: its newer question replaces its own older one
+
+
+def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
+    """The whole server as an ASGI application."""
+    workers = Workers(runs)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await workers.close()
+
+    async def api(request: Request) -> Response:
+        view, part = request.path_params["view"], request.path_params.get("part", "")
+        try:
+            words = _words(request)
+            if (part or "payload") in view_of(view, part).slow:
+                lane = f"{request.headers.get(PAGE, '')[:64]} {view} {part}"
+                return _json(await workers.ask(lane, Question(view, part, words)))
+            return _json(msgspec.json.encode(await run_in_threadpool(answer, view, part, Ask(words, runs))))
+        except UserError as error:
+            return _error(404 if isinstance(error, Nothing) else 400, error.problems)
+        except Replaced:
+            return _error(409, ["a newer question took this one's place"])
+        except Exception as error:
+            print(error if isinstance(error, Broken) else traceback.format_exc(), file=sys.stderr, flush=True)
+            return _error(500, ["this went wrong inside; the terminal that runs `fivefold ui` says what"])
+
+    routes = [
+        Route("/api", _listing),
+        Route("/api/{view}", api),
+        Route("/api/{view}/{part}", api),
+        Route("/{path:path}", _file),
+    ]
+    return Guard(Starlette(routes=routes, lifespan=lifespan), token, port)
+
+
+async def _listing(request: Request) -> Response:
+    """What the page needs before it shows a view."""
+    views = [{"name": view.name, "title": view.title, "says": view.says} for view in VIEWS]
+    return _json(msgspec.json.encode({"version": __version__, "views": views}))
+
+
+# By address: only what lay in the package when this was imported can be asked for, so no address leads elsewhere.
+FILES = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in KINDS}
+
+
+async def _file(request: Request) -> Response:
+    path = FILES.get(request.path_params["path"] or "index.html")
+    if path is None:
+        return _error(404, ["there is no such file"])
+    return Response(path.read_bytes(), media_type=KINDS[path.suffix])
+
+
+def _words(request: Request) -> dict[str, str]:
+    pairs = request.query_params.multi_items()
+    words = dict(pairs)
+    if len(words) != len(pairs):
+        raise UserError("a word of the address is given twice")
+    return words
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _error(status: int, problems: list[str]) -> Response:
+    body: dict[str, Any] = {"error": problems[0], "problems": problems}
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,60 @@
+// The shell: finds the token or the inline payload, shows a tab for each view, and mounts the one that the address names.
+import { element } from "./lib/dom.js";
+import { frozen, inline, live, listing, takeToken } from "./lib/source.js";
+import * as state from "./lib/state.js";
+import { themeSwitch } from "./lib/theme.js";
+
+const main = document.getElementById("main");
+const tabs = document.getElementById("tabs");
+let mounted = null;  // { name, unmount }
+
+function notice(sentence, kind = "bad") {
+  main.replaceChildren(element("p", { class: `notice ${kind}`, role: "alert", "data-testid": "notice" }, sentence));
+}
+
+async function show(views) {
+  const named = state.read().view;
+  const view = views.find(one => one.name === named) || views[0];
+  for (const tab of tabs.children) {
+    if (tab.dataset.view === view.name) tab.setAttribute("aria-current", "page");
+    else tab.removeAttribute("aria-current");
+  }
+  if (mounted && mounted.name === view.name) return;
+  if (mounted && mounted.unmount) mounted.unmount();
+  document.title = `${view.title} · Fivefold`;
+  main.replaceChildren();
+  const root = main.appendChild(element("div", { class: `view view-${view.name}`, "data-testid": `view-${view.name}` }));
+  mounted = { name: view.name, unmount: null };
+  try {
+    const module = await import(`./views/${view.name}.js`);
+    if (mounted.name === view.name) mounted.unmount = module.mount(root, view.source) || null;
+  } catch (error) {
+    console.error(error);
+    notice(`The view ${view.title} could not be shown: ${error.message}`);
+  }
+}
+
+async function start() {
+  themeSwitch(document.getElementById("theme"));
+  document.getElementById("skip").addEventListener("click", () => main.focus());
+  const held = inline();
+  let views;
+  if (held) {
+    views = held.views.map(view => ({ ...view, source: frozen(view) }));
+  } else {
+    takeToken();
+    try {
+      views = (await listing()).views.map(view => ({ ...view, source: live(view.name) }));
+    } catch (error) {
+      notice(error.message);
+      return;
+    }
+  }
+  for (const view of views) {
+    tabs.append(element("a", { href: `#${view.name}`, title: view.says, "data-view": view.name, "data-testid": `tab-${view.name}` }, view.title));
+  }
+  state.onChange(() => show(views));
+  show(views);
+}
+
+start();

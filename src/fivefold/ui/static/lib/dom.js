@@ -1,0 +1,30 @@
+// Elements of HTML and SVG in one call each. Text is always text: nothing that a payload says is read as markup.
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(made, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2).toLowerCase(), value);
+    else made.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat(3)) {
+    if (child !== null && child !== undefined && child !== false) made.append(child);
+  }
+  return made;
+}
+
+/** element("p", { class: "dim", onClick: f }, "text", child) */
+export const element = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+
+/** The same for SVG: shape("rect", { x: 0, fill: "var(--blue)" }) */
+export const shape = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+
+/** A card with a heading: card("Memory", { id: "memory" }, ...children) */
+export function card(title, attributes, ...children) {
+  const { aside, ...others } = attributes || {};
+  return element("section", { class: "card", ...others },
+    element("div", { class: "card-head" }, element("h2", {}, title), aside), ...children);
+}
+
+let last = 0;
+export const unique = prefix => `${prefix}-${++last}`;

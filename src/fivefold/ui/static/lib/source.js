@@ -1,0 +1,98 @@
+// Where a view's data comes from: the server of this page, or the page itself.
+//
+//   source.live                                    whether other questions can be asked: controls are off where not
+//   await source.payload(words, { signal })        the view's payload
+//   await source.part("search", words, { signal }) a part that takes longer
+//
+// A page that stands for itself has <script type="application/json" id="payload">:
+//   {"views": [{"name", "title", "says", "payload": {...}, "parts": {"search": {...}}}]}
+
+const KEY = "fivefold-token";
+const page = Array.from(crypto.getRandomValues(new Uint8Array(12)), byte => byte.toString(16).padStart(2, "0")).join("");
+
+/** The token stands behind the # of the first address, which no server sees; it is kept for this origin and hidden. */
+export function takeToken() {
+  const found = /^#token=([\w-]+)$/.exec(location.hash);
+  if (!found) return;
+  localStorage.setItem(KEY, found[1]);
+  history.replaceState(null, "", location.pathname);
+}
+
+async function ask(path, words, signal) {
+  const query = new URLSearchParams(Object.entries(words || {}).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  const address = `api${path}${query.size ? `?${query}` : ""}`;
+  const headers = { Authorization: `Bearer ${localStorage.getItem(KEY) || ""}`, "X-Page": page };
+  let answer;
+  try {
+    answer = await fetch(address, { headers, signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw Object.assign(new Error("the server does not answer; is `fivefold ui` still running?"), { problems: [] });
+  }
+  const body = await answer.json();
+  if (!answer.ok) throw Object.assign(new Error(body.error), { status: answer.status, problems: body.problems || [body.error] });
+  return body;
+}
+
+export const listing = () => ask("", {});
+
+export const live = name => ({
+  live: true,
+  payload: (words, { signal } = {}) => ask(`/${name}`, words, signal),
+  part: (part, words, { signal } = {}) => ask(`/${name}/${part}`, words, signal),
+});
+
+export const frozen = view => ({
+  live: false,
+  payload: async () => view.payload,
+  part: async part => {
+    if (view.parts && part in view.parts) return view.parts[part];
+    throw Object.assign(new Error("this file does not hold it"), { problems: [] });
+  },
+});
+
+/** The payload that the page itself holds; null on a page that a server serves. */
+export function inline() {
+  const held = document.getElementById("payload");
+  return held ? JSON.parse(held.textContent) : null;
+}
+
+/** Asks for the newest words only: while one question is under way the others wait, and all but the last are dropped.
+ *
+ *   const asking = newest((words, signal) => source.payload(words, { signal }), show, fail);
+ *   asking(words);
+ */
+export function newest(question, show, fail) {
+  let waiting = null, busy = false;
+  return async function next(words) {
+    waiting = { words };
+    if (busy) return;
+    busy = true;
+    while (waiting) {
+      const { words: current } = waiting;
+      waiting = null;
+      try {
+        const answer = await question(current);
+        show(answer, current);
+      } catch (error) {
+        if (error.name !== "AbortError" && error.status !== 409 && !waiting) fail(error, current);
+      }
+    }
+    busy = false;
+  };
+}
+
+/** For what takes longer: a newer question stops the older one. */
+export function replacing(question, show, fail) {
+  let controller = null;
+  return async words => {
+    if (controller) controller.abort();
+    const mine = controller = new AbortController();
+    try {
+      const answer = await question(words, mine.signal);
+      if (controller === mine) show(answer, words);
+    } catch (error) {
+      if (controller === mine && error.name !== "AbortError" && error.status !== 409) fail(error, words);
+    }
+  };
+}

@@ -1,0 +1,22 @@
+// What a view shows stands in the address, so that it can be kept and sent: #plan?model=llama3-70b&layout=dp=8,tp=8
+export function read() {
+  const [view, query] = location.hash.replace(/^#/, "").split(/\?(.*)/s);
+  return { view, words: Object.fromEntries(new URLSearchParams(query || "")) };
+}
+
+/** Write a view's words. While a slider moves they replace each other; `push` makes a step that Back undoes. */
+export function write(view, words, push = false) {
+  const kept = Object.entries(words).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const query = new URLSearchParams(kept).toString().replaceAll("%3D", "=").replaceAll("%2C", ",");
+  const hash = `#${view}${query ? `?${query}` : ""}`;
+  if (hash === location.hash) return;
+  if (push) history.pushState(null, "", hash);
+  else history.replaceState(null, "", hash);
+}
+
+/** Called when the user goes to another address: a link, Back, or a typed one. `write` does not call it. */
+export function onChange(listener) {
+  addEventListener("hashchange", listener);
+  addEventListener("popstate", listener);
+  return () => { removeEventListener("hashchange", listener); removeEventListener("popstate", listener); };
+}

@@ -1,0 +1,114 @@
+// Plan: a question (model, cluster, batch), a layout on sliders, and what the planner says of it while they move.
+import { element } from "../lib/dom.js";
+import { newest, replacing } from "../lib/source.js";
+import * as state from "../lib/state.js";
+import { layoutControls, questionControls } from "./plan_controls.js";
+import { drawFigures } from "./plan_figures.js";
+import { drawNeighbours, drawRanking } from "./plan_ranking.js";
+
+const QUESTION = ["model", "cluster", "batch", "seq", "precision", "software"];
+const PAUSE = 250;  // ms without a move after which the neighbours are asked for
+
+export function mount(root, source) {
+  let words = { ...state.read().words };      // the question and the layout, as in the address
+  let shown = null;                           // the last payload
+  let base = words.layout || "";              // the layout that the slider in hand moves away from
+  let hand = "";                              // that slider
+  let free = !words.layout;                   // nobody has chosen a layout: the planner's choice is taken when it comes
+  let timer = 0, ranked = null, ranking = "";
+
+  const question = questionControls(ask, source.live);
+  const layout = layoutControls({ onMove: move, onGrab: grab, onBest: takeBest, live: source.live });
+  const figures = drawFigures({ onTake: take });
+  const why = drawNeighbours({ onTake: take, live: source.live });
+  const list = drawRanking({ onTake: take, live: source.live });
+  root.append(element("div", { class: "stack" }, question.element,
+    element("div", { class: "split" }, element("div", { class: "side stack" }, layout.element),
+      element("div", { class: "stack" }, figures.element, why.element, list.element))));
+
+  const asking = newest(asked => source.payload(asked), show, failed);
+  const judging = replacing((asked, signal) => source.part("why", asked, { signal }), answer => why.show(answer), error => why.fail(error));
+  const searching = replacing((asked, signal) => source.part("search", asked, { signal }), found, error => list.fail(error));
+
+  const only = names => Object.fromEntries(names.map(name => [name, words[name]]).filter(([, value]) => value));
+  const refresh = move => asking({ ...only(QUESTION), layout: base, move });
+
+  function ask(name, value) {
+    const before = only(QUESTION);
+    words = { ...words, [name]: value };
+    if (name === "model" || name === "cluster") { delete words.batch; delete words.layout; base = ""; free = true; }
+    if (name === "model") { delete words.seq; delete words.precision; }
+    if (name === "seq") { delete words.batch; }
+    if (name === "batch" || name === "seq") { base = shown?.shown?.text || base; free = true; }
+    if (JSON.stringify(before) !== JSON.stringify(only(QUESTION))) refresh("");
+  }
+
+  function grab(name) {
+    if (name === hand) return;
+    hand = name;
+    base = shown?.shown?.text || base;
+  }
+
+  function move(name, value) {
+    grab(name);
+    free = false;
+    refresh(`${name}=${value}`);
+  }
+
+  function take(text) {
+    hand = "";
+    free = false;
+    base = text;
+    refresh("");
+  }
+
+  function takeBest() {
+    if (ranked) take(ranked.best.layout);
+  }
+
+  function show(payload, asked) {
+    shown = payload;
+    const current = asked.move ? asked.move.split("=")[0] : "";
+    if (!asked.move) base = payload.shown?.text || base;
+    words = { ...only(QUESTION), layout: payload.shown ? payload.shown.text : payload.wanted.text };
+    question.show(payload);
+    layout.show(payload, current);
+    figures.show(payload);
+    if (source.live) state.write("plan", words);
+    const wanted = JSON.stringify(only(QUESTION));
+    if (wanted !== ranking) {
+      ranking = wanted;
+      ranked = null;
+      list.wait();
+      searching(only(QUESTION));
+    }
+    list.mark(payload.shown?.text);
+    why.wait();
+    clearTimeout(timer);
+    if (payload.shown) timer = setTimeout(() => judging({ ...only(QUESTION), layout: payload.shown.text }), source.live ? PAUSE : 0);
+  }
+
+  function failed(error) {
+    question.fail(error);
+    figures.fail(error);
+  }
+
+  function found(answer) {
+    ranked = answer;
+    layout.best(answer.best.layout);
+    list.show(answer);
+    if (free && source.live) { free = false; base = answer.best.layout; hand = ""; refresh(""); }
+  }
+
+  const listening = state.onChange(() => {
+    const now = state.read();
+    if (now.view !== "plan") return;
+    words = { ...now.words };
+    base = words.layout || "";
+    hand = "";
+    free = !base;
+    refresh("");
+  });
+  refresh("");
+  return () => { listening(); clearTimeout(timer); };
+}

@@ -1,0 +1,134 @@
+// What a layout costs: four figures with their ranges, memory of every pipeline rank, time by cause, traffic by axis.
+import { button } from "../lib/controls.js";
+import * as colours from "../lib/colours.js";
+import { card, element } from "../lib/dom.js";
+import * as format from "../lib/format.js";
+import { interval, legend, responsive, stackedBars, swatch } from "../lib/plot.js";
+import { table } from "../lib/table.js";
+
+function figure(name, testid) {
+  const value = element("span", { "data-testid": testid }), unit = element("span", { class: "unit" }), about = element("div", { class: "about", "data-testid": `${testid}-range` });
+  let drawn = null;
+  const scale = responsive(width => drawn && interval(width, drawn));
+  return {
+    element: element("div", { class: "figure" }, element("div", { class: "name" }, name), element("div", { class: "value" }, value, " ", unit), scale.element, about),
+    show(text, measure, said, gauge) {
+      value.textContent = text; unit.textContent = measure; about.textContent = said;
+      drawn = gauge; scale.update();
+    },
+  };
+}
+
+export function drawFigures({ onTake }) {
+  let now = null;
+  const step = figure("Step", "step"), rate = figure("Tokens per second and GPU", "rate"), mfu = figure("Model FLOPs utilisation", "mfu"), memory = figure("Memory of the fullest rank", "memory");
+  const verdict = element("div", { "aria-live": "polite", "data-testid": "verdict" });
+  const bars = responsive(width => now?.figures && memoryBars(width, now), { "data-testid": "memory-plot" });
+  const times = responsive(width => now?.figures && timeBar(width, now), { "data-testid": "time-plot" });
+  const wires = responsive(width => now?.figures && trafficBars(width, now), { "data-testid": "traffic-plot" });
+  const parts = element("div"), causes = element("div"), moved = element("div"), ranks = element("span", { class: "dim small" });
+  const whole = element("div", { class: "stack" }, verdict,
+    element("div", { class: "figures" }, step.element, rate.element, mfu.element, memory.element),
+    card("Memory of each pipeline rank", { aside: ranks, "data-testid": "memory-card" }, bars.element, parts),
+    element("div", { class: "grid2" }, card("Time of a step, by cause", { "data-testid": "time-card" }, times.element, causes),
+      card("What a rank sends in a step", { "data-testid": "traffic-card" }, wires.element, moved)));
+  return {
+    element: whole,
+    fail(error) { whole.classList.add("busy"); verdict.replaceChildren(element("p", { class: "notice bad" }, error.message)); },
+    show(payload) {
+      whole.classList.remove("busy");
+      now = payload;
+      judge(verdict, payload, onTake);
+      if (!payload.figures) { whole.classList.add("busy"); return; }
+      headline(payload, { step, rate, mfu, memory });
+      bars.update(); times.update(); wires.update();
+      ranks.textContent = payload.shown.fields.pp > 1 ? `${payload.shown.fields.pp} pipeline ranks; the table is rank ${payload.figures.memory_rank}, the fullest` : "all ranks are alike";
+      parts.replaceChildren(memoryTable(payload.figures));
+      causes.replaceChildren(timeTable(payload));
+      moved.replaceChildren(trafficTable(payload));
+    },
+  };
+}
+
+function judge(box, { problems, shown, changes, figures, device_memory_bytes }, onTake) {
+  if (problems.length) {
+    box.replaceChildren(element("div", { class: "notice bad", "data-testid": "problems" },
+      element("strong", {}, "This cannot run. "), element("ul", {}, problems.map(one => element("li", {}, one))),
+      shown ? element("p", {}, "The figures below are of the nearest layout that can: ", element("span", { class: "mono", "data-testid": "nearest" }, shown.text), ` (${changes.join(", ")}). `,
+        button("Take it", { "data-testid": "take-nearest", onClick: () => onTake(shown.text) })) : element("p", {}, "Nothing near it can run either.")));
+    return;
+  }
+  const used = figures.memory_bytes / device_memory_bytes;
+  box.replaceChildren(element("p", { class: figures.fits ? "notice good" : "notice bad", "data-testid": "fits" },
+    figures.fits ? `It fits: ${format.gigabytes(figures.memory_bytes)} of ${format.gigabytes(device_memory_bytes)} GB on the fullest rank, ${format.percent(used, 0)} of the device.`
+      : `It does not fit: ${format.gigabytes(figures.memory_bytes)} GB on the fullest rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB.`));
+}
+
+function headline({ figures, device_memory_bytes }, { step, rate, mfu, memory }) {
+  const inWords = ends => ends ? `${format.percent(figures.range_share, 0)} of cases: ` : "no range: this device was not measured";
+  const gauge = (value, ends, most, label) => ({ value, ends, most, label });
+  const [number, unit] = format.seconds(figures.step_seconds).split(" ");
+  step.show(number, unit, inWords(figures.step_seconds_range) + format.range(figures.step_seconds_range, format.seconds),
+    gauge(figures.step_seconds, figures.step_seconds_range, 1.6 * figures.step_seconds, "range of the step's time"));
+  const per = figures.tokens_per_second_per_gpu, all = figures.tokens_per_second_range, share = per / figures.tokens_per_second;
+  const ends = all && all.map(one => one * share);
+  rate.show(format.count(Math.round(per)), "tok/s", `${format.si(figures.tokens_per_second)} tok/s in all, ${format.si(figures.tokens_per_day)} a day`, gauge(per, ends, 1.6 * per, "range of the rate"));
+  mfu.show(format.percent(figures.mfu).slice(0, -1), "%", inWords(figures.mfu_range) + format.range(figures.mfu_range, format.percent), gauge(figures.mfu, figures.mfu_range, 1, "range of the utilisation, of 100%"));
+  memory.show(format.gigabytes(figures.memory_bytes), `of ${format.gigabytes(device_memory_bytes)} GB`, `${format.percent(figures.range_share, 0)} of cases: ${format.range(figures.memory_bytes_range, format.gigabytes)} GB`,
+    { ...gauge(figures.memory_bytes, figures.memory_bytes_range, Math.max(device_memory_bytes, figures.memory_bytes), "share of the device"), colour: figures.fits ? "var(--blue)" : "var(--red)" });
+}
+
+export function memoryBars(width, { ranks, figures, device_memory_bytes, shown }) {
+  const rows = ranks.map((parts, rank) => ({
+    label: shown.fields.pp > 1 ? `pp ${rank}` : "", rank,
+    parts: Object.entries(parts).map(([name, value]) => ({ name, value, colour: colours.memory(name) })),
+  }));
+  return stackedBars(width, {
+    rows, label: `memory of ${rows.length} pipeline ranks against the device's ${format.gigabytes(device_memory_bytes)} GB`,
+    marks: [{ value: figures.memory_limit_bytes, label: "limit of a plan" }, { value: device_memory_bytes, label: "device", hard: true }],
+    write: value => `${Math.round(value / 1e9)} GB`,
+    describe: (row, part) => [`${shown.fields.pp > 1 ? `pipeline rank ${row.rank}: ` : ""}${part.name}`, `${format.gigabytes(part.value)} GB`],
+  });
+}
+
+const memoryTable = figures => table(["component", ">GB", ">share"],
+  Object.entries(figures.memory_by_component).filter(([, size]) => size > 0).map(([name, size]) => [[swatch(colours.memory(name)), name], format.gigabytes(size), format.percent(size / figures.memory_bytes, 0)]),
+  { testid: "memory-table", foot: ["total", format.gigabytes(figures.memory_bytes), ""] });
+
+const causesOf = ({ figures, causes }) => Object.entries(figures.time_by_cause).filter(([, length]) => Math.abs(length) >= 5e-4 * figures.step_seconds)
+  .map(([name, value]) => ({ name: causes[name], value, colour: colours.cause(name), pattern: name === "bubble" }));
+
+export function timeBar(width, payload) {
+  return stackedBars(width, {
+    rows: [{ parts: causesOf(payload) }], height: 44, most: payload.figures.step_seconds * 1.001, label: "time of a step by cause",
+    write: format.seconds, describe: (_, part) => [part.name, `${format.seconds(part.value)}, ${format.percent(part.value / payload.figures.step_seconds)} of the step`],
+  });
+}
+
+const timeTable = payload => table(["cause", ">time", ">share"],
+  causesOf(payload).map(one => [[swatch(one.colour, one.pattern), one.name], format.seconds(one.value), format.percent(one.value / payload.figures.step_seconds)]),
+  { testid: "time-table", foot: ["total", format.seconds(payload.figures.step_seconds), ""] });
+
+function axesOf({ figures }) {
+  const found = new Map();
+  for (const { axis, inside, across } of figures.traffic) {
+    const before = found.get(axis) || { axis, inside: 0, across: 0 };
+    found.set(axis, { axis, inside: before.inside + inside, across: before.across + across });
+  }
+  return [...found.values()].filter(one => one.inside + one.across > 4096);
+}
+
+export function trafficBars(width, payload) {
+  const axes = axesOf(payload);
+  if (!axes.length) return element("p", { class: "dim" }, "One rank has nobody to send to.");
+  return stackedBars(width, {
+    rows: axes.map(({ axis, inside, across }) => ({ label: axis, note: format.bytes(inside + across), parts: [
+      { name: `in the node, ${payload.question.links.inside.name}`, value: inside, colour: "var(--blue)" },
+      { name: `between nodes, ${payload.question.links.across.name}`, value: across, colour: "var(--orange)" }] })),
+    height: 30, write: format.bytes, label: "bytes that a rank sends, by axis and link", describe: (row, part) => [`${row.label}: ${part.name}`, format.bytes(part.value)],
+  });
+}
+
+const trafficTable = payload => element("div", {}, legend([{ name: `in the node (${payload.question.links.inside.name})`, colour: "var(--blue)" }, { name: `between nodes (${payload.question.links.across.name})`, colour: "var(--orange)" }]),
+  table(["axis", "collective", ">calls", ">in the node", ">between nodes"],
+    payload.figures.traffic.filter(one => one.payload > 4096).map(one => [one.axis, one.kind, format.count(one.calls), format.bytes(one.inside), format.bytes(one.across)]), { testid: "traffic-table" }));

@@ -1,0 +1,66 @@
+"""`fivefold ui`: serve the page on this machine until it is stopped.
+
+ui(port=0, runs=["runs/demo"], browser=False)
+"""
+
+import secrets
+import socket
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fivefold.support.documents import path_of
+from fivefold.support.errors import UserError, absent
+from fivefold.support.ranges import checked, within
+
+LOOPBACK = "127.0.0.1"
+NEEDS = 'this needs starlette and uvicorn: pip install "fivefold[ui]"'
+
+
+def ui(
+    port: int = 0,
+    runs: Sequence[str | Path] = (),
+    browser: bool = True,
+    say: Callable[[str], object] = print,
+) -> None:
+    """Serve until interrupted. `port` 0 is any free one; `runs` are the directories that may be read."""
+    checked("port", port, within(0, 65535))
+    places = tuple(_directory(run) for run in runs)
+    if absent("starlette") or absent("uvicorn"):
+        raise UserError(NEEDS)
+    import uvicorn
+
+    from fivefold.ui.server import application
+
+    token = secrets.token_urlsafe(32)
+    with bound(port) as listening:
+        port = listening.getsockname()[1]
+        address = f"http://{LOOPBACK}:{port}/#token={token}"
+        say(f"open {address}\nonly this machine can; stop with Ctrl-C")
+        if browser:
+            webbrowser.open(address)
+        config = uvicorn.Config(
+            application(token, port, places), log_level="warning", access_log=False, server_header=False, ws="none",
+            proxy_headers=False, http="h11",
+        )  # fmt: skip
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _directory(run: str | Path) -> Path:
+    path = path_of(run)
+    if not path.is_dir():
+        raise UserError(f"--runs {run} is not a directory; give a run's, or one that has runs in it")
+    return path.resolve()
+
+
+def bound(port: int) -> socket.socket:
+    """A socket on the loopback interface alone."""
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((LOOPBACK, port))
+        found.listen()
+    except OSError as error:
+        found.close()
+        raise UserError(f"port {port} cannot be had: {error.strerror}; --port 0 takes a free one") from None
+    return found

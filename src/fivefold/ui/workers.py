@@ -1,0 +1,105 @@
+"""The server's side of `worker.py`: at most a few processes, and a newer question of a page replaces its older one.
+
+workers = Workers(runs)
+await workers.ask("page 1", Question("plan", "search", {...}))      # bytes of JSON; Replaced where a newer one came
+"""
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+import msgspec
+
+from fivefold.support.errors import UserError
+from fivefold.ui.worker import Question
+
+MOST = 2  # processes at a time: each takes a core
+LIMIT = 120.0  # seconds of an answer
+LONGEST = 1 << 26  # bytes of one
+
+
+class Replaced(Exception):
+    """A newer question took this one's place."""
+
+
+class Broken(Exception):
+    """A bug: what the worker said of it."""
+
+
+class Reply(msgspec.Struct):
+    answer: msgspec.Raw = msgspec.Raw()  # empty: there is none
+    problems: list[str] | None = None
+    trace: str = ""
+
+
+class Workers:
+    def __init__(self, runs: tuple[Path, ...] = ()):
+        self.runs = runs
+        self.idle: list[Process] = []
+        self.asked: dict[str, asyncio.Task[bytes]] = {}  # by lane
+        self.room = asyncio.Semaphore(MOST)
+
+    async def ask(self, lane: str, question: Question) -> bytes:
+        """The answer as JSON. A lane is a page's use of one part: it has one question at a time, the newest."""
+        if (older := self.asked.get(lane)) is not None:
+            older.cancel()
+        task = self.asked[lane] = asyncio.create_task(self._answer(question))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self.asked.get(lane) is not task:
+                raise Replaced from None
+            task.cancel()  # the page has gone
+            raise
+        finally:
+            if self.asked.get(lane) is task:
+                del self.asked[lane]
+
+    async def _answer(self, question: Question) -> bytes:
+        async with self.room:
+            process = self.idle.pop() if self.idle else await self._start()
+            try:
+                line = await asyncio.wait_for(_exchange(process, question), LIMIT)
+            except TimeoutError:
+                _end(process)
+                what = f"{question.view} {question.part}".strip()
+                raise UserError(f"{what} takes longer than {LIMIT:.0f} s; ask for less") from None
+            except BaseException:  # cancelled, too: it may be amid its work
+                _end(process)
+                raise
+        self.idle.append(process)
+        reply = msgspec.json.decode(line, type=Reply)
+        if not bytes(reply.answer):
+            raise UserError(reply.problems) if reply.problems else Broken(reply.trace)
+        return bytes(reply.answer)
+
+    async def _start(self) -> Process:
+        command = (sys.executable, "-m", "fivefold.ui.worker", *map(str, self.runs))
+        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LONGEST)
+
+    async def close(self) -> None:
+        for task in self.asked.values():
+            task.cancel()
+        await asyncio.gather(*self.asked.values(), return_exceptions=True)
+        for process in self.idle:
+            _end(process)
+        await asyncio.gather(*(process.wait() for process in self.idle))
+        self.idle.clear()
+
+
+async def _exchange(process: Process, question: Question) -> bytes:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(msgspec.json.encode(question) + b"\n")
+    await process.stdin.drain()
+    if not (line := await process.stdout.readline()):
+        raise Broken("a worker ended without an answer")
+    return line
+
+
+def _end(process: Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()

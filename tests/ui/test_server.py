@@ -1,0 +1,182 @@
+"""Who may ask the page's server, what it answers, and what it never does."""
+
+import socket
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fivefold.support.errors import UserError
+from fivefold.ui import server as serving_module
+from fivefold.ui.server import FILES, STATIC
+from fivefold.ui.ui import LOOPBACK, bound, ui
+from fivefold.ui.views import VIEWS
+from tests.ui.serving import TOKEN, Server, serving
+
+TINY = {"model": "tiny", "cluster": "2xCPU", "batch": "8", "seq": "64"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as found:
+        yield found
+
+
+def test_the_page_and_its_files_are_served(server: Server) -> None:
+    page = server.get("/", token=None)
+    assert page.status == 200
+    assert b'src="app.js"' in page.body
+    assert page.headers["content-type"].startswith("text/html")
+    for name in FILES:
+        found = server.get(f"/{name}", token=None)
+        assert (found.status, found.body) == (200, (STATIC / name).read_bytes()), name
+    assert set(FILES) == {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file()}
+
+
+def test_every_view_has_its_two_modules(server: Server) -> None:
+    listed = server.get("/api").json["views"]
+    assert [view["name"] for view in listed] == [view.name for view in VIEWS]
+    for view in VIEWS:
+        assert f"views/{view.name}.js" in FILES
+        assert set(view.slow) <= {*view.parts, "payload"}
+
+
+def test_headers_forbid_what_the_page_does_not_need(server: Server) -> None:
+    for path in ("/", "/api", "/nothing", "/api/nothing"):
+        headers = server.get(path).headers
+        assert headers["content-security-policy"].startswith("default-src 'self'")
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+        assert not [name for name in headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{}", "127.0.0.1", "localhost:1", "127.0.0.1:{}.evil", "none"]
+)
+@pytest.mark.parametrize("path", ["/", "/api", "/api/plan"])
+def test_a_forged_host_is_refused(server: Server, host: str, path: str) -> None:
+    assert server.get(path, host=host.format(server.port)).status in (400, 403)  # 400: HTTP itself wants one
+
+
+def test_localhost_is_a_name_of_this_machine(server: Server) -> None:
+    assert server.get("/api", host=f"localhost:{server.port}").status == 200
+
+
+@pytest.mark.parametrize("token", [None, "", "foreign", TOKEN[:-1], TOKEN + "x", "ü"])
+@pytest.mark.parametrize("path", ["/api", "/api/plan", "/api/plan/search", "/api/nothing"])
+def test_a_missing_or_foreign_token_is_refused(server: Server, token: str | None, path: str) -> None:
+    found = server.get(path, token=token if token is None else token.encode().decode("latin-1"))
+    assert found.status == 401
+    assert set(found.json) == {"error"}
+
+
+def test_the_token_counts_nowhere_but_in_its_header(server: Server) -> None:
+    assert server.get(f"/api?token={TOKEN}", token=None).status == 401
+    assert server.get("/api", token=None, Cookie=f"token={TOKEN}").status == 401
+
+
+def test_pages_of_other_origins_are_refused(server: Server) -> None:
+    assert server.get("/api", Origin="http://evil.example").status == 403
+    assert server.get("/api", Origin=f"http://{LOOPBACK}:{server.port + 1}").status == 403
+    assert server.get("/api", Origin=f"http://{LOOPBACK}:{server.port}").status == 200
+    assert server.get("/api", Origin="null").status == 403
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_can_be_changed(server: Server, method: str) -> None:
+    assert server.get("/api/plan", method=method).status == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../server.py", "/lib/../../server.py", "/%2e%2e/server.py", "/lib/%2e%2e%2f%2e%2e%2fserver.py", "//etc/passwd",
+     "/..%5cserver.py", "/lib", "/lib/", "/index.html%00", "/api/../server.py", "/file:///etc/passwd"],
+)  # fmt: skip
+def test_no_address_leads_out_of_the_page(server: Server, path: str) -> None:
+    found = server.get(path)
+    assert found.status == 404
+    assert b"starlette" not in found.body
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"model": "/etc/passwd"}, "unknown model"),
+        ({"model": "../job.toml"}, "unknown model"),
+        ({"cluster": "8x/etc/x.toml"}, "is a file"),
+        ({"cluster": "2x8xmine.TOML"}, "is a file"),
+        ({"layout": "dp=2,schedule=/etc/passwd"}, "unknown schedule"),
+        ({"layout": "dp=2, schedule = x.json"}, "unknown schedule"),
+        ({"layout": "dp=2", "move": "schedule=x.json"}, "unknown schedule"),
+        ({"batch": "9" * 5000}, "not a whole number"),
+        ({"batch": "-1"}, "not a whole number"),
+        ({"seq": "0"}, "at least 1"),
+        ({"precision": "int3"}, "unknown precision"),
+        ({"software": "x"}, "unknown software"),
+        ({"layout": "dp=two"}, "not a whole number"),
+        ({"move": "nothing=3"}, "no field of a layout"),
+        ({"mdoel": "tiny"}, "did you mean 'model'?"),
+    ],
+)
+def test_a_bad_question_is_a_sentence(server: Server, words: dict[str, str], said: str) -> None:
+    found = server.ask("plan", TINY | words)
+    assert found.status == 400
+    assert said in found.json["error"]
+    assert "Traceback" not in found.body.decode()
+
+
+def test_a_word_given_twice_is_refused(server: Server) -> None:
+    assert "twice" in server.get("/api/plan?model=tiny&model=small").json["error"]
+
+
+def test_unknown_views_and_parts_are_404(server: Server) -> None:
+    assert server.ask("plam").json["error"] == "there is no view 'plam'; did you mean 'plan'?"
+    assert server.ask("plam").status == server.ask("plan/_case").status == server.ask("plan/payload").status == 404
+
+
+def test_a_bug_has_its_trace_in_the_terminal_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a secret of the inside")
+
+    monkeypatch.setattr(serving_module, "answer", broken)
+    found = server.ask("plan", TINY)
+    assert found.status == 500
+    assert b"secret" not in found.body
+    assert "a secret of the inside" in capfd.readouterr().err
+
+
+def test_a_newer_question_of_a_page_replaces_its_older_one(server: Server) -> None:
+    """The long one is told that it was replaced, and the short one is answered."""
+    long = {"model": "llama3-405b", "cluster": "2048x8xH100", "batch": "2048", "seq": "8192"}
+    older: list[int] = []
+    first = threading.Thread(target=lambda: older.append(server.ask("plan/search", long, X_Page="one").status))
+    first.start()
+    newer = None
+    while first.is_alive():  # the first must have come first; one that came late asks again
+        newer = server.ask("plan/search", TINY, X_Page="one")
+        other = server.ask("plan/search", TINY, X_Page="two")
+        assert newer.status == other.status == 200
+        assert newer.json["model"] == "tiny"
+        first.join(0.2)
+    assert newer is not None
+    assert older in ([409], [200])
+
+
+def test_only_the_loopback_interface_isbound() -> None:
+    with bound(0) as listening:
+        assert listening.family == socket.AF_INET
+        assert listening.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(UserError, match="--port 0 takes a free one"):
+            bound(listening.getsockname()[1])
+
+
+def test_the_address_and_its_refusals(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a directory"):
+        ui(runs=[tmp_path / "nothing"])
+    with pytest.raises(UserError, match="port=70000"):
+        ui(port=70_000)
+    assert urllib.parse.urlsplit(f"http://{LOOPBACK}:1/#token=x").query == ""  # a browser sends no fragment

@@ -1,0 +1,119 @@
+"""Pictures of every view of `fivefold ui`, made by Chromium: python tools/screenshots.py [--to FOLDER] [NAME ...]
+
+Needs playwright from the package index and a Chromium (Debian's, or the one that CHROMIUM names). A view adds lines to
+SHOTS. The page is asked on this machine alone; an error on its console fails the command.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Shot(NamedTuple):
+    hash: str  # what the view shows, behind the # of the address
+    ready: str  # a selector that appears when all is drawn
+    width: int = 1280
+    height: int = 860
+    dark: bool = False
+    clicks: tuple[str, ...] = ()  # selectors, one after the other
+    whole: bool = False  # the whole page, and not only what a window shows
+
+
+PLAN = "plan?model=llama3-70b&cluster=8x8xH100"
+BIG = "plan?model=llama3-405b&cluster=2048x8xH100&batch=2048&seq=8192"
+RANKED, JUDGED = '[data-testid="ranking"]', '[data-testid="neighbours-table"]'
+SHOTS = {
+    "plan": Shot(PLAN, JUDGED),
+    "plan-dark": Shot(f"{BIG}&layout=dp=128,tp=8,pp=16,zero=1,sp,microbatches=16,schedule=zb-v", JUDGED, dark=True),
+    "plan-whole": Shot(PLAN, JUDGED, clicks=('[data-testid="compare-0"]', '[data-testid="compare-1"]'), whole=True),
+    "plan-phone": Shot(PLAN, JUDGED, width=390, height=844, whole=True),
+    "plan-phone-dark": Shot(PLAN, JUDGED, width=390, height=844, dark=True),
+}
+
+
+@contextmanager
+def served(*runs: str) -> Iterator[str]:
+    """The address of a server of its own."""
+    words = [
+        sys.executable,
+        "-m",
+        "fivefold",
+        "ui",
+        "--no-browser",
+        *(word for run in runs for word in ("--runs", run)),
+    ]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    ) as server:
+        assert server.stdout is not None
+        found = re.search(r"http://\S+", server.stdout.readline())
+        assert found, "the server has not started"
+        try:
+            yield found[0]
+        finally:
+            server.terminate()
+
+
+def chromium() -> str:
+    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    return found or sys.exit("there is no chromium; `apt-get install chromium` has one, or name it in CHROMIUM")
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        found = play.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def take(chrome: Any, address: str, shot: Shot, path: Path) -> list[str]:
+    """One picture; what the console had to complain about."""
+    size = {"width": shot.width, "height": shot.height}
+    scheme = "dark" if shot.dark else "light"
+    context = chrome.new_context(viewport=size, color_scheme=scheme, device_scale_factor=2 if shot.width < 600 else 1.5)
+    page, wrong = context.new_page(), list[str]()
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(address)
+    page.wait_for_selector("#tabs a")
+    page.evaluate("hash => { location.hash = hash }", shot.hash)
+    page.wait_for_timeout(300)
+    page.wait_for_selector(shot.ready, timeout=60_000)
+    page.wait_for_function("() => !document.querySelector('.busy')", timeout=60_000)
+    for selector in shot.clicks:
+        page.click(selector)
+    page.wait_for_timeout(400)
+    page.screenshot(path=str(path), full_page=shot.whole)
+    context.close()
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *SHOTS], help="of the pictures; none: all")
+    parser.add_argument("--to", type=Path, default=Path("docs/pictures"))
+    parser.add_argument("--runs", action="append", default=[])
+    asked = parser.parse_args()
+    asked.to.mkdir(parents=True, exist_ok=True)
+    wrong = []
+    with served(*asked.runs) as address, browser() as chrome:
+        for name in asked.names or SHOTS:
+            path = asked.to / f"{name}.png"
+            found = take(chrome, address, SHOTS[name], path)
+            print(f"{path}: {'; '.join(found) or 'fine'}")
+            wrong += found
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
