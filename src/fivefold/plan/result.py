@@ -186,6 +186,8 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
     }
     if case.spec.experts is not None:
         row["imbalance"] = case.imbalance
+        whole, shared, paired = option.estimate.travelled
+        row["experts_messages"] = {"seconds": whole, "hidden_by_shared": shared, "hidden_by_pairs": paired}
     if case.groups:
         row["groups"] = list(case.groups)
         row["order"] = str(case.cluster)
@@ -242,7 +244,7 @@ def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
     rows: list[list[str | Cell]] = []
     for option in options:
         causes, seconds = option.estimate.causes, option.seconds
-        exposed = sum(causes[cause] for cause in ("tp", "cp", "zero", "dp"))
+        exposed = sum(causes[cause] for cause in ("tp", "cp", "zero", "ep", "dp"))
         cells = (
             str(option.layout),
             str(option.case.samples),
@@ -329,6 +331,15 @@ def _experts(option: Option) -> Iterator[Text]:
     yield Text(
         f"MFU counts the {active} parameters that are active for a token; "
         + (uneven if option.layout.ep > 1 else "every rank has all experts, so that none is fuller than another")
+    )
+    whole, shared, paired = option.estimate.travelled
+    if not whole:
+        return
+    found = {"the other half of a joined pair": paired, "the shared expert": shared}
+    hides = " and ".join(f"{what} {_seconds(length)}" for what, length in found.items() if length)
+    yield Text(
+        f"tokens travel to experts and back for {_seconds(whole)} of a step; "
+        + (f"compute hides {_seconds(shared + paired)} of it: {hides}" if hides else "no compute hides any of it")
     )
 
 

@@ -71,6 +71,7 @@ def _in_file(name: str, path: Path, changed: int, size: int) -> Record:
         lambda p, chunks: schedule.placement,
         chunks=chunks,
         splits=schedule.splits,
+        joins=any(action.joined for order in schedule.ranks for action in order),
         schedule=schedule,
         live=lambda p, m, v: most,
         planned=(chunks,),

@@ -12,6 +12,7 @@ A transfer starts when it is sent *and* its receive is posted: that is gloo alwa
 Data that stays on a rank needs no waiting: whoever makes it stands earlier in the same list.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from fivefold.schedule.actions import COMPUTE, FORWARD, GATHER, RECEIVES, REDUCE, SENDS, STEP, Action, Channel, Kind
@@ -122,6 +123,7 @@ class _World:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
+        self.joined = cache(costs.joined)  # of a few stages, many times
         self.ready = list(reversed(range(schedule.p)))
         self.durations = {kind: costs.of(kind) for kind in COMPUTE}
         # When each stage's last GATHER and REDUCE is through.
@@ -184,7 +186,7 @@ class _Rank:
         elif self.partner is not None:
             first, first_start = self.partner
             start = max(start, first_start)
-            self.now = start + self.world.costs.joined(first.stage, stage)
+            self.now = start + self.world.joined(first.stage, stage)
             self.lane.add(first, start, self.now)
             self.lane.add(action, start, self.now)
             self.partner = None

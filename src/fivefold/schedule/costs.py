@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Literal, Self
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
+from fivefold.schedule.pairs import Segments, play, scaled
 from fivefold.schedule.schedule import Placement
 from fivefold.support.errors import UserError
 
@@ -58,15 +59,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations per stage. `pair` is a joined F&B, by the stage of its forward; `activation` is what one microbatch's
-    activations of the stage weigh, in units of a whole rank's (A)."""
+    """Durations per stage. A joined F&B takes what `pair` says, by the stage of its forward, or else what comes of
+    playing the `segments` of its F and its B. `activation` is what one microbatch's activations of the stage weigh, in
+    units of a whole rank's (A)."""
 
     f: tuple[float, ...]
     i: tuple[float, ...]
     w: tuple[float, ...]
     b: tuple[float, ...]
     activation: tuple[float, ...]
-    pair: tuple[float, ...] | None = None  # None: F and B one after the other
+    pair: tuple[float, ...] | None = None
+    segments: tuple[tuple[Segments, Segments], ...] = ()  # of each stage's F and B; none: a pair takes F + B
     gather: float = 0.0
     reduce: float = 0.0
     step: float = 0.0
@@ -76,6 +79,8 @@ class Costs:
         per_stage = {"f": self.f, "i": self.i, "w": self.w, "b": self.b, "activation": self.activation}
         if self.pair is not None:
             per_stage["fb"] = self.pair
+        if self.segments and len(self.segments) != len(self.f):
+            raise UserError(f"f has times for {len(self.f)} stages, and there are segments of {len(self.segments)}")
         for name, values in per_stage.items():
             if len(values) != len(self.f):
                 raise UserError(f"f has times for {len(self.f)} stages, and {name} for {len(values)}; they must agree")
@@ -133,17 +138,21 @@ class Costs:
         scale = [factors.get(rank, 1.0) for rank in placement.owner]
         times = {"f": self.f, "i": self.i, "w": self.w, "b": self.b} | ({"pair": self.pair} if self.pair else {})
         slower: dict[str, Any] = {name: tuple(map(mul, stages, scale)) for name, stages in times.items()}
-        return replace(self, **slower)
+        halves = zip(self.segments, scale[: len(self.segments)], strict=True)
+        segments = tuple((scaled(f, factor), scaled(b, factor)) for (f, b), factor in halves)
+        return replace(self, **slower, segments=segments)
 
     def of(self, kind: Kind) -> tuple[float, ...]:
         """The durations per stage of one kind of compute."""
         return {FORWARD: self.f, BACKWARD: self.b, INPUT_GRAD: self.i, WEIGHT_GRAD: self.w}[kind]
 
     def joined(self, forward_stage: int, backward_stage: int) -> float:
-        """How long an overlapped F&B takes."""
-        if self.pair is None:
-            return self.f[forward_stage] + self.b[backward_stage]
-        return self.pair[forward_stage]
+        """How long an F&B takes."""
+        if self.pair is not None:
+            return self.pair[forward_stage]
+        if self.segments:
+            return play(self.segments[forward_stage][0], self.segments[backward_stage][1]).together
+        return self.f[forward_stage] + self.b[backward_stage]
 
 
 def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float, ...]:

@@ -49,6 +49,7 @@ class Record:
     # For the planner's closed forms, with stages, sends and a head as models have them.
     fill: float = 1.0  # how much of 1F1B's fill it leaves
     waits: bool = False  # with few microbatches its weight gradients fill nothing: p + m forward and input passes
+    joins: bool = False  # nearly every forward pass with a backward pass (F&B), from the p-th microbatch on
     refills: bool = False  # fills the pipeline again for every microbatch
     live: Callable[[Any, Any, int], Any] = lambda p, m, v: p  # activations of a rank, in A, at most m; also of arrays
     planned: tuple[int, ...] = ()  # the chunks with which the planner tries it; none: it does not

@@ -119,16 +119,23 @@ class Mixture(Routed):
     @cached_property
     def matmuls(self) -> tuple[float, float, float]:
         """Seconds of the experts' products and of the router's: forward, and backward for inputs and weights."""
+        m, n, k = self.routed, self.experts.count, self.spec.hidden
+        kind = "fp32" if self.stack.experts.wide_router and self.wide == 2 else self._wide_precision
+        shapes = ((m, n, k), (m, k, n), (n, k, m))
+        forward, inputs, weights = (
+            own + self.device.gemm(*shape, kind) for own, shape in zip(self.computing, shapes, strict=True)
+        )
+        return forward, inputs, weights
+
+    @cached_property
+    def computing(self) -> tuple[float, float, float]:
+        """Of them the experts' own."""
         here = self.experts.count // self.layout.ep
         each = max(1, math.ceil(self.rows / here))
         found = [0.0, 0.0, 0.0]
         for n, k in self.products:
             for at, shape in enumerate(((each, n, k), (each, k, n), (n, k, each))):
                 found[at] += self._grouped(*shape, here)
-        m, n, k = self.routed, self.experts.count, self.spec.hidden
-        kind = "fp32" if self.stack.experts.wide_router and self.wide == 2 else self._wide_precision
-        for at, shape in enumerate(((m, n, k), (m, k, n), (n, k, m))):
-            found[at] += self.device.gemm(*shape, kind)
         return found[0], found[1], found[2]
 
     @property
@@ -158,10 +165,20 @@ class Mixture(Routed):
         for at in (0, 1):
             per_row = kernels.rearranged[at] * self.spec.hidden
             bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
-            bytes_ += kernels.summed[at] * self.slots * self.spec.hidden
+            bytes_ += self._summed(at)
             bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
             found.append(self.device.stream(self.wide / 2 * (bytes_ + cast[at]) + choice, kernels.kernels))
         return found[0], found[1]
+
+    def _summed(self, at: int) -> float:
+        """Bytes, of 2-byte activations, of adding up what experts said: forward, and backward."""
+        return self.stack.experts.summed[at] * self.slots * self.spec.hidden
+
+    @property
+    def summing(self) -> tuple[float, float]:
+        """Seconds of that alone: behind the last message of a forward pass, before the first of a backward pass."""
+        forward, backward = (self.device.stream(self.wide / 2 * self._summed(at), 0) for at in (0, 1))
+        return forward, backward
 
     @property
     def sorts(self) -> bool:
@@ -172,25 +189,29 @@ class Mixture(Routed):
     def sent(self) -> tuple[float, float]:
         """Seconds of the all-to-alls (or gathers) of one forward pass and of one backward pass; of tp's gathers of
         what its ranks routed apart in `gathered`."""
-        return self._collectives("ep")
+        return self._both("ep")
 
     @cached_property
     def gathered(self) -> tuple[float, float]:
-        return self._collectives("tp")
+        return self._both("tp")
 
-    def _collectives(self, axis: str) -> tuple[float, float]:
-        """Those of a step of one microbatch and layer, as `dispatched` lists them: a half in each pass."""
+    def _both(self, axis: str) -> tuple[float, float]:
+        """Of all collectives over an axis a half in each pass."""
+        whole = sum(calls * seconds for calls, seconds in self.collectives(axis))
+        return whole / 2, whole / 2
+
+    def collectives(self, axis: str) -> list[tuple[int, float]]:
+        """Those of one microbatch and layer, as `dispatched` lists them: calls, and seconds of each."""
         if self.layout.size(axis) == 1:
-            return 0.0, 0.0
+            return []
         alone = structs.replace(self.layout, microbatches=1, recompute="none")
         rows = [(self.slots, round(self.rows))]
         every = dispatched(self.spec, alone, dtype_of(self.wide), rows, self.tokens, 1, balance_loss=False)
-        whole = sum(
-            calls * (self._trade(payload) if kind == "all-to-all" else self.wires.time(kind, axis, float(payload)))
+        return [
+            (calls, self._trade(payload) if kind == "all-to-all" else self.wires.time(kind, axis, float(payload)))
             for over, kind, calls, payload in every
             if over == axis
-        )
-        return whole / 2, whole / 2
+        ]
 
     def _trade(self, payload: float) -> float:
         """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes

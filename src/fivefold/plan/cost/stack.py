@@ -36,6 +36,7 @@ class Overlap(Struct, frozen=True, kw_only=True):
     dp: float = 0.0  # gradients behind the last backward pass, weights behind the next forward
     waits: bool = False  # the next forward waits for all weights, also where gradients run behind backward
     pp: float = 0.0  # sends between stages
+    ep: float = 0.0  # experts' messages, behind the shared expert and, in a joined pair, behind the other half
 
 
 class Stack(Struct, frozen=True, kw_only=True):
@@ -103,6 +104,12 @@ class Stack(Struct, frozen=True, kw_only=True):
         return min(1.0, float(getattr(self.overlap, what) * getattr(self.software, what)))
 
     @property
+    def hides_experts(self) -> float:
+        """The share of experts' messages that can run behind compute: as of gathers behind the neighbouring blocks, for
+        no published run tells of these alone."""
+        return min(1.0, self.overlap.ep * self.software.zero)
+
+    @property
     def hides_weights(self) -> float:
         """The share of gathering new weights (ZeRO 1 and 2) that runs behind the next forward pass."""
         return 0.0 if self.overlap.waits else self.hides("dp")
@@ -149,7 +156,7 @@ FIVEFOLD = Stack(
     stops_early=True,
     lazy_gradients=True,
     step_bytes=7,  # the norm, 4 at less than a stream's pace, and the model's copy of the weight, 2
-    overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1),
+    overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1, ep=1),
     # Of those it has, the ones worth trying; those that are made for their stages, where these are unequal.
     schedules=tuple(record.name for record in RECORDS if record.planned or record.weighs),
     host=0.9,  # 0.86 to 1.27 ms on the hosts of five H200s

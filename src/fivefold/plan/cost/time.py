@@ -15,12 +15,14 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.plan.cost.experts import Share, plain_layers, stage_share
+from fivefold.plan.cost.halves import STAYED, Travelled, block_travelled, saved, stage_halves
 from fivefold.plan.cost.kernels import Device, plus, times
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import FIVEFOLD, Stack
 from fivefold.plan.cost.work import Passes, Seconds, Work, hidden
 from fivefold.schedule.catalogue import build
 from fivefold.schedule.costs import Costs, Link
+from fivefold.schedule.pairs import Segments, alone
 from fivefold.schedule.record import Record
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation, simulate
@@ -127,6 +129,7 @@ class Estimate:
     dp: float  # gradients and weights that nothing hides
     optimizer: float
     simulation: Simulation | None = None
+    travelled: Travelled = STAYED  # of the busiest rank
 
     @property
     def seconds(self) -> float:
@@ -152,28 +155,53 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
     loads = [
         times(plus(*(part for stage in mine for part in passes[stage])), m) for mine in case.layout.placement.of_rank
     ]
-    busiest = max(loads, key=lambda load: load.total)
-    simulation = None
+    simulation, less = None, [0.0] * len(loads)
+    if case.layout.pp > 1 and exact:
+        simulation, length, less = _simulated(case, case.durations)
+    rank = max(range(len(loads)), key=lambda rank: loads[rank].total - less[rank])
+    busiest = _without(loads[rank], less[rank])
     if case.layout.pp == 1:
         length = busiest.total
-    elif exact:
-        simulation, length = _simulated(case, case.durations)
-    else:
+    elif not exact:
         length = closed_form(case, [load.total / m for load in loads])
     optimizer, exposed = _step_end(case, passes)
-    return Estimate(case, length, busiest, exposed, optimizer, simulation)
+    return Estimate(case, length, busiest, exposed, optimizer, simulation, _travelled(case, rank, less[rank]))
 
 
-def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float]:
-    """The schedule on its clock. A long one repeats itself: its steady state is timed, and counted on."""
+def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float, list[float]]:
+    """The schedule on its clock, how long it takes, and what its pairs save on each rank. A long one repeats itself:
+    its steady state is timed, and counted on."""
     layout, m = case.layout, case.layout.microbatches
     few = repeating(layout)
     simulation = simulate(case.schedule(few), durations)
+    less = _saved(simulation)
     if few == m:
-        return simulation, simulation.makespan
+        return simulation, simulation.makespan, less
     longer = simulate(case.schedule(few + layout.pp), durations)
-    each = (longer.makespan - simulation.makespan) / layout.pp
-    return simulation, simulation.makespan + (m - few) * each
+    more = (m - few) / layout.pp
+    each = zip(less, _saved(longer), strict=True)
+    length = simulation.makespan + more * (longer.makespan - simulation.makespan)
+    return simulation, length, [short + more * (long - short) for short, long in each]
+
+
+def _saved(simulation: Simulation) -> list[float]:
+    costs, lanes = simulation.costs, simulation.run.lanes
+    return [saved(lane, costs) if costs.segments else 0.0 for lane in lanes]
+
+
+def _without(load: Seconds, seconds: float) -> Seconds:
+    """A rank's load without what joined pairs hide of the experts' messages, those of recomputation last."""
+    first = min(seconds, load.ep)
+    return load._replace(ep=load.ep - first, recompute=load.recompute - (seconds - first))
+
+
+def _travelled(case: Case, rank: int, paired: float) -> Travelled:
+    """Of experts' messages on a pipeline rank, in a step."""
+    if case.spec.experts is None:
+        return STAYED
+    layers = [layer for stage in case.layout.placement.of_rank[rank] for layer in case.stages[stage].layers]
+    many = sum(not case.spec.dense(layer) for layer in layers) * case.layout.microbatches
+    return times(block_travelled(case.work_of(rank)), many)._replace(paired=paired)
 
 
 @lru_cache(maxsize=64)
@@ -224,7 +252,28 @@ def costs(case: Case, passes: list[Passes]) -> Costs:
     if case.layout.record.weighs:  # where no backward pass is split, tp has the weights' gradients to hide behind
         b = tuple(one.inputs.total + one.weights.total + held for one in stage_passes(unsplit(case)))
     ones = tuple(1.0 / case.layout.chunks for _ in passes)
-    return Costs(f=f, i=i, w=w, b=b, activation=ones, link=Link(latency=case.stack.hides("pp") * send))
+    halves = _halves(case, held) if pairs_overlap(case) else ()
+    if halves:
+        b = tuple(alone(backward) for _, backward in halves)
+    link = Link(latency=case.stack.hides("pp") * send)
+    return Costs(f=f, i=i, w=w, b=b, activation=ones, segments=halves, link=link)
+
+
+def pairs_overlap(case: Case) -> bool:
+    """Whether the halves of joined pairs run beside each other's messages: there are some, and nobody takes a block's
+    weights away while the other half may need them, as ZeRO 3 does."""
+    layout = case.layout
+    if case.spec.experts is None or layout.fully_shards(case.spec):
+        return False
+    return layout.ep > 1 and layout.pp > 1 and layout.record.joins and case.stack.hides_experts > 0
+
+
+def _halves(case: Case, held: float) -> tuple[tuple[Segments, Segments], ...]:
+    works = [case.work_of(rank) for rank in case.layout.placement.owner]
+    dense = {id(work): replace(work, dense=True) for work in works}
+    return tuple(
+        stage_halves(stage, work, dense[id(work)], held) for stage, work in zip(case.stages, works, strict=True)
+    )
 
 
 def closed_form(case: Case, ranks: list[float]) -> float:

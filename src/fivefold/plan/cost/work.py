@@ -18,6 +18,7 @@ from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.latent import copied, remade, score_dim
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.stack import CAST, MOVED, NARROW, WIDE, Stack
+from fivefold.plan.cost.travel import Travel
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Block, block, head
 
@@ -115,7 +116,7 @@ class Work:
         if mixture is not None:
             forward, inputs, weights = map(sum, zip((forward, inputs, weights), mixture.matmuls, strict=True))
             point, point_back = map(sum, zip((point, point_back), mixture.memory, strict=True))
-            ep, ep_back = mixture.sent  # nothing hides it
+            ep, ep_back = (sent - less for sent, less in zip(mixture.sent, Travel(mixture).hidden, strict=True))
         ahead = Seconds(gemm=forward, attention=attend, memory=point)
         tp, tp_back = self._tensor(forward, inputs + weights, weights)
         if mixture is not None:

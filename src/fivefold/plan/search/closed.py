@@ -72,6 +72,7 @@ class Block(NamedTuple):
     whole: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
     logits: float
     message: float
+    paired: float = 0.0  # seconds of both passes that joined pairs hide, at most
 
     @classmethod
     def of(cls, case: Case, shape: Shape) -> "Block":

@@ -19,6 +19,7 @@ from fivefold.plan.cost.experts import Mixture, block_share
 from fivefold.plan.cost.footprint import loss_held
 from fivefold.plan.cost.memory import Accounting
 from fivefold.plan.cost.time import Case, updating
+from fivefold.plan.cost.travel import Travel
 from fivefold.plan.search.closed import RECOMPUTES, SPLITTING, Array, Block, Choices, Closed, Pipeline, Shape
 from fivefold.support.numbers import divisors
 
@@ -95,6 +96,14 @@ class Spent(NamedTuple):
     forward: float  # seconds
     backward: float
     moved: float  # seconds of forward that are bound by memory: selective recompute does them again
+    computing: float  # seconds of forward between the two messages,
+    computing_back: float  # and of backward
+    dispatch: float  # seconds of messages that can run beside compute, but for what the shared expert hides
+    combine: float
+    combine_back: float
+    dispatch_back: float
+    link: float  # seconds of all messages of forward,
+    link_back: float  # and of backward
     everything: float  # bytes that are kept without recompute,
     outputs: float  # and with selective recompute
     worst: float  # bytes of backward on top of the former
@@ -106,13 +115,24 @@ class Spent(NamedTuple):
         sizes = (spread.tokens, work.wide)
         one = Mixture(case.spec, layout, work.device, work.wires, case.stack, *sizes, case.precision, case.imbalance)
         held = MixtureMemory(case.spec, layout, case.stack, *sizes, case.imbalance)
-        forward = one.matmuls[0] + one.sent[0]
-        backward = one.matmuls[1] + one.matmuls[2] + one.sent[1]
+        travel = Travel(one)  # with backward passes in one piece, which hide most
+        there, back, back_again, there_again = travel.messages
+        less, less_back = travel.hidden
+        forward = one.matmuls[0] + one.sent[0] - less
+        backward = one.matmuls[1] + one.matmuls[2] + one.sent[1] - less_back
         added = work.added(block_share(case.spec, 1, spread.ep).experts)
         return cls(
             forward=forward + one.memory[0] + one.gathered[0],
             backward=backward + one.memory[1] + one.gathered[1] + added,
             moved=one.memory[0],
+            computing=one.computing[0],
+            computing_back=one.computing[1] + one.computing[2],
+            dispatch=there - less,
+            combine=back,
+            combine_back=back_again,
+            dispatch_back=there_again - less_back,
+            link=there + back,
+            link_back=there_again + back_again,
             everything=held.everything,
             outputs=held.outputs,
             worst=max(held.weighing, held.linears),
@@ -185,9 +205,16 @@ class ExpertClosed(Closed):
         """As of a dense model; but the head, next to narrow layers, is worth many, and stages of a rank share them."""
         layers, block, pp = self.case.spec.layers, self.block, self.of.pp
         split = np.array([one.schedule.splits for one in self.pipelines])[self.of.pipeline] & ~self.alone
-        each = block.forward + block.backward + np.where(split, block.unhidden, 0.0)
+        each = block.forward + block.backward + np.where(split, block.unhidden, 0.0) - self._joined() * block.paired
         most = np.where(self.alone, 0, np.minimum(np.ceil((layers + block.ends / each) / pp), layers))
         return np.maximum((layers * each + block.ends) / pp, most * each)
+
+    def _joined(self) -> Array:
+        """The share of microbatches in joined pairs, at most: the pipeline fills before the first. ZeRO 3 runs one half
+        after the other."""
+        joins = np.array([one.schedule.joins for one in self.pipelines])[self.of.pipeline]
+        joins &= ~self.alone & (self.of.zero < 3)
+        return np.where(joins, np.maximum(0.0, 1 - self.of.pp / self.of.microbatches), 0.0)
 
     def gathering(self, rate: Array, latency: Array) -> Array:
         stack, (there, start) = self.case.stack, self.links
@@ -301,15 +328,33 @@ def closed_of(case: Case, of: Choices, dealt: Dealt, shapes: list[Shape], pipeli
     forward, backward = around.forward + spent.forward, around.backward + spent.backward + again
     wait = np.maximum(0.0, around.launching - forward - backward)
     held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
+    twice = recompute == RECOMPUTES.index("full")
     means: dict[str, Any] = {
         "forward": (1 - few) * (forward + wait / 3) + few * around.plain_forward,
         "backward": (1 - few) * (backward + wait * 2 / 3) + few * around.plain_backward,
+        "paired": (1 - few) * _paired(spent, forward, backward, twice),
         "kept": (1 - few) * (around.kept + held) + few * around.plain_kept,
         "whole": around.again + spent.everything - held + spent.worst + around.passing,
     }
     same = ("port", "unhidden", "ends", "logits", "message")
     block = Block(**means, **{name: getattr(around, name) for name in same})
     return ExpertClosed(case, of, block, pipelines, dealt, placed)
+
+
+def _paired(spent: Spent, forward: Array, backward: Array, twice: Array) -> Array:
+    """Seconds that a joined pair hides of a block's messages, nearly at most: each behind the turn of the other half
+    that comes after it, in the middle of a stage; at its ends there is less to hide behind.
+
+    `twice`: backward runs forward again, first, and has messages that no turn of a forward pass is left for. No pair is
+    shorter than all of its messages, which share a link.
+    """
+    rest = forward - spent.dispatch - spent.combine - spent.computing
+    rest_back = backward - spent.dispatch_back - spent.combine_back - spent.computing_back
+    rest_back = rest_back - twice * (spent.dispatch + spent.combine)
+    ahead = np.minimum(spent.dispatch, rest_back) + np.minimum(spent.combine, spent.computing_back)
+    back = np.minimum(spent.combine_back, spent.computing) + np.minimum(spent.dispatch_back, rest)
+    link = (1 + twice) * spent.link + spent.link_back
+    return np.maximum(0.0, np.minimum(ahead + back, forward + backward - link))
 
 
 def _spent(case: Case, of: Choices, dealt: Dealt, placed: Placed, shapes: list[Shape]) -> Spent:

@@ -153,6 +153,8 @@ def difference(best: Option, other: Option) -> str:
     cause = max(there, key=lambda cause: sign * (there[cause] - here[cause]))
     moved = there[cause] - here[cause]
     why = f"{CAUSES[cause]} {'+' if moved > 0 else '-'}{abs(moved) / best.seconds:.1%} of the step"
+    if cause == "ep" and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
+        why += f", which joined pairs hide {'there' if other.estimate.travelled.paired else 'here'}"
     if slower < 0:
         return f"is {-slower:.1%} faster: {why}"
     across = [axis for axis in ("tp", "cp", "ep") if other.case.wires.across(axis) and not best.case.wires.across(axis)]

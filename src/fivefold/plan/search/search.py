@@ -106,8 +106,10 @@ def _survivors(every: Space, fits: np.ndarray, by: By, node: int) -> list[int]:
     fitting = order[fits[order]].tolist()
 
     def kind(at: int) -> tuple[Any, ...]:
-        of, ep = every.of, every.dealt.ep[at] if every.dealt is not None else 1
-        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], every.shapes[of.shape[at]].recompute, ep
+        of, dealt = every.of, every.dealt
+        # Of experts' messages closed forms know less well what joined pairs hide: others are timed beside them.
+        spread = () if dealt is None else (dealt.ep[at], every.pipelines[of.pipeline[at]].schedule.joins)
+        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], every.shapes[of.shape[at]].recompute, *spread
 
     leaner = by == "pareto"
     chosen = _leaner(every, fitting)[:SURVIVORS] if leaner else few_of_a_kind(fitting, kind, ALIKE, SURVIVORS)

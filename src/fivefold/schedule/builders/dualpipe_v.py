@@ -1,9 +1,8 @@
 """DualPipeV: DeepSeek's DualPipe cut in half; forwards and backwards of different microbatches run overlapped.
 
 V placement. In the steady state every forward is joined with a whole backward of the other chunk (F&B), so that
-communication inside one (an all-to-all of experts, say) can hide under the compute of the other. The trainer runs the
-two one after the other, and the planner times them so; `--times fb=` says how long an overlapped pair takes. Deferred
-weight gradients wait in a FIFO queue.
+the messages of experts inside one hide under the compute of the other (`pairs.py` has the rule); `--times fb=` says how
+long an overlapped pair takes. Deferred weight gradients wait in a FIFO queue.
 """
 
 from fivefold.schedule.builders.in_words import InWords
@@ -62,6 +61,7 @@ DUALPIPE_V = Record(
     splits=True,
     least=2,
     bubble="(p-1)(F&B+B-3W)/2",
+    joins=True,
     fill=0.7,
     live=lambda p, m, v: p + 1.0,
     planned=(2,),
