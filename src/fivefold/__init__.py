@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.job.config import Job, read_job
     from fivefold.layout.layout import Layout
     from fivefold.plan.goodput.goodput import goodput
+    from fivefold.plan.mesh import mesh
     from fivefold.plan.plan import plan, simulate
     from fivefold.plan.serving.serve import serve
     from fivefold.report import Result
@@ -53,6 +54,7 @@ __all__ = [
     "dryrun",
     "experts",
     "goodput",
+    "mesh",
     "models",
     "plan",
     "preset",
@@ -80,6 +82,7 @@ _HOMES = {
     "dryrun": "fivefold.dryrun.dryrun",
     "experts": "fivefold.train.experts",
     "goodput": "fivefold.plan.goodput.goodput",
+    "mesh": "fivefold.plan.mesh",
     "models": "fivefold.spec.listing",
     "plan": "fivefold.plan.plan",
     "preset": "fivefold.spec.presets",

@@ -150,7 +150,7 @@ def test_a_layout_that_does_not_fit_says_what_would() -> None:
         ("dryrun tiny --layout dp=2 --rank 0 --all-stages", "say different things"),
         ("dryrun tiny --layout pp=2 --stages 5", "the pipeline ranks of pp=2 are 0 to 1"),
         ("dryrun tiny --layout dp=2 --cluster 8xH100", "the layout has 2 ranks"),
-        ("dryrun tiny --layout dp=2 -o memory.png", "should end in .svg"),
+        ("dryrun tiny --layout dp=2 -o memory.gif", "should end in .svg or .png"),
     ],
 )
 def test_bad_input_gets_a_sentence(line: str, words: str) -> None:

@@ -75,6 +75,8 @@ API: list[Callable[[Any], object]] = [
     lambda it: ff.simulate("tiny", str(it), "2xCPU", batch=8, seq=64),
     lambda it: ff.simulate("tiny", f"dp={it}", "2xCPU", batch=8, seq=64),
     lambda it: ff.simulate("tiny", f"dp=2,microbatches={it}", "2xCPU", batch=8, seq=64),
+    lambda it: ff.mesh(f"dp={it}"),
+    lambda it: ff.mesh("dp=2", f"{it}x8xH100"),
     lambda it: ff.serve("tiny", prompt=it),
     lambda it: ff.draw(str(it)),
     lambda it: ff.draw("1f1b", pp=it, microbatches=4),

@@ -94,7 +94,9 @@ def dried(ranks: int = 2) -> DryRunResult:
     cluster = Cluster.parse("2x8xH100")
 
     def run(rank: int) -> Any:
-        moments = tuple(SimpleNamespace(peak=10**10 + at, _asdict=dict, activations=at) for at in range(20))
+        moments = tuple(
+            SimpleNamespace(name=f"F0.{at}", peak=10**10 + at, _asdict=dict, activations=at) for at in range(20)
+        )
         return SimpleNamespace(
             rank=rank, place=JOB.layout.coordinates(rank), layers=(1, 1), parameters=10**9, gradients=10**9,
             optimizer=4 * 10**9, peak=123 * 10**9, peak_moment="the sum of gradients", moments=moments, live=4,

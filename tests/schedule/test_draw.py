@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.report.paint import save, to_png, to_svg
+from fivefold.report.scene import Area, Rect, Scene, Text, text_width
 from fivefold.schedule.actions import Action, Kind
 from fivefold.schedule.catalogue import CATALOGUE, build
 from fivefold.schedule.clock import Span
 from fivefold.schedule.costs import Costs
-from fivefold.schedule.draw.paint import save_picture, to_png, to_svg
-from fivefold.schedule.draw.picture import picture
-from fivefold.schedule.draw.scene import Area, Rect, Scene, Text, text_width
+from fivefold.schedule.draw.picture import LANDSCAPE, picture
 from fivefold.schedule.draw.terminal import _columns, legend, timeline
 from fivefold.schedule.schedule import Placement
 from fivefold.schedule.simulate import simulate
@@ -43,7 +43,7 @@ def test_the_title_has_both_bubbles_and_the_peak() -> None:
 
 
 def numbers(scene: Scene) -> list[tuple[Text, Rect]]:
-    """Every digit or number of a microbatch, with the action it is printed on."""
+    """Every number of a microbatch, with the action it is printed on."""
     rects = [shape for shape in scene.shapes if isinstance(shape, Rect) and shape.hint]
     texts = [shape for shape in scene.shapes if isinstance(shape, Text) and shape.anchor == "middle"]
     rows: dict[tuple[float, float], list[Rect]] = {}
@@ -60,29 +60,49 @@ def numbers(scene: Scene) -> list[tuple[Text, Rect]]:
 
 
 def assert_legible(scene: Scene) -> None:
-    """On a page 1520 wide no number is below 6.5, and none sticks out of its action."""
+    """On a page 1520 wide no number is below 8, and none sticks out of its action."""
     printed = numbers(scene)
     assert printed
     shown = min(1.0, 1520 / scene.width)
     for text, rect in printed:
-        assert text.size * shown >= 6.5
+        assert text.size * shown >= 8 * (1 - 1e-9)
         assert text_width(text.text, text.size) <= rect.width
         assert rect.y <= text.y - 0.36 * text.size
         assert text.y + 0.36 * text.size <= rect.y + rect.height
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "dualpipe-v"])
-def test_eight_ranks_and_thirty_two_microbatches_are_legible(name: str) -> None:
-    simulation = simulate(build(name, 8, 32))
+def test_eight_ranks_and_thirty_two_microbatches_are_legible() -> None:
+    simulation = simulate(build("1f1b", 8, 32))
     scene = picture([simulation])
-    assert scene.width <= 3000
     assert_legible(scene)
-    assert len({id(rect) for _, rect in numbers(scene)}) == sum(map(len, simulation.timeline))  # no number is left out
+    assert len(numbers(scene)) == sum(map(len, simulation.timeline))  # no number is left out
     assert "numbers only where they can be read" not in to_svg(scene)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "dualpipe-v"])
+def test_sixteen_ranks_and_sixty_four_microbatches_are_legible(name: str) -> None:
+    """Actions of one width all have their number, in one line, or none has."""
+    simulation = simulate(build(name, 16, 64))
+    scene = picture([simulation])
+    assert scene.width <= 3000
+    printed = numbers(scene)
+    if printed:
+        assert_legible(scene)
+    actions = [shape for shape in scene.shapes if isinstance(shape, Rect) and shape.hint]
+    numbered = {(round(rect.width, 3), rect.height) for _, rect in printed}
+    assert len(printed) == sum((round(rect.width, 3), rect.height) in numbered for rect in actions)
+    assert all(text.text == rect.hint.split()[0].partition(".")[2] for text, rect in printed)
+    assert "numbers only where they can be read" in to_svg(scene)
+
+
+def test_comparisons_are_wider_than_high() -> None:
+    for p, m, names in ((4, 8, ["1f1b", "zb-h1", "zb-v"]), (16, 64, ["1f1b", "zb-h1"]), (8, 16, [*CATALOGUE][:6])):
+        scene = picture([simulate(build(name, p, m)) for name in names])
+        assert scene.width >= LANDSCAPE * scene.height, (p, m)
+
+
 def test_numbers_that_could_not_be_read_are_left_out_and_the_picture_says_so() -> None:
-    simulation = simulate(build("interleaved", 8, 32, chunks=4))
+    simulation = simulate(build("interleaved", 8, 32, chunks=2))
     scene = picture([simulation])
     assert_legible(scene)
     labelled = {rect.hint[0] for _, rect in numbers(scene)}
@@ -152,7 +172,7 @@ def test_the_optimizer_is_drawn() -> None:
 
 def test_the_same_schedule_gives_the_same_file(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
-        save_picture([simulate(build("zb-v", 4, 8))], tmp_path / name)
+        save(picture([simulate(build("zb-v", 4, 8))]), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
@@ -160,7 +180,7 @@ def test_png_files_are_png(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     scene = picture([simulate(build("dualpipe-v", 4, 8))])
     assert to_png(scene).startswith(b"\x89PNG\r\n")
-    save_picture([simulate(build("zb-v", 2, 4))], tmp_path / "zb-v.png")
+    save(picture([simulate(build("zb-v", 2, 4))]), tmp_path / "zb-v.png")
     assert (tmp_path / "zb-v.png").stat().st_size > 1000
 
 
@@ -172,7 +192,7 @@ def test_png_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\.svg or a \.png"):
-        save_picture([simulate(build("1f1b", 2, 2))], tmp_path / "picture.gif")
+        save(picture([simulate(build("1f1b", 2, 2))]), tmp_path / "picture.gif")
 
 
 def test_the_terminal_shows_ranks_bubbles_numbers_and_memory() -> None:

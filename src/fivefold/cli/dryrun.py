@@ -8,6 +8,7 @@ import typer
 from fivefold.cli.job_args import whole_layout
 from fivefold.cli.progress import counting_bar
 from fivefold.report import show
+from fivefold.report.paint import PICTURES
 from fivefold.report.show import check_writable
 from fivefold.support.errors import UserError
 
@@ -39,7 +40,9 @@ def dryrun(
         float | None,
         typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw memory through the step: .svg.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Draw memory through the step: .svg, .png.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one step of one rank: the same model, layers, pipeline, FSDP2 and optimizer.
@@ -66,7 +69,7 @@ def dryrun(
     from fivefold.dryrun.dryrun import dryrun as run
 
     whole_layout(layout, words)
-    check_writable(output, ".svg")
+    check_writable(output, *PICTURES)
     given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
     if len(asked := [option for option, there in given.items() if there]) > 1:
         raise UserError(f"{' and '.join(asked)} say different things; give one of them")

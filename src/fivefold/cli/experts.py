@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.report import show
+from fivefold.report.paint import PICTURES
 from fivefold.report.show import check_writable
 
 SHORT = "See the load of a run's experts.  [dim]fivefold experts runs/moe -o load.svg[/]"
@@ -13,7 +14,7 @@ SHORT = "See the load of a run's experts.  [dim]fivefold experts runs/moe -o loa
 
 def experts(
     run: Annotated[str, typer.Argument(help="The directory of a run.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw it, into this .svg.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw it: .svg, .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: tokens by step, layer and expert.")] = False,
 ) -> None:
     """Show how many tokens the experts of each layer got, at the start and now.
@@ -33,5 +34,5 @@ def experts(
     """
     from fivefold.train.experts import experts as read
 
-    check_writable(output, ".svg")
+    check_writable(output, *PICTURES)
     show(read(run), as_json, output)

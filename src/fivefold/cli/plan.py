@@ -57,7 +57,9 @@ def plan(
     software: Software = "fivefold",
     imbalance: Imbalance = None,
     price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write a job for `fivefold train`.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write a job (.toml) or a picture (.svg, .png).")
+    ] = None,
     inference: Annotated[bool, typer.Option("--inference", help="Plan serving instead of training.")] = False,
     prompt: Annotated[int, typer.Option(help="Serving: tokens per prompt.")] = 2048,
     answer: Annotated[int, typer.Option(help="Serving: tokens per answer.")] = 512,
@@ -74,9 +76,10 @@ def plan(
     differ by more; tp over a network must win by 10%. A range says where time, rate and days should lie in 4 of 5
     cases. `fivefold truth` compares the planner with measured runs.
 
-    With -o, a job for this model on this cluster is written: learning rate, warmup,
-    batch and steps come from published recipes and the token budget, each with its
-    source.
+    With -o job.toml, a job for this model on this cluster is written: learning rate,
+    warmup, batch and steps come from published recipes and the token budget, each with
+    its source. With -o memory.svg, traffic.svg, mesh.svg or any other .svg or .png (memory
+    and time) a picture is; .dark.svg and .dark.png are dark.
 
     [dim]Examples:[/]
 
@@ -94,8 +97,11 @@ def plan(
 
       fivefold plan tiny --cluster 2xCPU --batch 16 --seq 128 -o plan.toml
 
+      fivefold plan llama3-70b --cluster 8x8xH100 -o memory.svg
+
       fivefold plan llama3-70b --cluster 8xH100 --inference
     """
+    from fivefold.report.paint import PICTURES
     from fivefold.report.show import check_writable, show
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
@@ -106,11 +112,11 @@ def plan(
         show(_served(words, cluster, prompt, answer, concurrent, precision, ttft, tpot), as_json)
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
-    check_writable(output, ".toml")
+    check_writable(output, ".toml", *PICTURES)
     from fivefold.plan import plan as planning
     from fivefold.plan.training import TWENTY
 
-    if tokens is None and output is not None and not words[0].endswith(".toml"):
+    if tokens is None and _is_job(output) and not words[0].endswith(".toml"):
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
     found = planning.plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
@@ -134,7 +140,21 @@ def _served(
     )  # fmt: skip
 
 
+def _is_job(output: Path | None) -> bool:
+    return output is not None and output.suffix.lower() == ".toml"
+
+
 def _written(found: "PlanResult", output: Path) -> str:
+    """Write what the file's name asks for; and what to say about it."""
+    from fivefold.report.paint import save
+
+    if _is_job(output):
+        return _write_job(found, output)
+    save(found.drawn(output.stem), output)
+    return f"written to {output}"
+
+
+def _write_job(found: "PlanResult", output: Path) -> str:
     """Write the job, and a schedule that was made for it beside it; what to do next."""
     from fivefold.job.preflight import needs_data
     from fivefold.plan.mixed.written import write_schedule
@@ -172,8 +192,8 @@ def simulate(
       fivefold simulate llama3-8b --layout pp=8,schedule=zb-v,microbatches=16,recompute=selective --batch 16 -o step.svg
     """
     from fivefold.plan import plan as planning
+    from fivefold.report.paint import PICTURES
     from fivefold.report.show import check_writable, show
-    from fivefold.schedule.draw.paint import PICTURES, save_picture
 
     whole_layout(layout, words)
     check_writable(output, *PICTURES)
@@ -181,13 +201,9 @@ def simulate(
         words[0], layout, cluster, changes=words[1:], batch=batch, seq=seq, precision=precision, software=software,
         imbalance=imbalance,
     )  # fmt: skip
-    if output is not None:
-        if found.simulation is None:
-            raise UserError(f"{layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")
-        save_picture([found.simulation], output)
-    show(found, as_json)
-    if output is not None and not as_json:
-        typer.echo(f"written to {output}")
+    if output is not None and found.simulation is None:
+        raise UserError(f"{layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")
+    show(found, as_json, output)
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:

@@ -9,7 +9,7 @@ from fivefold.report import show
 from fivefold.report.terminal import console_of, render
 from fivefold.support.errors import UserError
 
-DRAW = "Draw a pipeline schedule.  [dim]fivefold draw zb-v --pp 4 --microbatches 8[/]"
+DRAW = "Draw a pipeline schedule, or the mesh.  [dim]fivefold draw zb-v --pp 4 --microbatches 8[/]"
 SCHEDULES = "Compare all schedules: bubble, memory, messages.  [dim]fivefold schedules --pp 8 --microbatches 32[/]"
 
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")]
@@ -30,7 +30,7 @@ Output = Annotated[
 
 
 def draw(
-    schedule: Annotated[list[str], typer.Argument(help="Names of schedules, or files to load; several are compared.")],
+    schedule: Annotated[list[str], typer.Argument(help="Names of schedules, or files; several are compared; or mesh.")],
     pp: Ranks = None,
     microbatches: Microbatches = None,
     chunks: Chunks = None,
@@ -40,12 +40,19 @@ def draw(
     slow: Slow = "",
     sends: Sends = "eager",
     overlap: Overlap = True,
+    layout: Annotated[str, typer.Option(help="Of the mesh: dp=2,tp=4,pp=2.")] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")
+    ] = "",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Draw a schedule: which rank computes what when, where the bubbles are, what each rank holds.
 
     A schedule is proven before it is drawn: complete, in order, free of deadlock, within its memory.
+
+    `draw mesh` draws a layout on a cluster instead: which rank of which node stands where on each axis, and
+    over which links the axis communicates. A file that ends in .dark.svg or .dark.png is dark.
 
     [dim]Examples:[/]
 
@@ -56,9 +63,19 @@ def draw(
       fivefold draw 1f1b zb-h1 auto --pp 4 --microbatches 8 --slow 1=1.5 -o compare.png
 
       fivefold draw my-schedule.txt
+
+      fivefold draw mesh --layout dp=2,tp=4,pp=2 --cluster 2x8xH100 -o mesh.svg
     """
     from fivefold.schedule.result import check_output, draw
 
+    if schedule == ["mesh"]:
+        others = (pp, microbatches, chunks, group, memory, times or None, slow or None)
+        if any(value is not None for value in others) or sends != "eager" or not overlap:
+            raise UserError("the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule")
+        _draw_mesh(layout, cluster, output, as_json)
+        return
+    if layout or cluster:
+        raise UserError(f"--layout and --cluster are for `draw mesh`; {schedule[0]} has --pp and --microbatches")
     check_output(output, len(schedule))
     result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
                   slow=slow, sends=sends, overlap=overlap)  # fmt: skip
@@ -67,6 +84,17 @@ def draw(
         show(result, as_json)
     else:
         render(said, console_of(), None)
+
+
+def _draw_mesh(layout: str, cluster: str, output: Path | None, as_json: bool) -> None:
+    from fivefold.plan.mesh import mesh
+    from fivefold.report.paint import PICTURES
+    from fivefold.report.show import check_writable
+
+    if not layout:
+        raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2")
+    check_writable(output, *PICTURES)
+    show(mesh(layout, cluster or None), as_json, output)
 
 
 def schedules(

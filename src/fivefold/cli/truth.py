@@ -32,7 +32,7 @@ def truth(
         bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Draw predicted against measured: .svg.")
+        Path | None, typer.Option("--output", "-o", help="Draw predicted against measured: .svg, .png.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every row's prediction.")] = False,
 ) -> None:
@@ -60,6 +60,7 @@ def truth(
 
       fivefold truth --fit --write
     """
+    from fivefold.report.paint import PICTURES
     from fivefold.report.show import check_writable, show
     from fivefold.truth import truth as comparing
     from fivefold.truth.result import SourceList
@@ -67,7 +68,7 @@ def truth(
     if sources:
         show(SourceList(), as_json)
         return
-    check_writable(output, ".svg")
+    check_writable(output, *PICTURES)
     if write and not (fit or coverage):
         raise UserError("--write keeps what --fit or --coverage finds; give one of them too")
     others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows, "-o": output}

@@ -2,17 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.dryrun.vs_plan import RankVsPlan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.report import Block, Result, Table, Text
-from fivefold.report.svg import COLOURS, document, line, path, text
-from fivefold.support.formatting import bytes_text
+from fivefold.report.chart import TOP, Plot, legend, sheet
+from fivefold.report.look import COLOURS, GREY, INK, LABEL, MARGIN, SMALL, WIDTH
+from fivefold.report.scene import Curve, Line, Scene
+from fivefold.report.scene import Text as Words
+from fivefold.support.formatting import bytes_text, counted
+
+if TYPE_CHECKING:
+    from fivefold.dryrun.run import RankRun
 
 _SHOWN = 4  # ranks that are shown in full; of more the first
-WIDTH, HEIGHT, LEFT, TOP = 720, 320, 64, 20  # of the picture
+HEIGHT = 640.0  # of the picture
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -34,28 +41,28 @@ class DryRunResult(Result):
             asked["imbalance"] = self.imbalance
         return asked | {"ranks": [one.to_dict() for one in self.ranks], "advice": self.advice or None}
 
-    def svg(self) -> str:
+    def scene(self) -> Scene:
         """Memory through the step, from its first action to its new weights: a line for each rank and the device's."""
-        memory = self.machines.groups[0].accelerator.memory
-        top = 1.05 * max(memory, *(one.dry.peak for one in self.ranks)) / 1e9
-
-        def up(size: float) -> float:
-            return TOP + HEIGHT * (1 - size / 1e9 / top)
-
-        shapes = [
-            line(LEFT, up(memory), LEFT + WIDTH, up(memory), stroke="#c00", stroke_dasharray="6 4"),
-            text(LEFT - 6, up(memory) + 4, f"{memory / 1e9:.0f} GB", text_anchor="end"),
-            text(LEFT - 6, TOP + HEIGHT, "0", text_anchor="end"),
-        ]
-        for at, run in enumerate(one.dry for one in self.ranks):
-            colour, count = COLOURS[at % len(COLOURS)], max(1, len(run.moments) - 1)
-            points = [(LEFT + WIDTH * index / count, up(moment.peak)) for index, moment in enumerate(run.moments)]
-            label = f"rank {run.rank}: {run.peak / 1e9:.1f} GB at {run.peak_moment}"
-            shapes += [
-                path(points, fill="none", stroke=colour, stroke_width=1.4),
-                text(LEFT, TOP + HEIGHT + 20 + 16 * at, label, fill=colour),
-            ]
-        return document(LEFT + WIDTH + 16, TOP + HEIGHT + 24 + 16 * len(self.ranks), shapes, font_size=12)
+        device, runs, job = self.machines.groups[0].accelerator, [one.dry for one in self.ranks], self.job
+        moments = [_computing(run) for run in runs]
+        asked = f"{job.model.name} as {job.layout}: {job.train.batch} sequences of {job.data.seq:,} tokens"
+        scene = sheet(f"Memory of {counted(len(runs), 'rank')} through a training step", asked, HEIGHT)
+        most = max(device.memory, *(run.peak for run in runs)) / GB
+        first = max(moments, key=len)
+        ends = (len(first), 1.08 * most)
+        plot = Plot(scene, 110, TOP + 10, WIDTH - 110 - MARGIN, HEIGHT - TOP - 170, (0, 0), ends)
+        plot.axis_y("GB, at most in each action")
+        plot.limit(device.memory / GB, f"{device.name}: {device.memory / GB:.0f} GB", INK)
+        _name_moments(plot, first, runs[moments.index(first)].rank if len(runs) > 1 else None)
+        entries = []
+        for at, (run, its) in enumerate(zip(runs, moments, strict=True)):
+            colour = COLOURS[at % len(COLOURS)]
+            heights = [plot.y(peak / GB) for _, peak in its]
+            steps = ((plot.x(n + end), height) for n, height in enumerate(heights) for end in (0, 1))
+            scene.shapes.append(Curve(tuple(steps), colour, 2.2))
+            entries.append((f"rank {run.rank}: {run.peak / GB:.1f} GB in {run.peak_moment}", colour))
+        scene.height = legend(scene, plot.bottom + 76, entries) + 10
+        return scene
 
     def blocks(self) -> Iterator[Block]:
         job = self.job
@@ -71,6 +78,31 @@ class DryRunResult(Result):
             yield from _rank(one)
         if self.advice:
             yield Text(self.advice, "bad")
+
+
+def _computing(run: "RankRun") -> list[tuple[str, int]]:
+    """What a rank computes, and the most it held meanwhile: its messages are left out, but for one that is the peak."""
+    return [
+        (one.name, one.peak)
+        for one in run.moments
+        if not one.name.startswith(("SEND", "RECV")) or one.name == run.peak_moment
+    ]
+
+
+def _name_moments(plot: Plot, moments: Sequence[tuple[str, int]], rank: int | None) -> None:
+    """The x axis: actions in order, some of them with their names; `rank`: whose, if there are several."""
+    every = max(1, round(len(moments) / 12))
+    for at in range(0, len(moments), every):
+        x = plot.x(at + 0.5)
+        plot.scene.shapes += [
+            Line(x, plot.bottom, x, plot.bottom + 5, GREY),
+            Words(x, plot.bottom + 18, moments[at][0], SMALL, "middle", GREY),
+        ]
+    label = "what is computed, in its order" + ("" if rank is None else f"; the names are those of rank {rank}")
+    plot.scene.shapes += [
+        Line(plot.left, plot.bottom, plot.left + plot.width, plot.bottom, GREY),
+        Words(plot.left + plot.width / 2, plot.bottom + 42, label, LABEL, "middle"),
+    ]
 
 
 def _routing(job: Job, imbalance: float) -> str:

@@ -1,23 +1,25 @@
 """What `fivefold plan` and `fivefold simulate` found: tables and sentences for people, the same figures as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.plan.bars import bars
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case
 from fivefold.plan.goodput.run import length
 from fivefold.plan.imbalance import IMBALANCE, SOURCE
 from fivefold.plan.interval import IN_WORDS, SHARE, bands, memory_range, step_range
+from fivefold.plan.mesh import MeshResult
+from fivefold.plan.pictures.bars import memory, overview
+from fivefold.plan.pictures.traffic import sent
 from fivefold.plan.search.explain import ALIKE, CAUSES, Neighbour, difference, traffic
 from fivefold.plan.search.option import Option
 from fivefold.plan.training import DAY, GB, Training
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
-from fivefold.schedule.draw.paint import to_svg
+from fivefold.report.scene import Scene
 from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.terminal import legend, timeline
 from fivefold.schedule.simulate import Simulation
@@ -72,8 +74,15 @@ class PlanResult(Result):
         }
         return shown | ({"layout": figures(self.given, self.price)} if self.given else {})
 
-    def svg(self) -> str:
-        return bars(self.explained)
+    def scene(self) -> Scene:
+        return overview(self.explained)
+
+    def drawn(self, name: str) -> Scene:
+        """The picture that a file's name asks for: of memory, of traffic, of the mesh; else memory and time."""
+        for word, scene in PICTURES.items():
+            if word in name.lower():
+                return scene(self)
+        return self.scene()
 
     def blocks(self) -> Iterator[Block]:
         case, options, option = self.case, self.options, self.explained
@@ -141,8 +150,8 @@ class SimulateResult(Result):
     def to_dict(self) -> dict[str, Any]:
         return simulated(self.option) | {"advice": self.advice or None}
 
-    def svg(self) -> str | None:
-        return to_svg(picture([self.simulation])) if self.simulation else None
+    def scene(self) -> Scene | None:
+        return picture([self.simulation], clock="seconds") if self.simulation else None
 
     def blocks(self) -> Iterator[Block]:
         if advice := self.advice:
@@ -163,6 +172,18 @@ class SimulateResult(Result):
 def simulated(option: Option) -> dict[str, Any]:
     """What `simulate` says of a layout, but for its advice."""
     return figures(option) | {"memory_limit_bytes": option.limit}
+
+
+def _mesh(found: PlanResult) -> Scene:
+    return MeshResult(found.layout, found.case.cluster).scene() or found.scene()
+
+
+# By a word in the file's name.
+PICTURES: dict[str, Callable[[PlanResult], Scene]] = {
+    "memory": lambda found: memory(found.explained, found.neighbours),
+    "traffic": lambda found: sent(found.explained),
+    "mesh": _mesh,
+}
 
 
 def figures(option: Option, price: float | None = None) -> dict[str, Any]:
@@ -296,8 +317,7 @@ def _traffic(option: Option) -> Table:
     found = [moved for moved in traffic(option) if moved.payload > SMALL]
     unit, name = (GB, "GB") if any(moved.payload >= GB / 10 for moved in found) else (1e6, "MB")
     rows = [
-        (axis, kind, f"{calls:,}", *(f"{size / unit:,.2f} {name}" for size in sizes))
-        for axis, kind, calls, *sizes in found
+        (one.axis, one.kind, f"{one.calls:,}", *(f"{size / unit:,.2f} {name}" for size in one[3:6])) for one in found
     ]
     return Table(
         ["axis", "collective", ">calls", ">payload", ">wire, in the node", ">wire, between nodes"],

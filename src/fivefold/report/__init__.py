@@ -3,7 +3,7 @@
 class PlanResult(Result):
     def blocks(self): yield Text("..."); yield Table(["~layout", ">step"], rows)
     def to_dict(self): return {...}
-    def svg(self): return "<svg ...>"       # where a picture helps
+    def scene(self): return Scene(...)      # where a picture helps: for svg(), -o x.svg and -o x.dark.png
 
 show(result, as_json=False)                 # on the terminal, at whatever width it has
 """

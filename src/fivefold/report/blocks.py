@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     from rich.text import Text as RichText
 
+    from fivefold.report.scene import Scene
+
 Style = Literal["", "bold", "dim", "good", "bad"]
 
 
@@ -76,7 +78,7 @@ Block = Text | Table | Drawing
 
 class Result:
     """What a command has found. Subclasses say what people see (`blocks`), what scripts read (`to_dict`) and, where a
-    picture helps, what is drawn (`svg`)."""
+    picture helps, what is drawn (`scene`)."""
 
     ok: bool = True  # whether the command succeeded; a result that is not ends it with exit code 1
 
@@ -87,8 +89,15 @@ class Result:
         """The same figures as plain data, for JSON."""
         raise NotImplementedError
 
-    def svg(self) -> str | None:
+    def scene(self) -> "Scene | None":
+        """The picture as data, which becomes SVG and PNG, light and dark."""
         return None
+
+    def svg(self, dark: bool = False) -> str | None:
+        from fivefold.report.paint import to_svg
+
+        scene = self.scene()
+        return None if scene is None else to_svg(scene, dark)
 
     def __str__(self) -> str:
         from fivefold.report.terminal import to_text

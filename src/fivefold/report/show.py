@@ -6,18 +6,18 @@ from pathlib import Path
 import typer
 
 from fivefold.report.blocks import Result, Text
+from fivefold.report.paint import save
 from fivefold.report.terminal import console_of, render, width_of
 from fivefold.support.errors import UserError
-from fivefold.support.files import write
 
 
 def show(result: Result, as_json: bool = False, picture: Path | None = None) -> None:
     """Print a result, and write its picture; one that is not ok ends the command with exit code 1."""
     if picture is not None:
-        drawn = result.svg()
-        if drawn is None:
+        scene = result.scene()
+        if scene is None:
             raise UserError(f"there is nothing to draw in {picture}")
-        write(picture, drawn)
+        save(scene, picture)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 Attribute = str | float | None  # None is left out
-COLOURS = ("#3366cc", "#dc3912", "#ff9900", "#109618", "#990099", "#0099c6", "#dd4477", "#66aa00", "#b82e2e", "#316395",
-           "#994499", "#22aa99")  # fmt: skip
 
 
 def document(

@@ -6,14 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fivefold.report import Block, Drawing, Result, Table, Text
+from fivefold.report import Block, Drawing, Result, Table, Text, paint
+from fivefold.report.paint import PICTURES
+from fivefold.report.scene import Scene
 from fivefold.report.show import check_writable
 from fivefold.schedule.actions import SENDS
 from fivefold.schedule.builders.interleaved import legal_groups
 from fivefold.schedule.catalogue import CATALOGUE, LARGEST, build, is_file, record_of, size_problem
 from fivefold.schedule.check import prove
 from fivefold.schedule.costs import Costs, Link
-from fivefold.schedule.draw.paint import PICTURES, save_picture, to_svg
 from fivefold.schedule.draw.picture import picture
 from fivefold.schedule.draw.terminal import legend, timeline
 from fivefold.schedule.schedule import Placement, Schedule
@@ -121,13 +122,13 @@ class DrawResult(Result):
         rows = [_figures(simulation) | _details(simulation) for simulation in self.simulations]
         return rows[0] if len(rows) == 1 else {"schedules": rows}
 
-    def svg(self) -> str:
-        return to_svg(picture(self.simulations))
+    def scene(self) -> Scene:
+        return picture(self.simulations)
 
     def save(self, path: Path) -> Iterator[Block]:
         """Write the picture (.svg, .png) or the one schedule (.txt, .json); and what there is to say about that."""
         if path.suffix.lower() in PICTURES:
-            save_picture(self.simulations, path)
+            paint.save(self.scene(), path)
         else:
             save(self.simulations[0].schedule, path)
         for simulation in self.simulations:

@@ -10,7 +10,10 @@ from typing import Any
 import msgspec
 
 from fivefold.report import Block, Result, Table, Text
-from fivefold.report.svg import document, rect, text
+from fivefold.report.chart import TOP, sheet
+from fivefold.report.look import GREY, LABEL, MARGIN, ON_LIGHT, SMALL, WIDTH
+from fivefold.report.scene import Rect, Scene
+from fivefold.report.scene import Text as Words
 from fivefold.spec.model import ModelSpec
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
@@ -23,7 +26,8 @@ PICTURE = "load.svg"
 _BARS = "·▁▂▃▄▅▆▇█"  # of none, and of up to twice the mean
 _BAR = 32  # experts that have one of their own in the table
 _COLUMNS, _ROWS = 80, 320  # cells of the picture, at most
-_WIDTH, _LEFT, _TOP, _GAP = 640, 76, 34, 4
+_LEFT, _GAP = 132.0, 4.0
+_WIDE = WIDTH - _LEFT - MARGIN
 _COLD, _EVEN, _HOT = (33, 102, 172), (247, 247, 247), (178, 24, 43)  # a quarter of the mean, the mean, four times it
 _SHADES = 8  # on either side
 
@@ -102,28 +106,29 @@ class ExpertsResult(Result):
 
     # ---- the picture -------------------------------------------------------------------------------------------------
 
-    def svg(self) -> str:
+    def scene(self) -> Scene:
         """A band for each layer and in it a line for each expert, over the steps: blue below the mean, red above."""
-        columns = self._columns()
+        columns, experts = self._columns(), self.model.experts
+        assert experts is not None
         lines = min(len(columns[0][0]), max(1, _ROWS // len(self.layers)))
-        high = max(2, min(12, 480 // (lines * len(self.layers))))
-        shapes = [
-            text(_LEFT, _TOP - 14, f"load of the experts of {self.model.name}, in times the mean", font_weight="bold")
-        ]
+        high = max(1.5, min(14.0, 440 / (lines * len(self.layers))))
+        first, last = self.steps[0].step, self.steps[-1].step
+        asked = f"{self.model.name}: {experts.count} experts a layer, {experts.top_k} a token; steps {first} to {last}"
+        scene = sheet("Load of the experts", asked, 0.0, "load of experts by step")
+        each = lines * high + _GAP
+        named = max(1, -(-18 // round(each)))  # every so many layers, so that names do not touch
         for at, layer in enumerate(self.layers):
-            top = _TOP + at * (lines * high + _GAP)
-            shapes.append(text(_LEFT - 8, top + lines * high / 2 + 4, f"layer {layer}", text_anchor="end"))
+            top = TOP + at * each
+            if at % named == 0:
+                scene.shapes.append(Words(_LEFT - 10, top + each / 2, f"layer {layer}", SMALL, "end", GREY))
             grid = [_thinned(_shares(column[at]), lines) for column in columns]
             for line in range(lines):
-                colours = [_colour(shares[line]) for shares in grid]
-                shapes += _band(colours, top + line * high, high)
-        bottom = _TOP + len(self.layers) * (lines * high + _GAP)
-        shapes += [
-            text(_LEFT, bottom + 14, f"step {self.steps[0].step}"),
-            text(_LEFT + _WIDTH, bottom + 14, f"step {self.steps[-1].step}", text_anchor="end"),
-            *_legend(bottom + 14),
-        ]
-        return document(_LEFT + _WIDTH + 16, bottom + 26, shapes, title="load of experts by step", font_size=12)
+                scene.shapes += _band([_colour(shares[line]) for shares in grid], top + line * high, high)
+        bottom = TOP + len(self.layers) * each
+        _axis(scene, bottom, self.steps)
+        _scale(scene, bottom + 74)
+        scene.height = bottom + 100
+        return scene
 
     def _columns(self) -> list[Tokens]:
         """The steps, or neighbours of them added up where there are more than fit."""
@@ -183,19 +188,34 @@ def _shade(number: int) -> str:
     return f"#{''.join(f'{one:02x}' for one in mixed)}"
 
 
-def _band(colours: list[str], top: float, high: float) -> Iterator[str]:
+def _band(colours: list[str], top: float, high: float) -> Iterator[Rect]:
     """A line of cells; neighbours of one colour are one."""
-    wide, start = _WIDTH / len(colours), 0
+    wide, start = _WIDE / len(colours), 0
     for at in range(1, len(colours) + 1):
         if at == len(colours) or colours[at] != colours[start]:
-            yield rect(_LEFT + start * wide, top, (at - start) * wide, high, fill=colours[start])
+            yield Rect(_LEFT + start * wide, top, (at - start) * wide, high, colours[start])
             start = at
 
 
-def _legend(base: float) -> Iterator[str]:
+def _axis(scene: Scene, y: float, steps: list[Step]) -> None:
+    """Steps below the bands: those of some columns."""
+    count = min(9, len(steps))
+    for part in range(count):
+        step = steps[round(part * (len(steps) - 1) / max(1, count - 1))]
+        x = _LEFT + _WIDE * (part / max(1, count - 1))
+        scene.shapes.append(Words(x, y + 16, str(step.step), SMALL, "middle", GREY))
+    scene.shapes.append(Words(_LEFT + _WIDE / 2, y + 40, "step", LABEL, "middle"))
+
+
+def _scale(scene: Scene, y: float) -> None:
     """In the middle below: a quarter of the mean, the mean, four times it."""
-    wide, left = 9, _LEFT + _WIDTH / 2 - (2 * _SHADES + 1) * 9 / 2
-    for place in range(2 * _SHADES + 1):
-        yield rect(left + place * wide, base - 10, wide, 12, fill=_shade(place - _SHADES))
-    yield text(left - 6, base, "1/4", text_anchor="end")
-    yield text(left + (2 * _SHADES + 1) * wide + 6, base, "4")
+    wide = 20.0
+    left = _LEFT + _WIDE / 2 - (2 * _SHADES + 1) * wide / 2
+    right = left + (2 * _SHADES + 1) * wide
+    shades = range(-_SHADES, _SHADES + 1)
+    scene.shapes += [Rect(left + at * wide, y - 8, wide, 16, _shade(number)) for at, number in enumerate(shades)]
+    scene.shapes += [
+        Words(left - 10, y, "tokens of an expert: 1/4 of the layer's mean or less", LABEL, "end"),
+        Words((left + right) / 2, y, "the mean", SMALL, "middle", ON_LIGHT),
+        Words(right + 10, y, "4 times it or more", LABEL),
+    ]

@@ -8,13 +8,15 @@ from typing import Any
 import msgspec
 
 from fivefold.report import Block, Result, Table, Text
-from fivefold.report.svg import COLOURS, document, path, text
+from fivefold.report.chart import TOP, Plot, sheet
+from fivefold.report.look import BLUE, MARGIN, WIDTH
+from fivefold.report.scene import Curve, Scene
 from fivefold.support.formatting import counted
 from fivefold.train.display import chart, drawable
 from fivefold.train.metrics import read
 from fivefold.train.records import Evaluation, Step
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 240, 48, 16  # of the picture
+_HEIGHT = 560.0  # of the picture
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,19 @@ class TrainResult(Result):
             yield Text(f"{counted(self.damaged, 'line')} of the metrics are damaged and left out")
         yield Text(f"job, metrics and checkpoints are in {self.directory}")
 
-    def svg(self) -> str | None:
-        """The loss by step."""
+    def scene(self) -> Scene | None:
+        """The loss by step, and how well the run does on held-out data."""
         losses = drawable(self.losses)
         if len(losses) < 2:
             return None
-        top, bottom = max(losses), min(losses)
-        span = (top - bottom) or 1.0
-        points = [
-            (_LEFT + _WIDTH * at / (len(losses) - 1), _TOP + _HEIGHT * (top - loss) / span)
-            for at, loss in enumerate(losses)
-        ]
-        labels = [
-            text(_LEFT - 6, _TOP + 4, f"{top:.2f}", text_anchor="end"),
-            text(_LEFT - 6, _TOP + _HEIGHT, f"{bottom:.2f}", text_anchor="end"),
-            text(_LEFT + _WIDTH, _TOP + _HEIGHT + 20, f"step {self.steps[-1].step}", text_anchor="end"),
-        ]
-        line = path(points, fill="none", stroke=COLOURS[0], stroke_width=1.4)
-        size = (_LEFT + _WIDTH + 16, _TOP + _HEIGHT + 32)
-        return document(*size, [line, *labels], title="loss by step", font_size=12)
+        first, last = self.steps[0].step, self.steps[-1].step
+        scene = sheet("Loss by step", f"{self.directory}: {last:,} steps, loss {losses[-1]:.4f} at the end", _HEIGHT)
+        low, high = min(losses), max(losses)
+        room = 0.06 * ((high - low) or 1.0)
+        place = (110, TOP + 6, WIDTH - 110 - MARGIN, _HEIGHT - TOP - 70)
+        plot = Plot(scene, *place, (first, low - room), (last, high + room))
+        plot.axis_x("step")
+        plot.axis_y("loss, nats per token")
+        points = zip((step.step for step in self.steps), losses, strict=True)
+        scene.shapes.append(Curve(tuple((plot.x(step), plot.y(loss)) for step, loss in points), BLUE, 2.0))
+        return scene

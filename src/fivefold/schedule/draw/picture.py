@@ -1,15 +1,17 @@
 """From simulations to a scene: who does what when, and underneath what each rank holds in memory.
 
-Several simulations are stacked on one time scale, so that a longer schedule looks longer.
+Several simulations share one time scale, so that a longer schedule looks longer. They stand below each other as long
+as the picture stays wider than it is high, and otherwise in columns: it is for a slide.
 """
 
-import math
 from collections.abc import Sequence
 
+from fivefold.report.chart import round_step
+from fivefold.report.look import GREY, HELD, HELD_EDGE, INK, hexed, text_on
+from fivefold.report.scene import Area, Hatch, Line, Rect, Scene, Text, cut, text_width
 from fivefold.schedule.actions import ALL, STEP, Kind
 from fivefold.schedule.clock import Span
-from fivefold.schedule.draw.palette import HUES, NAMES, colour_of, hexed, shade, text_on
-from fivefold.schedule.draw.scene import GREY, INK, Area, Hatch, Line, Rect, Scene, Text, text_width
+from fivefold.schedule.draw.palette import HUES, NAMES, colour_of, shade
 from fivefold.schedule.simulate import Simulation
 from fivefold.support.formatting import figure
 
@@ -17,29 +19,47 @@ LEFT, RIGHT, TOP, BOTTOM = 62.0, 58.0, 22.0, 14.0  # margins
 HEAD, AXIS, CAPTION, GAP = 50.0, 30.0, 18.0, 28.0  # heights: title, time axis, memory's caption, between schedules
 NARROWEST, WIDEST, CELL = 940.0, 2600.0, 13.0  # widths of the time axis, and of a short action where there is room
 COMFORTABLE = 1400.0  # a wider picture will be shown smaller, so its type grows with it
-LEGIBLE = 6.5  # the smallest type that is printed, where the picture is shown COMFORTABLE wide
+LANDSCAPE = 1.25  # how much wider than high a comparison is
+LEGIBLE = 8.0  # the smallest type that is printed, where the picture is shown COMFORTABLE wide
 CHUNKS_ARE_SHADES = "shades are chunks:"
 MANY = 20_000  # actions: more are drawn without numbers and hints, which would be most of the file
 BOLD = 1.12  # how much wider bold type is
-STACKED = 0.75  # how wide a column of digits is, by its size
-MEMORY_FILL, MEMORY_LINE = "#c9d8ec", "#5b7fae"
 
 
-def picture(simulations: Sequence[Simulation], many: int = MANY) -> Scene:
-    """One panel per simulation, on a common time scale; actions are labelled unless there are too many of them."""
+def picture(simulations: Sequence[Simulation], many: int = MANY, clock: str = "time") -> Scene:
+    """One panel per simulation, on a common time scale; actions are labelled unless there are too many of them.
+
+    `clock` is what the time axis counts: "seconds", or "time" in whatever unit the durations were given.
+    """
     labelled = sum(len(spans) for simulation in simulations for spans in simulation.timeline) <= many
+    found = []
+    for columns in range(1, len(simulations) + 1):
+        found.append(_arranged(simulations, columns, labelled, clock))
+        if found[-1].width >= LANDSCAPE * found[-1].height:
+            return found[-1]
+    return found[0] if len(found) == 1 else max(found, key=lambda scene: scene.width / scene.height)
+
+
+def _arranged(simulations: Sequence[Simulation], columns: int, labelled: bool, clock: str) -> Scene:
+    """Panels in so many columns, row by row."""
     longest = max(simulation.makespan for simulation in simulations)
     short = min(_short(simulation) for simulation in simulations)
-    width = min(WIDEST, max(NARROWEST, CELL * longest / short))
-    unit = max(1.0, width / COMFORTABLE)
+    least = NARROWEST if len(simulations) == 1 else COMFORTABLE
+    whole = min(WIDEST, max(least, columns * CELL * longest / short))  # of all time axes beside each other
+    unit, width = max(1.0, whole / COMFORTABLE), whole / columns
     scale = width / longest if longest else 1.0
-    panels = [_Panel(simulation, width, scale, unit, labelled) for simulation in simulations]
-    height = sum(panel.height for panel in panels) + unit * (TOP + GAP * (len(panels) - 1) + BOTTOM)
-    scene = Scene(width + unit * (LEFT + RIGHT), height, ", ".join(s.schedule.name for s in simulations))
+    panels = [_Panel(simulation, width, scale, unit, labelled, clock) for simulation in simulations]
+    rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
+    heights = [max(panel.height for panel in row) for row in rows]
+    height = sum(heights) + unit * (TOP + GAP * (len(rows) - 1) + BOTTOM)
+    names = ", ".join(simulation.schedule.name for simulation in simulations)
+    scene = Scene(columns * (width + unit * (LEFT + RIGHT)), height, names)
     y = TOP * unit
-    for panel in panels:
-        panel.paint(scene, y)
-        y += panel.height + GAP * unit
+    for row, high in zip(rows, heights, strict=True):
+        for at, panel in enumerate(row):
+            panel.left += at * (width + unit * (LEFT + RIGHT))
+            panel.paint(scene, y)
+        y += high + GAP * unit
     return scene
 
 
@@ -52,30 +72,31 @@ def _short(simulation: Simulation) -> float:
 class _Panel:
     """One schedule: title, rows of actions, time axis, rows of memory. `unit` is the size of things that are read."""
 
-    def __init__(self, simulation: Simulation, width: float, scale: float, unit: float, labelled: bool) -> None:
+    def __init__(
+        self, simulation: Simulation, width: float, scale: float, unit: float, labelled: bool, clock: str
+    ) -> None:
         self.simulation, self.width, self.scale, self.unit = simulation, width, scale, unit
-        self.labelled = labelled
+        self.labelled, self.clock = labelled, clock
         self.left_out = not labelled  # whether an action goes without its number
         self.schedule = simulation.schedule
         self.p = self.schedule.p
         self.left = LEFT * unit
-        self.end = self.left + simulation.makespan * scale
         self.row = unit * (27.0 if self.p <= 8 else 20.0 if self.p <= 16 else 14.0)
         self.memory_row = unit * (24.0 if self.p <= 8 else 14.0 if self.p <= 16 else 9.0)
-        self.font, self.stacked = self.number_size()
+        self.font = self.number_size()
+
+    @property
+    def end(self) -> float:
+        return self.left + self.simulation.makespan * self.scale
 
     @property
     def height(self) -> float:
         return self.unit * (HEAD + AXIS + CAPTION) + self.p * (self.row + self.memory_row)
 
-    def number_size(self) -> tuple[float, bool]:
-        """As large as a short action allows; and whether digits on top of each other can be much larger."""
+    def number_size(self) -> float:
+        """As large as a short action allows, as long as it can be read."""
         cell, most = _short(self.simulation) * self.scale, min(11.0 * self.unit, 0.62 * self.row)
-        digits = len(str(self.schedule.m - 1))
-        in_line = min(most, (cell - 3.0) / (0.56 * digits))
-        stacked = min(most, 0.95 * self.row / digits, cell / STACKED)
-        smallest = LEGIBLE * self.unit
-        return (max(smallest, stacked), True) if stacked > 1.4 * in_line else (max(smallest, in_line), False)
+        return max(LEGIBLE * self.unit, min(most, (cell - 3.0) / (0.56 * len(str(self.schedule.m - 1)))))
 
     def paint(self, scene: Scene, y: float) -> None:
         self.paint_head(scene, y, room=self.paint_legend(scene, y) - self.left)
@@ -92,7 +113,7 @@ class _Panel:
         simulation, schedule, u = self.simulation, self.schedule, self.unit
         chunks = schedule.placement.chunks
         numbers = f"p={schedule.p}  m={schedule.m}" + (f"  v={chunks}" if chunks > 1 else "")
-        name = _cut(schedule.name, 17 * u, (room - text_width(numbers, 12 * u) - 28 * u) / BOLD)
+        name = cut(schedule.name, 17 * u, (room - text_width(numbers, 12 * u) - 28 * u) / BOLD)
         beside = self.left + BOLD * text_width(name, 17 * u) + 14 * u
         figures = (
             f"makespan {figure(simulation.makespan)}   ·   bubble {simulation.bubble_makespan:.1%} of the makespan, "
@@ -155,24 +176,19 @@ class _Panel:
             self.paint_number(scene, number._replace(fill=text_on(colour)), width, height)
 
     def paint_number(self, scene: Scene, number: Text, width: float, height: float) -> None:
-        """The microbatch where there is room for it: in a line, or its digits on top of each other."""
-        digits = len(number.text)
-        in_line = min(number.size, 0.82 * height, (width - 1.5) / text_width(number.text, 1.0))
-        stacked = min(number.size, 0.95 * height / digits, width / STACKED)
-        smallest = LEGIBLE * self.unit * (1 - 1e-9)
-        if stacked >= smallest and (self.stacked or in_line < smallest):
-            first = number.y - 0.9 * stacked * (digits - 1) / 2
-            for place, digit in enumerate(number.text):
-                scene.shapes.append(number._replace(y=first + 0.9 * stacked * place, text=digit, size=stacked))
-        elif in_line >= smallest:
-            scene.shapes.append(number._replace(size=in_line))
+        """The microbatch, where there is room for the longest one: all actions of one width have theirs, or none."""
+        longest = str(self.schedule.m - 1)
+        size = min(number.size, 0.82 * height, (width - 1.5) / text_width(longest, 1.0))
+        if size >= LEGIBLE * self.unit * (1 - 1e-9):
+            scene.shapes.append(number._replace(size=size))
         else:
             self.left_out = True
 
     def paint_axis(self, scene: Scene, y: float) -> None:
         u, makespan = self.unit, self.simulation.makespan
         scene.shapes.append(Line(self.left, y + 2 * u, self.end, y + 2 * u))
-        step = _round_step(makespan, self.width / (90 * u))
+        scene.shapes.append(Text(self.left - 10 * u, y + 14 * u, self.clock, 11 * u, "end", GREY))
+        step = round_step(makespan, self.width / (90 * u))
         for tick in range(int(makespan / step + 1e-9) + 1 if step else 0):
             x = self.left + tick * step * self.scale
             scene.shapes.append(Line(x, y + 2 * u, x, y + 6 * u))
@@ -198,7 +214,7 @@ class _Panel:
             scene.shapes.append(Line(self.left, base, self.end, base))
             curve = self.curve(self.simulation.memory[rank], base, inner / (max(peaks) or 1.0))
             if curve:
-                scene.shapes.append(Area(curve, MEMORY_FILL, MEMORY_LINE))
+                scene.shapes.append(Area(curve, HELD, HELD_EDGE))
             scene.shapes.append(Text(self.end + 8 * u, middle, figure(peak), size, "start", INK))
 
     def curve(self, steps: list[tuple[float, float]], base: float, height: float) -> tuple[tuple[float, float], ...]:
@@ -211,21 +227,3 @@ class _Panel:
                 points += (x, level), (x, base - live * height)
                 level = base - live * height
         return tuple(points)
-
-
-def _cut(text: str, size: float, room: float) -> str:
-    """As much of a text as there is room for."""
-    if text_width(text, size) <= room:
-        return text
-    while len(text) > 1 and text_width(f"{text}…", size) > room:
-        text = text[:-1]
-    return f"{text.rstrip()}…"
-
-
-def _round_step(length: float, parts: float) -> float:
-    """A step of 1, 2 or 5 times a power of ten that cuts the length into about so many parts."""
-    if length <= 0:
-        return 0.0
-    raw = length / max(parts, 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))

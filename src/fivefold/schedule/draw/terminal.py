@@ -12,8 +12,9 @@ from itertools import groupby
 from rich.style import Style
 from rich.text import Text
 
+from fivefold.report.look import hexed, mix, text_on
 from fivefold.schedule.clock import Span
-from fivefold.schedule.draw.palette import HUES, NAMES, colour_of, hexed, mix, shade, text_on
+from fivefold.schedule.draw.palette import HUES, NAMES, colour_of, shade
 from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Simulation
 

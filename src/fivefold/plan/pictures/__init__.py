@@ -1,0 +1,1 @@
+"""Pictures of a plan: memory, time, traffic, and where its ranks are."""
