@@ -6,10 +6,15 @@ import pytest
 import torch
 import transformers
 
-from fivefold.generate.generator import Chooser
+from fivefold.generate.generator import Cache, Chooser
 from fivefold.generate.request import Request, Sampling, generate
 from fivefold.job.config import read_job
+from fivefold.model.positions import TokenPositions
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Microbatch
+from fivefold.plan.serving.memory import whole_cache
 from fivefold.support.errors import UserError
+from fivefold.train.engine import Network
 from tests.checkpoint.runs import Run
 from tests.checkpoint.test_hf import made
 
@@ -100,3 +105,16 @@ def test_experts_generate_alike_in_every_layout_and_without_a_cache(tokens: Path
     for bias in model.buffers():
         bias.zero_()
     assert not torch.equal(logits(PROMPT), before)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe", "tiny-deepseek", "tiny-mla"])
+def test_a_cache_has_the_bytes_that_the_plan_of_serving_says(model: str) -> None:
+    """Keys and values, or the latents alone."""
+    job = read_job(None, [f"model={model}", "model.layers=2", "train.device=cpu"])
+    cache = Cache(length=24)
+    network = Network(job, Mesh(job.layout, torch.device("cpu")), attention=cache)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        network.pipeline.forward_only(Microbatch(ids, TokenPositions.of(ids)))
+    held = sum(tensor.nbytes for tensors in cache.kept for tensor in tensors)
+    assert held == whole_cache(job.model, cache_bytes=4, tokens=24)

@@ -12,7 +12,6 @@ from fivefold.plan.search.experts import ep_changes
 from fivefold.plan.search.option import evaluate
 from fivefold.plan.search.search import search
 from fivefold.plan.search.space import Wish, space
-from fivefold.plan.serving.serve import serve
 from fivefold.report.terminal import to_text
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -96,8 +95,6 @@ def test_ep_has_neighbours_only_with_experts():
 def test_what_is_not_planned_with_experts_says_so():
     with pytest.raises(UserError, match="unlike nodes"):
         search(Case(QWEN, Layout(), Cluster.parse("1x8xH100+1x8xA100"), 4096, 64))
-    with pytest.raises(UserError, match="serving"):
-        serve("mixtral-8x7b", "8xH100")
 
 
 def test_the_benchmark_asks_for_deepseek_on_2048():

@@ -9,7 +9,8 @@ from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.kernels import Device
-from fivefold.plan.serving.options import Service, evaluate, held, largest, stage_weights, whole_cache, whole_weights
+from fivefold.plan.serving.memory import held, largest, stage_weights, whole_cache, whole_weights
+from fivefold.plan.serving.options import Service, evaluate
 from fivefold.plan.serving.sentences import turning
 from fivefold.plan.serving.serve import ServePlan, serve
 from fivefold.plan.serving.step import Replica

@@ -100,6 +100,8 @@ def plan(
       fivefold plan llama3-70b --cluster 8x8xH100 -o memory.svg
 
       fivefold plan llama3-70b --cluster 8xH100 --inference
+
+      fivefold plan deepseek-v3 --cluster 4x8xH100 --inference --precision fp8 --tpot 0.05
     """
     from fivefold.report.paint import PICTURES
     from fivefold.report.show import check_writable, show
@@ -107,9 +109,9 @@ def plan(
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if inference:
         training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
-        training |= {"--tokens": tokens, "--imbalance": imbalance}
+        training |= {"--tokens": tokens}
         _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
-        show(_served(words, cluster, prompt, answer, concurrent, precision, ttft, tpot), as_json)
+        show(_served(words, cluster, prompt, answer, concurrent, precision, ttft, tpot, imbalance), as_json)
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
     check_writable(output, ".toml", *PICTURES)
@@ -130,13 +132,13 @@ def plan(
 
 def _served(
     words: list[str], cluster: str | None, prompt: int, answer: int, concurrent: int | None, precision: str,
-    ttft: float | None, tpot: float | None,
+    ttft: float | None, tpot: float | None, imbalance: float | None,
 ) -> "ServePlan":  # fmt: skip
     from fivefold.plan.serving.serve import serve
 
     return serve(
         words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
-        precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot,
+        precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot, imbalance=imbalance,
     )  # fmt: skip
 
 

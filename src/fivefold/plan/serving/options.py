@@ -1,96 +1,21 @@
 """The ways to serve a model on a cluster: tp inside the node, pp across nodes, replicas, and sequences in each.
 
-A GPU holds weights, the cache of its sequences, a chunk of a prefill, and a margin.
+Where there are experts, also groups of tp ranks that have sequences of their own and share the experts (dp).
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.layout.layout import tp_fits
-from fivefold.layout.stages import Stage
-from fivefold.plan.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
 from fivefold.plan.cost.kernels import Device
-from fivefold.plan.serving.step import CHUNK, Parts, Replica
+from fivefold.plan.serving.memory import Held, held, largest, memory_limit, whole_weights
+from fivefold.plan.serving.mixture import degrees
+from fivefold.plan.serving.parts import Parts
+from fivefold.plan.serving.step import Replica
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import block, head
-
-MOST = 1 << 20  # sequences; nobody has more
-
-
-class Held(NamedTuple):
-    """Bytes of one GPU."""
-
-    weights: float
-    cache: float
-    activations: float
-    margin: float  # context, and holes between what is allocated; the cache is one pool and has none
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-
-def held(replica: Replica, batch: int, tokens: int, prompt: int) -> Held:
-    """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
-    spec, attention, down = replica.spec, replica.block.attention, replica.block.matmuls[-1]
-    own = attention.width + 2 * attention.kv_width + 3 * down.inputs
-    rows = max(min(CHUNK, prompt * batch), -(-batch // replica.pp))
-    stream = 2.0 * rows * (3 * spec.hidden + own)  # stream, normed stream, sum; q k v; gate, up and their product
-    logits = 6.0 * -(-batch // replica.pp) * spec.vocab  # in bf16 and float32
-    found = []
-    for stage in replica.stages:
-        weights, activations = stage_weights(replica, stage), stream + logits * stage.last
-        cache = batch * tokens * len(stage.layers) * replica.cache_read(1)
-        found.append(Held(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
-    return max(found, key=lambda one: one.total)
-
-
-def stage_weights(replica: Replica, stage: Stage) -> float:
-    """Bytes of one tp rank."""
-    spec, table = replica.spec, 2.0 * head(replica.spec, replica.tp).size
-    rest = spec.block_parameter_count - block(spec).weights  # norms are whole on every rank; biases hardly count
-    layer = linear_bytes(replica.precision) * replica.block.weights + 2 * rest
-    tables = stage.first + stage.last - (stage.first and stage.last and spec.tied)
-    learned = 2.0 * spec.context * spec.hidden * (stage.first and spec.positions == "learned")
-    return len(stage.layers) * layer + tables * table + learned + 2.0 * spec.hidden * stage.last
-
-
-def whole_weights(spec: ModelSpec, precision: str) -> float:
-    """Bytes of the model, once."""
-    linears = block(spec).weights * spec.layers
-    return linear_bytes(precision) * linears + 2.0 * (spec.parameter_count - linears)
-
-
-def whole_cache(spec: ModelSpec, cache_bytes: int) -> int:
-    """Bytes that a token leaves in the cache, over all layers."""
-    return spec.layers * block(spec).attention.cached * cache_bytes
-
-
-def linear_bytes(precision: str) -> int:
-    return 1 if precision == "fp8" else 2
-
-
-def memory_limit(device: Device) -> float:
-    """Bytes of a GPU that a plan may fill."""
-    return HEADROOM * device.accelerator.memory
-
-
-def largest(replica: Replica, tokens: int, prompt: int) -> int:
-    """Sequences that a replica has memory for; 0 where not even one."""
-    space = memory_limit(replica.device)
-
-    def too_many(batch: int) -> bool:
-        return held(replica, batch, tokens, prompt).total > space
-
-    high = 1
-    while high < MOST and not too_many(high):
-        high *= 2
-    return bisect_left(range(high), True, lo=high // 2 + 1, key=too_many) - 1
-
 
 DEEPER = 4  # times the least pp that fits: more stages only make room for sequences, and soon there is enough
 
@@ -109,6 +34,7 @@ class Service:
     ttft: float | None = None  # target: seconds to the first token, at most
     tpot: float | None = None  # target: seconds for each token after it, at most
     graphs: bool = True
+    imbalance: float = 1.0  # of experts: the fullest group of ranks against the mean
 
     @property
     def tokens(self) -> int:
@@ -128,9 +54,19 @@ class Service:
     def device(self) -> Device:
         return Device.of(self.group.accelerator)
 
-    def replica(self, tp: int, pp: int, gpus: int = 0) -> Replica:
-        gpus = gpus or self.group.gpus
-        return Replica(self.spec, self.device, gpus, tp, pp, self.precision, self.cache_bytes, self.graphs)
+    def replica(self, tp: int, pp: int, gpus: int = 0, dp: int = 1, ep: int = 1) -> Replica:
+        own = (self.precision, self.cache_bytes, self.graphs)
+        return Replica(self.spec, self.device, gpus or self.group.gpus, tp, pp, *own, dp, ep, self.imbalance)
+
+    def like(self, option: "ServingOption", **sizes: int) -> Replica:
+        """The replica of an option, or one that differs in these sizes."""
+        own = {name: getattr(option, name) for name in ("tp", "pp", "dp", "ep")}
+        return self.replica(**own | sizes)
+
+    def fits_heads(self, tp: int) -> bool:
+        """Whether tp divides the model, and nodes or the other way around."""
+        gpus = self.group.gpus
+        return tp_fits(self.spec, tp) and (gpus % tp == 0 or tp % gpus == 0)
 
     def to_dict(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)[2:]}
@@ -143,7 +79,9 @@ class ServingOption:
 
     layout: str  # of a replica
     tp: int
+    dp: int
     pp: int
+    ep: int
     replicas: int
     batch: int  # sequences of a replica
     sequences: int  # of all replicas
@@ -186,7 +124,9 @@ def evaluate(service: Service, replica: Replica, batch: int, replicas: int = 0) 
     return ServingOption(
         layout=replica.name,
         tp=replica.tp,
+        dp=replica.dp,
         pp=replica.pp,
+        ep=replica.ep,
         replicas=replicas,
         batch=batch,
         sequences=sequences,
@@ -208,24 +148,35 @@ def replicas(service: Service) -> Iterator[tuple[Replica, int]]:
     A replica fills a node, an equal part of it, or whole nodes: no two replicas share a link by accident.
     """
     spec, gpus, world = service.spec, service.group.gpus, service.group.world
+    for tp in range(1, min(world, 2 * gpus, spec.heads) + 1):
+        if not service.fits_heads(tp):
+            continue
+        most = min(world, spec.experts.count) // tp if spec.experts else 1
+        for dp in range(1, max(1, most) + 1):
+            if gpus % (tp * dp) and (tp * dp) % gpus:
+                continue
+            for ep in degrees(spec, tp, dp):
+                yield from _depths(service, tp, dp, ep)
+
+
+def _depths(service: Service, tp: int, dp: int, ep: int) -> Iterator[tuple[Replica, int]]:
+    """With the pp that fit."""
+    spec, gpus, world, ranks = service.spec, service.group.gpus, service.group.world, tp * dp
     # As many devices as could hold the weights.
     fewest = whole_weights(spec, service.precision) / memory_limit(service.device)
-    for tp in range(1, min(world, 2 * gpus, spec.heads) + 1):
-        if not tp_fits(spec, tp) or not (gpus % tp == 0 or tp % gpus == 0):
+    least = last = 0
+    for pp in range(1, min(spec.layers, world // ranks) + 1):
+        if (gpus % (ranks * pp) and (ranks * pp) % gpus) or ranks * pp <= fewest:
             continue
-        least = last = 0
-        for pp in range(1, min(spec.layers, world // tp) + 1):
-            if (gpus % (tp * pp) and (tp * pp) % gpus) or tp * pp <= fewest:
-                continue
-            # Beyond the least that fits: twice as deep, or such that no GPU is idle.
-            if least and pp < 2 * last and world % (tp * pp):
-                continue
-            if least and pp > DEEPER * least:
-                break
-            replica = service.replica(tp, pp)
-            if most := largest(replica, service.tokens, service.prompt):
-                least, last = least or pp, pp
-                yield replica, most
+        # Beyond the least that fits: twice as deep, or such that no GPU is idle.
+        if least and pp < 2 * last and world % (ranks * pp):
+            continue
+        if least and pp > DEEPER * least:
+            break
+        replica = service.replica(tp, pp, 0, dp, ep)
+        if most := largest(replica, service.tokens, service.prompt):
+            least, last = least or pp, pp
+            yield replica, most
 
 
 def options(service: Service) -> list[ServingOption]:

@@ -4,45 +4,15 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from fivefold.layout.layout import tp_fits
-from fivefold.plan.serving.options import (
-    Service,
-    ServingOption,
-    fullest,
-    held,
-    largest,
-    memory_limit,
-    replicas,
-    whole_cache,
-    whole_weights,
-)
+from fivefold.plan.serving.expert_sentences import about_experts
+from fivefold.plan.serving.memory import held, largest, memory_limit, whole_cache, whole_weights
+from fivefold.plan.serving.mixture import degrees
+from fivefold.plan.serving.options import Service, ServingOption, fullest, replicas
 from fivefold.plan.serving.step import Replica
+from fivefold.plan.serving.wording import BOUNDS, gigabytes, milliseconds, rate, sequences
 from fivefold.support.ranges import TOKENS, misfit, within
 
 NODE = 8  # GPUs of a usual node, where the given one is smaller
-
-BOUNDS = {
-    "weights": "reading weights",
-    "cache": "reading the KV cache",
-    "compute": "tensor cores",
-    "pointwise": "norms, activation functions and logits",
-    "launch": "kernel launches",
-    "tp": "all-reduces",
-    "pp": "pipeline sends and waits",
-    "host": "host",
-}
-
-
-def gigabytes(count: float) -> str:
-    return f"{count / 1e9:,.{0 if count >= 1e11 else 1 if count >= 1e10 else 2}f} GB"
-
-
-def milliseconds(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
-
-
-def rate(tokens: float) -> str:
-    return f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
 
 
 def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tuple[str, ...]:
@@ -53,6 +23,7 @@ def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tup
         _deeper(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
         _turn(service, heavy),
         _copies(service, max(quick, heavy, key=lambda one: one.tp)),
+        *about_experts(service, quick, heavy),
         _graphs(service, quick),
     ]
     return tuple(sentence for sentence in sentences if sentence)
@@ -68,12 +39,13 @@ def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     """Why not more tp: on the same GPUs with less pp where that is possible, or else on more of them."""
     spec, gpus, world = service.spec, service.group.gpus, service.group.world
     more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if tp_fits(spec, tp)]
-    more = [tp for tp in more if gpus % tp == 0 or tp % gpus == 0]
+    more = [tp for tp in more if (gpus % tp == 0 or tp % gpus == 0) and degrees(spec, tp, quick.dp)]
     if not more:
         return f"tp={quick.tp} is the most that {spec.heads} heads and {spec.kv_heads} kv heads allow here."
-    tp, before = more[0], quick.tp * quick.pp
-    pp = before // tp if quick.pp > 1 and before % tp == 0 else quick.pp
-    wide = service.replica(tp, pp)
+    tp, before = more[0], quick.tp * quick.dp * quick.pp
+    ranks, every = tp * quick.dp, degrees(spec, tp, quick.dp)
+    pp = before // ranks if quick.pp > 1 and before % ranks == 0 else quick.pp
+    wide = service.like(quick, tp=tp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in every else every[-1])
     step = wide.step(quick.batch, service.context)
     where = f"it leaves the node of {gpus}; " if wide.crosses else ""
     share, was = step.tp / step.total, quick.parts.tp / quick.step
@@ -92,15 +64,14 @@ def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
 
 def _deeper(service: Service, chosen: ServingOption) -> str:
     """What pp gives, and what it costs."""
-    tp = chosen.tp
     pp = chosen.pp if chosen.pp > 1 else 2
     if pp > service.spec.layers:
         return ""
-    flat, deep = service.replica(tp, 1), service.replica(tp, pp)
+    flat, deep = service.like(chosen, pp=1), service.like(chosen, pp=pp)
     short, long = (one.step(1, service.context).total for one in (flat, deep))
     fit, fits = (largest(one, service.tokens, service.prompt) for one in (flat, deep))
     weights, less = (held(one, 1, service.tokens, service.prompt).weights for one in (flat, deep))
-    more = f"{fits:,} sequences instead of {fit:,}" if fit else f"{sequences(fits)}, where tp={tp} alone holds none"
+    more = f"{fits:,} sequences instead of {fit:,}" if fit else f"{sequences(fits)}, where {flat.name} alone holds none"
     world = service.group.world
     there = "" if deep.world <= world else f"; it takes {deep.world} GPUs, and the cluster has {world}"
     return (
@@ -122,12 +93,12 @@ def turning(replica: Replica) -> int | None:
 
 
 def _turn(service: Service, heavy: ServingOption) -> str:
-    replica = service.replica(heavy.tp, heavy.pp)
+    replica = service.like(heavy)
     rows = turning(replica)
     if rows is None:
         return ""
     most = largest(replica, service.tokens, service.prompt)
-    turn = rows * replica.pp
+    turn = rows * replica.pp * replica.dp
     about = sequences(int(float(f"{turn:.2g}")))  # tiles make the third digit look more certain than it is
     reach = "more than" if turn > most else "fewer than"
     share = heavy.parts.cache / heavy.step
@@ -140,14 +111,14 @@ def _turn(service: Service, heavy: ServingOption) -> str:
 
 def _copies(service: Service, widest: ServingOption) -> str:
     kv = service.spec.kv_heads
-    if widest.tp <= kv:
+    if widest.tp <= kv or service.spec.mla:
         return ""
     times = widest.tp // kv
     return f"tp={widest.tp} is more than the {kv} kv heads: each is held {times} times, and the cache with it."
 
 
 def _graphs(service: Service, quick: ServingOption) -> str:
-    other = replace(service.replica(quick.tp, quick.pp), graphs=not service.graphs)
+    other = replace(service.like(quick), graphs=not service.graphs)
     took = milliseconds(other.step(quick.batch, service.context).total)
     if service.graphs:
         return f"This is with CUDA graphs: if the host launches plain PyTorch instead, a step takes {took}."
@@ -165,10 +136,6 @@ def missed(service: Service, found: list[ServingOption]) -> str:
         f"Nothing meets {wanted}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
         f"most of its step is {BOUNDS[near.bound]}."
     )
-
-
-def sequences(count: int) -> str:
-    return f"{count:,} sequence{'s' * (count != 1)}"
 
 
 def problems(service: Service) -> list[str]:
@@ -208,12 +175,12 @@ def needed(service: Service) -> Replica | None:
     sizes = [
         (tp * pp, -tp)
         for tp in range(1, gpus + 1)
-        if gpus % tp == 0 and tp_fits(spec, tp)
+        if gpus % tp == 0 and tp_fits(spec, tp) and degrees(spec, tp)
         for pp in range(1, spec.layers + 1)
         if (gpus % (tp * pp) == 0 or (tp * pp) % gpus == 0) and weights < tp * pp * space
     ]
     for world, minus in sorted(sizes):
-        replica = service.replica(-minus, world // -minus, gpus)
+        replica = service.replica(-minus, world // -minus, gpus, ep=degrees(spec, -minus)[-1])
         if largest(replica, service.tokens, service.prompt):
             return replica
     return None
@@ -222,7 +189,7 @@ def needed(service: Service) -> Replica | None:
 def no_room(service: Service) -> str:
     """For a cluster where not one sequence fits: what would be needed."""
     spec, accelerator = service.spec, service.group.accelerator
-    weights, cache = whole_weights(spec, service.precision), whole_cache(spec, service.cache_bytes) * service.tokens
+    weights, cache = whole_weights(spec, service.precision), whole_cache(spec, service.cache_bytes, service.tokens)
     remedy = f"no number of {accelerator.name} holds it in equal parts"
     if enough := needed(service):
         remedy = f"it takes {enough.world} {accelerator.name} ({enough.name})"
@@ -240,7 +207,7 @@ def too_many(service: Service) -> str:
     """For a model that fits, but not with so many sequences."""
     found = [(service.group.world // one.world * most, one) for one, most in replicas(service)]
     most, best = max(found, key=lambda pair: pair[0])
-    each = whole_cache(service.spec, service.cache_bytes) * service.tokens
+    each = whole_cache(service.spec, service.cache_bytes, service.tokens)
     remedy = f"at most {most:,} fit, on {service.group.world // best.world} x {best.name}"
     if service.cache_bytes == 2:
         remedy += "; a cache in fp8 (1 byte) takes about twice as many"

@@ -5,7 +5,8 @@
     plan.throughput.per_gpu        # tokens per second, at its most
     plan.explanation               # why, in sentences
 
-options.py has the ways to do it and what they hold, step.py their time, sentences.py why or why not.
+options.py has the ways to do it, memory.py what they hold, step.py their time (mixture.py that of experts),
+sentences.py why or why not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,10 @@ from typing import Any
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
+from fivefold.plan.imbalance import imbalance_for
 from fivefold.plan.serving.options import Service, ServingOption, frontier, options, replicas
-from fivefold.plan.serving.sentences import BOUNDS, explain, milliseconds, missed, no_room, problems, rate, too_many
-from fivefold.plan.unplanned import refuse_unplanned
+from fivefold.plan.serving.sentences import explain, missed, no_room, problems, too_many
+from fivefold.plan.serving.wording import BOUNDS, milliseconds, rate
 from fivefold.report import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -63,6 +65,8 @@ class ServePlan(Result):
             few = min(MOST, last + 1)  # rows, evenly spaced where the frontier is long
             rows = [_row(self.frontier[round(at * last / (few - 1))]) for at in range(few)]
             caption = "sequences: replicas x sequences of each"
+            if any(one.dp > 1 for one in self.frontier):
+                caption += "; dp: groups of GPUs that have sequences of their own and share the experts"
             yield Table(HEADS, rows, title="From low latency to high throughput", caption=caption)
         yield self._parts()
         for sentence in self.explanation:
@@ -107,7 +111,7 @@ FIGURES: dict[str, Callable[[ServingOption], str]] = {
     "memory per GPU": lambda one: f"{one.held.total / 1e9:.1f} GB",
     "bound by": lambda one: BOUNDS[one.bound],
 }
-HEADS = ("layout", ">sequences", ">first token", ">per token", ">tokens/s", ">per GPU", ">cache GB", "~bound by")
+HEADS = ("~layout", ">sequences", ">first token", ">per token", ">tokens/s", ">per GPU", ">cache GB", "~bound by")
 
 
 def _row(one: ServingOption) -> list[str]:
@@ -129,14 +133,17 @@ def serve(
     ttft: float | None = None,
     tpot: float | None = None,
     graphs: bool = True,
+    imbalance: float | None = None,
 ) -> ServePlan:
-    """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it."""
+    """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it.
+
+    `imbalance`: of experts, rows of the fullest group of ranks over the mean; None: as published runs have it.
+    """
     job, _ = job_of(model, changes)
-    refuse_unplanned(job.model)
     if ignored := [change for change in changes if not change.startswith("model.")]:
         raise UserError(f"{' '.join(ignored)} would be ignored: serving reads settings of the model alone")
     machines = Cluster.read(cluster)
-    given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs)
+    given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs, imbalance_for(job.model, imbalance))
     service = Service(job.model, machines.alike() or machines, *given)
     if found := problems(service):
         raise UserError(found)
