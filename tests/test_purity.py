@@ -61,7 +61,8 @@ NEED_TORCH = {
     "trace": "run.dir={}/runs -o {}/trace.json", "generate": "{}/hf --tokens 1,2", "calibrate": "",
     "checkpoint reshard": "{} --layout tp=2 -o {}/x", "import hf": "{}/hf -o {}/x",
     "export hf": "{} -o {}/x", "bench attention": "--tp 2", "bench pipeline": "", "bench checkpoint": "",
-    "bench steps": "llama3-8b", "bench overhead": "", "bench peers": "", "bench scaling": "", "bench train": "tiny",
+    "bench steps": "llama3-8b", "bench overhead": "", "bench overlap": "", "bench peers": "", "bench scaling": "",
+    "bench train": "tiny",
     "bench mixed": "",
 }  # fmt: skip
 NEED_NOTHING = {

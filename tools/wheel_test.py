@@ -39,6 +39,7 @@ NEED_TORCH = {
     "bench checkpoint": "",
     "bench mixed": "",
     "bench overhead": "",
+    "bench overlap": "",
     "bench peers": "",
     "bench pipeline": "",
     "bench scaling": "",

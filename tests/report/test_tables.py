@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 
 import fivefold as ff
-from fivefold.bench import attention, checkpoint, comparison, pipeline, plan, scaling, schedules, steps, train
+from fivefold.bench import attention, checkpoint, comparison, overlap, pipeline, plan, scaling, schedules, steps, train
 from fivefold.bench import mixed as mixed_ranks
 from fivefold.bench.harness import Machine, RowsResult, Times
 from fivefold.hardware.accelerators import ACCELERATORS
@@ -71,6 +71,15 @@ def piped() -> pipeline.PipelineResult:
     shape = pipeline.Shape(4, 8, 64, 8, 16, 8, 2)
     ratios = dict.fromkeys(names, 0.25)
     return pipeline.PipelineResult(shape, [3.0, 3.1], names, names, ratios, dict.fromkeys(names, 1e-9), 2, "2.13")
+
+
+def overlapped() -> overlap.OverlapResult:
+    shape = overlap.Shape(2, 6, 128, 8, 256, 12, 100.0, 2)
+    times = Times({overlap.IN_TURN: [2.0, 2.2], overlap.IN_TURNS: [1.5, 1.6]})
+    simulated = {overlap.IN_TURN: 2.0, overlap.IN_TURNS: 1.4}
+    return overlap.OverlapResult(
+        shape, times, simulated, 0.6, True, str(overlap.Wires(100.0)), Machine(2, "2.13", "Neoverse")
+    )
 
 
 def covered() -> CoverageResult:
@@ -138,6 +147,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ComparisonResult": compared,
     "ScalingResult": lambda: scaling.ScalingResult(["dp=2,tp=2,pp=2,cp=2,zero=1,sp"], [compared()], {}),
     "PipelineResult": piped,
+    "OverlapResult": overlapped,
     "MixedBenchResult": on_unequal_ranks,
     "TrainBenchResult": trained,
     "LaunchResult": by_hand.deployed,

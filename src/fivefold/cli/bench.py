@@ -128,6 +128,40 @@ def pipeline(
     show(measure(Shape(pp, microbatches, hidden, layers, seq, batch, rounds)), as_json)
 
 
+@app.command(short_help="Experts' messages behind the other half of a pair.  [dim]fivefold bench overlap[/]")
+def overlap(
+    pp: Annotated[int, typer.Option(help="Pipeline ranks, each with two ranks of ep.")] = 2,
+    microbatches: Annotated[int, typer.Option(help="Pieces of a rank's batch.")] = 6,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 128,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 12,
+    link: Annotated[float, typer.Option(help="Mbit/s each way between the two ranks of ep.")] = 100.0,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each way, in turns; medians are shown.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Time joined pairs (F&B) of a tiny mixture of experts over a limited link.
+
+    One half after the other is compared with both in turns, as the trainer runs
+    them: one computes while the other's tokens travel. The schedule is dualpipe-v;
+    with --pp 1, each forward pass joined with the backward pass before it. As root
+    the ranks of ep live in two network namespaces, and tc limits their wire;
+    otherwise the delay is injected, and the output says so. Gradients must be equal
+    to the bit. Beside it stands what the simulator says.
+
+    [dim]Examples:[/]
+
+      fivefold bench overlap
+
+      fivefold bench overlap --pp 1 --link 50 --rounds 15
+
+      fivefold bench overlap --pp 4 --microbatches 8 --batch 16 --layers 16 --json
+    """
+    from fivefold.bench.overlap import Shape, measure
+
+    show(measure(Shape(pp, microbatches, hidden, layers, seq, batch, link, rounds)), as_json)
+
+
 @app.command(short_help="What a checkpoint costs.  [dim]fivefold bench checkpoint model=small[/]")
 def checkpoint(
     job: JobWords = None,

@@ -143,7 +143,7 @@ def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeou
 
 def _pairs(spec: ModelSpec | None, layout: Layout) -> bool:
     """Whether its schedule joins forward and backward passes; those made for a model's own durations join none."""
-    if spec is None or layout.pp == 1 or layout.record.weighs:
+    if spec is None or layout.record.weighs:
         return False
     return any(action.joined for rank in schedule_of(spec, layout, spec.context).ranks for action in rank)
 

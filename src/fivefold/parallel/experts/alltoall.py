@@ -62,10 +62,10 @@ class AllToAllDispatch(SlicedDispatch):
         """Of rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""
 
         def there(rows: Tensors, axis: Axis) -> Tensors:
-            return (all_to_all(*rows, axis, out, back),)
+            return (all_to_all(rows[0], axis, out, back),)
 
         def home(gradients: Tensors, axis: Axis) -> Tensors:
-            return (all_to_all(*gradients, axis, back, out),)
+            return (all_to_all(gradients[0], axis, back, out),)
 
         return Trip(self, what, there, home)
 
