@@ -33,6 +33,7 @@ SHOTS = {
     "plan": Shot(PLAN, JUDGED),
     "plan-dark": Shot(f"{BIG}&layout=dp=128,tp=8,pp=16,zero=1,sp,microbatches=16,schedule=zb-v", JUDGED, dark=True),
     "plan-whole": Shot(PLAN, JUDGED, clicks=('[data-testid="compare-0"]', '[data-testid="compare-1"]'), whole=True),
+    "plan-cannot-run": Shot(f"{PLAN}&layout=dp=8,tp=16,pp=2,zero=1,sp,microbatches=16", JUDGED),
     "plan-phone": Shot(PLAN, JUDGED, width=390, height=844, whole=True),
     "plan-phone-dark": Shot(PLAN, JUDGED, width=390, height=844, dark=True),
 }
@@ -92,6 +93,7 @@ def take(chrome: Any, address: str, shot: Shot, path: Path) -> list[str]:
     page.wait_for_function("() => !document.querySelector('.busy')", timeout=60_000)
     for selector in shot.clicks:
         page.click(selector)
+    page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(400)
     page.screenshot(path=str(path), full_page=shot.whole)
     context.close()

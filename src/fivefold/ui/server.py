@@ -42,6 +42,7 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await workers.warm()
         yield
         await workers.close()
 

@@ -3,6 +3,7 @@
 What takes seconds runs here and not in the server: a newer question ends it at once, and sliders stay quick meanwhile.
 """
 
+import importlib
 import sys
 import traceback
 from pathlib import Path
@@ -34,6 +35,7 @@ def respond(line: bytes, runs: tuple[Path, ...]) -> dict[str, Any]:
 
 def main() -> None:
     runs = tuple(map(Path, sys.argv[1:]))
+    importlib.import_module("fivefold.plan.plan")  # which takes longest, before the first question
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(msgspec.json.encode(respond(line, runs)) + b"\n")
         sys.stdout.buffer.flush()

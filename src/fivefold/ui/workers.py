@@ -17,6 +17,7 @@ from fivefold.ui.worker import Question
 
 MOST = 2  # processes at a time: each takes a core
 LIMIT = 120.0  # seconds of an answer
+SOON = 1.0  # seconds, about what a new process takes to import the planner
 LONGEST = 1 << 26  # bytes of one
 
 
@@ -40,6 +41,7 @@ class Workers:
         self.idle: list[Process] = []
         self.asked: dict[str, asyncio.Task[bytes]] = {}  # by lane
         self.room = asyncio.Semaphore(MOST)
+        self.leaving: set[asyncio.Task[None]] = set()
 
     async def ask(self, lane: str, question: Question) -> bytes:
         """The answer as JSON. A lane is a page's use of one part: it has one question at a time, the newest."""
@@ -58,22 +60,51 @@ class Workers:
                 del self.asked[lane]
 
     async def _answer(self, question: Question) -> bytes:
-        async with self.room:
+        await self.room.acquire()
+        process = None
+        try:
             process = self.idle.pop() if self.idle else await self._start()
-            try:
-                line = await asyncio.wait_for(_exchange(process, question), LIMIT)
-            except TimeoutError:
-                _end(process)
+            line = await asyncio.wait_for(_exchange(process, question), LIMIT)
+        except asyncio.CancelledError:
+            self._leave(process)
+            raise
+        except BaseException as error:
+            self._free(process, ended=True)
+            if isinstance(error, TimeoutError):
                 what = f"{question.view} {question.part}".strip()
                 raise UserError(f"{what} takes longer than {LIMIT:.0f} s; ask for less") from None
-            except BaseException:  # cancelled, too: it may be amid its work
-                _end(process)
-                raise
-        self.idle.append(process)
+            raise
+        self._free(process)
         reply = msgspec.json.decode(line, type=Reply)
         if not bytes(reply.answer):
             raise UserError(reply.problems) if reply.problems else Broken(reply.trace)
         return bytes(reply.answer)
+
+    def _free(self, process: Process | None, ended: bool = False) -> None:
+        """Make room for another question: with an idle process, or without one that is ended."""
+        self.room.release()
+        if process is not None and ended:
+            _end(process)
+        elif process is not None:
+            self.idle.append(process)
+
+    def _leave(self, process: Process | None) -> None:
+        """Nobody wants the answer any more. A process that has it soon is cheaper than a new one; others are ended."""
+
+        async def last_words() -> None:
+            line = b""
+            if process is not None and process.stdout is not None:
+                with contextlib.suppress(TimeoutError):
+                    line = await asyncio.wait_for(process.stdout.readline(), SOON)
+            self._free(process, ended=not line)
+
+        task = asyncio.create_task(last_words())
+        self.leaving.add(task)
+        task.add_done_callback(self.leaving.discard)
+
+    async def warm(self) -> None:
+        """Have a process before the first question."""
+        self.idle.append(await self._start())
 
     async def _start(self) -> Process:
         command = (sys.executable, "-m", "fivefold.ui.worker", *map(str, self.runs))
@@ -83,6 +114,7 @@ class Workers:
         for task in self.asked.values():
             task.cancel()
         await asyncio.gather(*self.asked.values(), return_exceptions=True)
+        await asyncio.gather(*self.leaving)
         for process in self.idle:
             _end(process)
         await asyncio.gather(*(process.wait() for process in self.idle))

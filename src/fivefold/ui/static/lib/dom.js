@@ -26,5 +26,9 @@ export function card(title, attributes, ...children) {
     element("div", { class: "card-head" }, element("h2", {}, title), aside), ...children);
 }
 
+/** A layout as text that may break after its commas. */
+export const layoutText = (text, attributes) => element("span", { class: "mono", ...attributes },
+  text.split(/(?<=,)/).flatMap((piece, at) => at ? [element("wbr"), piece] : [piece]));
+
 let last = 0;
 export const unique = prefix => `${prefix}-${++last}`;

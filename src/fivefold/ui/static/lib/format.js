@@ -41,7 +41,11 @@ export function digits3(value) {
 }
 
 /** "8.8 to 12.4 s", of [low, high]; empty where there is no range */
-export const range = (ends, write) => ends ? `${write(ends[0])} to ${write(ends[1])}` : "";
+export function range(ends, write) {
+  if (!ends) return "";
+  const [low, high] = ends.map(write), unit = /[^\d]+$/.exec(high)?.[0] || "";
+  return `${unit.startsWith(" ") && low.endsWith(unit) ? low.slice(0, -unit.length) : low} to ${high}`;
+}
 
-/** +4.3%, −2.1% of a change */
-export const signed = (share, digits = 1) => `${share < 0 ? "−" : "+"}${percent(Math.abs(share), digits)}`;
+/** +4.3%, −2.1% of a change; ×19.1 of a large one */
+export const signed = (share, digits = 1) => share >= 2 ? `×${digits3(1 + share)}` : `${share < 0 ? "−" : "+"}${percent(Math.abs(share), digits)}`;

@@ -34,7 +34,8 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
   const total = row => row.parts.reduce((sum, part) => sum + Math.max(0, part.value), 0);
   const most = given || Math.max(...rows.map(total), ...marks.map(mark => mark.value)) * 1.02 || 1;
   const longest = Math.max(0, ...rows.map(row => (row.label || "").length));
-  const left = wanted ?? (longest ? Math.min(130, 8 + 7 * longest) : 0), right = 10, top = marks.length ? 26 : 4, foot = 24;
+  const left = wanted ?? (longest ? Math.min(130, 10 + 7 * longest) : 0);
+  const right = rows.some(row => row.note) ? 70 : marks.length ? 48 : 14, top = marks.length ? 26 : 4, foot = 24;
   const line = height || Math.max(3, Math.min(34, Math.floor(260 / rows.length)));
   const gap = line > 8 ? 4 : line > 4 ? 1 : 0;
   const bottom = top + rows.length * line;
@@ -43,7 +44,7 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
   const drawn = [];
   for (const tick of ticks(most, Math.max(2, Math.floor(width / 110)))) {
     drawn.push(shape("line", { x1: x(tick), x2: x(tick), y1: top, y2: bottom, class: "grid" }));
-    drawn.push(shape("text", { x: x(tick), y: bottom + 16, class: "tick", "text-anchor": tick ? "middle" : "start" }, write(tick)));
+    drawn.push(shape("text", { x: x(tick), y: bottom + 16, class: "tick", "text-anchor": tick ? "middle" : "start" }, tick ? write(tick) : "0"));
   }
   rows.forEach((row, at) => {
     const y = top + at * line + gap / 2, thick = line - gap;
@@ -56,13 +57,10 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
       const piece = shape("rect", { x: from, y, width: Math.max(0.4, to - from - (to - from > 3 && line > 4 ? 1 : 0)), height: thick, fill: part.colour, class: part.pattern ? "faint" : null });
       drawn.push(describe ? tip(piece, () => describe(row, part)) : piece);
     }
-    if (row.note) {
-      const inside = x(start) + 8 + 7 * row.note.length > width;
-      drawn.push(shape("text", { x: x(start) + (inside ? -6 : 6), y: y + thick / 2 + 4, class: inside ? "note inside" : "note", "text-anchor": inside ? "end" : "start" }, row.note));
-    }
+    if (row.note) drawn.push(shape("text", { x: x(start) + 6, y: y + thick / 2 + 4, class: "note" }, row.note));
   });
   marks.forEach((mark, at) => {
-    const end = x(mark.value) > width / 2;
+    const end = x(mark.value) > width / 2;  // the first mark is named on its free side, the second on the other
     drawn.push(shape("line", { x1: x(mark.value), x2: x(mark.value), y1: top - 6, y2: bottom, class: mark.hard ? "mark hard" : "mark" }));
     drawn.push(shape("text", { x: x(mark.value) + (end ? -4 : 4) * (at ? -1 : 1), y: top - 10, class: "marklabel", "text-anchor": end !== Boolean(at) ? "end" : "start" }, mark.label));
   });

@@ -59,8 +59,8 @@ export function inline() {
 
 /** Asks for the newest words only: while one question is under way the others wait, and all but the last are dropped.
  *
- *   const asking = newest((words, signal) => source.payload(words, { signal }), show, fail);
- *   asking(words);
+ *   const asking = newest(words => source.payload(words), show, fail);
+ *   asking(words);      // then show(answer, words, stale), stale where another answer is on its way
  */
 export function newest(question, show, fail) {
   let waiting = null, busy = false;
@@ -73,7 +73,7 @@ export function newest(question, show, fail) {
       waiting = null;
       try {
         const answer = await question(current);
-        show(answer, current);
+        show(answer, current, waiting !== null);
       } catch (error) {
         if (error.name !== "AbortError" && error.status !== 409 && !waiting) fail(error, current);
       }

@@ -66,13 +66,13 @@ export function mount(root, source) {
     if (ranked) take(ranked.best.layout);
   }
 
-  function show(payload, asked) {
+  function show(payload, asked, stale) {
     shown = payload;
     const current = asked.move ? asked.move.split("=")[0] : "";
     if (!asked.move) base = payload.shown?.text || base;
     words = { ...only(QUESTION), layout: payload.shown ? payload.shown.text : payload.wanted.text };
     question.show(payload);
-    layout.show(payload, current);
+    layout.show(payload, current, stale);
     figures.show(payload);
     if (source.live) state.write("plan", words);
     const wanted = JSON.stringify(only(QUESTION));
@@ -83,6 +83,8 @@ export function mount(root, source) {
       searching(only(QUESTION));
     }
     list.mark(payload.shown?.text);
+    layout.best(ranked?.best.layout);
+    figures.against(ranked?.best);
     why.wait();
     clearTimeout(timer);
     if (payload.shown) timer = setTimeout(() => judging({ ...only(QUESTION), layout: payload.shown.text }), source.live ? PAUSE : 0);
@@ -96,6 +98,7 @@ export function mount(root, source) {
   function found(answer) {
     ranked = answer;
     layout.best(answer.best.layout);
+    figures.against(answer.best);
     list.show(answer);
     if (free && source.live) { free = false; base = answer.best.layout; hand = ""; refresh(""); }
   }

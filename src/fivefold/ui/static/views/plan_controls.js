@@ -1,6 +1,6 @@
 // The question's fields and the layout's sliders. They show what the payload says, and tell what the user wants.
 import { button, number, select, slider, toggle } from "../lib/controls.js";
-import { card, element } from "../lib/dom.js";
+import { card, element, layoutText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 
 export function questionControls(ask, live) {
@@ -29,7 +29,7 @@ export function questionControls(ask, live) {
       model.set(choices.models.map(one => ({ value: one.name, text: `${one.name} (${format.si(one.parameters)})` })), question.model, { off });
       nodes.set(question.nodes, { off });
       gpus.set(question.gpus, { off });
-      accelerator.set(choices.accelerators.map(one => ({ value: one.name, text: `${one.name} · ${Math.round(one.memory_bytes / 1e9)} GB` })), question.accelerator, { off });
+      accelerator.set(choices.accelerators.map(one => ({ value: one.name, text: `${one.name} · ${(one.memory_bytes / 1e9).toFixed(1)} GB` })), question.accelerator, { off });
       batch.set(question.batch, { off });
       seq.set(question.seq, { off });
       precision.set(choices.precisions, question.precision, { off });
@@ -68,7 +68,8 @@ export function layoutControls({ onMove, onGrab, onBest, live }) {
   const kind = select({ name: "cp_kind", label: "Kind of cp", onInput: value => onMove("cp_kind", value) });
   const dispatch = select({ name: "dispatch", label: "Tokens to experts", onInput: value => onMove("dispatch", value) });
   const sp = toggle({ name: "sp", label: "sequence parallelism (sp)", hint: "Norms and residual sharded over the sequence, along tp", onInput: value => onMove("sp", value) });
-  const text = element("p", { class: "mono", "data-testid": "layout" });
+  let now = "";
+  const text = element("p", { class: "boxed", "data-testid": "layout" });
   const best = button("Take the planner's choice", { class: "main", "data-testid": "take-best", disabled: true, onClick: onBest });
   const zero = element("p", { class: "dim small" });
   const order = ["dp", "tp", "pp", "cp", "ep", "zero", "replicate"];
@@ -77,11 +78,16 @@ export function layoutControls({ onMove, onGrab, onBest, live }) {
     element("div", { class: "row gap" }, schedule.element, kind.element, dispatch.element), sliders.chunks.element, text, best);
   return {
     element: whole,
-    best(layout) { best.disabled = !live; best.title = layout; },
-    show({ wanted, steps, problems, question }, hand) {
+    best(layout) {
+      const taken = layout === now;
+      best.disabled = !live || !layout || taken;
+      best.textContent = taken ? "This is the planner's choice" : "Take the planner's choice";
+      best.title = layout || "";
+    },
+    show({ wanted, shown, steps, problems, question }, hand, stale) {
       const { fields } = wanted, off = !live;
-      for (const [name] of FIELDS) sliders[name].set(steps[name], fields[name], { off, bad: problems.length > 0 && name === hand });
-      recompute.set(steps.recompute, fields.recompute, { off, bad: problems.length > 0 && hand === "recompute" });
+      for (const [name] of FIELDS) sliders[name].set(steps[name], fields[name], { off, bad: problems.length > 0 && name === hand, held: stale && name === hand });
+      recompute.set(steps.recompute, fields.recompute, { off, bad: problems.length > 0 && hand === "recompute", held: stale && hand === "recompute" });
       sliders.ep.element.hidden = !question.experts;
       sliders.replicate.element.hidden = fields.zero !== 3;
       sliders.chunks.element.hidden = steps.chunks.length < 2 || fields.pp === 1;
@@ -93,7 +99,8 @@ export function layoutControls({ onMove, onGrab, onBest, live }) {
       dispatch.set(steps.dispatch, fields.dispatch, { off });
       sp.set(fields.sp, { off: off || fields.tp === 1 });
       zero.textContent = `ZeRO ${ZERO[fields.zero]} sharded over ${format.count(fields.dp * fields.cp / fields.replicate)} ranks`;
-      text.textContent = wanted.text;
+      now = problems.length ? "" : shown.text;
+      text.replaceChildren(layoutText(wanted.text));
     },
   };
 }

@@ -1,7 +1,7 @@
 // What a layout costs: four figures with their ranges, memory of every pipeline rank, time by cause, traffic by axis.
 import { button } from "../lib/controls.js";
 import * as colours from "../lib/colours.js";
-import { card, element } from "../lib/dom.js";
+import { card, element, layoutText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { interval, legend, responsive, stackedBars, swatch } from "../lib/plot.js";
 import { table } from "../lib/table.js";
@@ -20,27 +20,35 @@ function figure(name, testid) {
 }
 
 export function drawFigures({ onTake }) {
-  let now = null;
+  let now = null, best = null;
+  const dock = element("div", { class: "dock", "aria-hidden": "true" });
   const step = figure("Step", "step"), rate = figure("Tokens per second and GPU", "rate"), mfu = figure("Model FLOPs utilisation", "mfu"), memory = figure("Memory of the fullest rank", "memory");
   const verdict = element("div", { "aria-live": "polite", "data-testid": "verdict" });
   const bars = responsive(width => now?.figures && memoryBars(width, now), { "data-testid": "memory-plot" });
   const times = responsive(width => now?.figures && timeBar(width, now), { "data-testid": "time-plot" });
   const wires = responsive(width => now?.figures && trafficBars(width, now), { "data-testid": "traffic-plot" });
   const parts = element("div"), causes = element("div"), moved = element("div"), ranks = element("span", { class: "dim small" });
-  const whole = element("div", { class: "stack" }, verdict,
+  const whole = element("div", { class: "stack" }, verdict, dock,
     element("div", { class: "figures" }, step.element, rate.element, mfu.element, memory.element),
-    card("Memory of each pipeline rank", { aside: ranks, "data-testid": "memory-card" }, bars.element, parts),
+    card("Memory of each pipeline rank", { aside: ranks, "data-testid": "memory-card" }, element("div", { class: "side-by-side" }, bars.element, parts)),
     element("div", { class: "grid2" }, card("Time of a step, by cause", { "data-testid": "time-card" }, times.element, causes),
       card("What a rank sends in a step", { "data-testid": "traffic-card" }, wires.element, moved)));
   return {
     element: whole,
     fail(error) { whole.classList.add("busy"); verdict.replaceChildren(element("p", { class: "notice bad" }, error.message)); },
+    against(other) {
+      if (other === best) return;
+      best = other;
+      if (now?.figures) judge(verdict, now, onTake, best);
+    },
     show(payload) {
       whole.classList.remove("busy");
       now = payload;
-      judge(verdict, payload, onTake);
+      judge(verdict, payload, onTake, best);
       if (!payload.figures) { whole.classList.add("busy"); return; }
       headline(payload, { step, rate, mfu, memory });
+      dock.replaceChildren(...[format.seconds(payload.figures.step_seconds), `MFU ${format.percent(payload.figures.mfu)}`, `${format.gigabytes(payload.figures.memory_bytes)} GB`].map(text => element("strong", {}, text)),
+        element("span", { class: payload.problems.length || !payload.figures.fits ? "bad" : "good" }, payload.problems.length ? "cannot run" : payload.figures.fits ? "fits" : "does not fit"));
       bars.update(); times.update(); wires.update();
       ranks.textContent = payload.shown.fields.pp > 1 ? `${payload.shown.fields.pp} pipeline ranks; the table is rank ${payload.figures.memory_rank}, the fullest` : "all ranks are alike";
       parts.replaceChildren(memoryTable(payload.figures));
@@ -50,22 +58,35 @@ export function drawFigures({ onTake }) {
   };
 }
 
-function judge(box, { problems, shown, changes, figures, device_memory_bytes }, onTake) {
+const largest = parts => Object.entries(parts).reduce((most, one) => one[1] > most[1] ? one : most);
+
+function compared(figures, best) {
+  if (!best) return "";
+  const change = figures.step_seconds / best.step_seconds - 1;
+  if (best.layout === figures.layout) return "This is the planner's choice.";
+  return Math.abs(change) < 0.0005 ? "It takes as long as the planner's choice." : `It is ${format.percent(Math.abs(change))} ${change > 0 ? "slower" : "faster"} than the planner's choice.`;
+}
+
+function judge(box, { problems, shown, changes, figures, causes, device_memory_bytes }, onTake, best) {
   if (problems.length) {
     box.replaceChildren(element("div", { class: "notice bad", "data-testid": "problems" },
       element("strong", {}, "This cannot run. "), element("ul", {}, problems.map(one => element("li", {}, one))),
-      shown ? element("p", {}, "The figures below are of the nearest layout that can: ", element("span", { class: "mono", "data-testid": "nearest" }, shown.text), ` (${changes.join(", ")}). `,
+      shown ? element("p", {}, "The figures below are of the nearest layout that can: ", layoutText(shown.text, { "data-testid": "nearest" }), ` (${changes.join(", ")}). `,
         button("Take it", { "data-testid": "take-nearest", onClick: () => onTake(shown.text) })) : element("p", {}, "Nothing near it can run either.")));
     return;
   }
-  const used = figures.memory_bytes / device_memory_bytes;
-  box.replaceChildren(element("p", { class: figures.fits ? "notice good" : "notice bad", "data-testid": "fits" },
-    figures.fits ? `It fits: ${format.gigabytes(figures.memory_bytes)} of ${format.gigabytes(device_memory_bytes)} GB on the fullest rank, ${format.percent(used, 0)} of the device.`
-      : `It does not fit: ${format.gigabytes(figures.memory_bytes)} GB on the fullest rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB.`));
+  const used = figures.memory_bytes / device_memory_bytes, [part, size] = largest(figures.memory_by_component);
+  const fits = figures.fits ? `It fits: ${format.gigabytes(figures.memory_bytes)} of ${format.gigabytes(device_memory_bytes)} GB on the fullest rank, ${format.percent(used, 0)} of the device.`
+    : `It does not fit: ${format.gigabytes(figures.memory_bytes)} GB on the fullest rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB.`;
+  const [cause, length] = largest({ ...figures.time_by_cause, gemm: 0, attention: 0 });
+  box.replaceChildren(element("div", { class: figures.fits ? "notice good" : "notice bad" }, element("strong", { "data-testid": "fits" }, fits), " ",
+    element("span", { "data-testid": "limits" }, `Largest in memory: ${part}, ${format.gigabytes(size)} GB. ` +
+      (length > 0 ? `Beside matmuls and attention, most time goes to ${causes[cause]}, ${format.percent(length / figures.step_seconds)}.` : "")), " ",
+    element("span", { "data-testid": "against" }, compared(figures, best))));
 }
 
 function headline({ figures, device_memory_bytes }, { step, rate, mfu, memory }) {
-  const inWords = ends => ends ? `${format.percent(figures.range_share, 0)} of cases: ` : "no range: this device was not measured";
+  const inWords = ends => ends ? `${format.percent(figures.range_share, 0)} range: ` : "no range: this device was not measured";
   const gauge = (value, ends, most, label) => ({ value, ends, most, label });
   const [number, unit] = format.seconds(figures.step_seconds).split(" ");
   step.show(number, unit, inWords(figures.step_seconds_range) + format.range(figures.step_seconds_range, format.seconds),
@@ -74,7 +95,7 @@ function headline({ figures, device_memory_bytes }, { step, rate, mfu, memory })
   const ends = all && all.map(one => one * share);
   rate.show(format.count(Math.round(per)), "tok/s", `${format.si(figures.tokens_per_second)} tok/s in all, ${format.si(figures.tokens_per_day)} a day`, gauge(per, ends, 1.6 * per, "range of the rate"));
   mfu.show(format.percent(figures.mfu).slice(0, -1), "%", inWords(figures.mfu_range) + format.range(figures.mfu_range, format.percent), gauge(figures.mfu, figures.mfu_range, 1, "range of the utilisation, of 100%"));
-  memory.show(format.gigabytes(figures.memory_bytes), `of ${format.gigabytes(device_memory_bytes)} GB`, `${format.percent(figures.range_share, 0)} of cases: ${format.range(figures.memory_bytes_range, format.gigabytes)} GB`,
+  memory.show(format.gigabytes(figures.memory_bytes), `of ${format.gigabytes(device_memory_bytes)} GB`, `${format.percent(figures.range_share, 0)} range: ${format.range(figures.memory_bytes_range, format.gigabytes)} GB`,
     { ...gauge(figures.memory_bytes, figures.memory_bytes_range, Math.max(device_memory_bytes, figures.memory_bytes), "share of the device"), colour: figures.fits ? "var(--blue)" : "var(--red)" });
 }
 

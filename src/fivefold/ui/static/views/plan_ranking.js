@@ -1,7 +1,7 @@
 // The layouts one change away, and the ranking of all: two rows of it can be compared.
 import { button } from "../lib/controls.js";
 import * as colours from "../lib/colours.js";
-import { card, element } from "../lib/dom.js";
+import { card, element, layoutText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { responsive, stackedBars } from "../lib/plot.js";
 import { table } from "../lib/table.js";
@@ -22,7 +22,7 @@ export function drawNeighbours({ onTake, live }) {
         one.slower === null ? "—" : element("span", { class: one.slower < -0.001 ? "good" : "" }, format.signed(one.slower)),
         one.why.startsWith(one.change) ? one.why.slice(one.change.length).trim() : one.why,
         one.slower === null || !live ? "" : button("Try", { "aria-label": `Try ${one.change}`, onClick: () => onTake(one.layout) }),
-      ]), { testid: "neighbours-table" }));
+      ]), { testid: "neighbours-table", records: true }));
     },
   };
 }
@@ -42,12 +42,12 @@ export function drawRanking({ onTake, live }) {
     if (!answer) return;
     const rows = answer.options.map((one, at) => [
       element("input", { type: "checkbox", "aria-label": `Compare ${one.layout}`, "data-testid": `compare-${at}`, checked: picked.includes(at), onChange: () => pick(at) }),
-      [element("span", { class: "mono" }, one.layout), one.layout === answer.best.layout && element("strong", { class: "good" }, " the choice")],
+      [layoutText(one.layout), one.layout === answer.best.layout && element("strong", { class: "good" }, " the choice")],
       format.seconds(one.step_seconds), format.count(Math.round(one.tokens_per_second_per_gpu)), format.percent(one.mfu), format.gigabytes(one.memory_bytes),
       format.percent(Math.max(0, one.time_by_cause.bubble) / one.step_seconds), live ? button("Take", { "aria-label": `Take ${one.layout}`, onClick: () => onTake(one.layout) }) : "",
     ]);
     box.replaceChildren(table(["", "layout", ">step", ">tok/s per GPU", ">MFU", ">GB", ">bubble", ""], rows, {
-      testid: "ranking", caption: "Tick two to compare them. The choice is the simplest of those that are about as fast.",
+      testid: "ranking", records: true, caption: "Tick two to compare them. The choice is the simplest of those that are about as fast.",
       row(line, at) {
         line.classList.toggle("marked", picked.includes(at));
         line.classList.toggle("chosen", answer.options[at].layout === current);
@@ -89,7 +89,7 @@ export function comparison(one, other) {
   })).element;
   return element("div", { class: "stack compare", "data-testid": "comparison" },
     element("h3", {}, "Side by side"),
-    element("p", {}, element("strong", {}, "A "), element("span", { class: "mono" }, one.layout)), element("p", {}, element("strong", {}, "B "), element("span", { class: "mono" }, other.layout)),
+    element("p", {}, element("strong", {}, "A "), layoutText(one.layout)), element("p", {}, element("strong", {}, "B "), layoutText(other.layout)),
     element("div", { class: "grid2" },
       element("div", {}, element("h4", {}, "Time of a step"), bars(option => option.time_by_cause, colours.cause, format.seconds, "time of both")),
       element("div", {}, element("h4", {}, "Memory of the fullest rank"), bars(option => option.memory_by_component, colours.memory, format.bytes, "memory of both"))),
