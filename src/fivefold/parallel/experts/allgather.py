@@ -36,7 +36,7 @@ class AllGatherDispatch(SlicedDispatch):
             ticket = SendOff.apply(there, _padded(x, most), _padded(routed.weights, most))
             choice = SendOff.apply(choices, _padded(routed.chosen, most, -1))
         shared = beside() if beside is not None else None
-        self.hand_over()
+        there.pause()
         with self.sending(DISPATCH):
             tokens, weights = Arrive.apply(there, 2, ticket)
             (chosen,) = Arrive.apply(choices, 1, choice)
@@ -55,7 +55,7 @@ class AllGatherDispatch(SlicedDispatch):
             sums = said.new_zeros(tokens.shape).index_add(0, rows, said)
             home = Trip(self, COMBINE, _sum, _gather)
             ticket = SendOff.apply(home, sums)
-        self.hand_over()
+        home.pause()
         with self.sending(COMBINE):
             (total,) = Arrive.apply(home, 1, ticket)
             return total[:own].to(x.dtype), shared

@@ -41,7 +41,7 @@ class AllToAllDispatch(SlicedDispatch):
             by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
             groups = Groups(tuple(map(sum, zip(*due, strict=True))), x.device)
         shared = beside() if beside is not None else None
-        self.hand_over()
+        there.pause()
         with self.sending(DISPATCH):
             # One name for what moves on: what a name held before is let go of, and rows are large.
             (rows,) = Arrive.apply(there, 1, ticket)
@@ -52,7 +52,7 @@ class AllToAllDispatch(SlicedDispatch):
             home = self._trip(COMBINE, back, out)
             ticket = SendOff.apply(home, rows)
             del rows
-        self.hand_over()
+        home.pause()
         with self.sending(COMBINE):
             (rows,) = Arrive.apply(home, 1, ticket)
             rows = rows[places(order)]

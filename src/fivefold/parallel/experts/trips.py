@@ -3,6 +3,7 @@
     trip = Trip(dispatch, DISPATCH, there, back)
     ticket = SendOff.apply(trip, x)         forward starts there(x); backward waits for the gradient
     ...                                     runs while the message travels, and so does its backward pass
+    trip.pause()                            the other half of a joined pair runs, where there is one
     (y,) = Arrive.apply(trip, ticket)       forward waits for it; backward starts back(gradient)
 
 Autograd runs what is ready in the reverse order of its making. So the backward pass of what was computed in between
@@ -39,6 +40,11 @@ class Trip:
         self.sent, self.axis, self.flying = tensors, axis, how(tensors, axis)
         return ()
 
+    def pause(self) -> None:
+        """Before the wait: let the other half of a pair run. Where the store has what came, nothing is waited for."""
+        if self.flying:
+            self.by.hand_over()
+
     def end(self) -> tuple[Tensor, ...]:
         """What has come."""
         assert self.axis is not None
@@ -60,7 +66,7 @@ class SendOff(Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         trip: Trip = ctx.trip
-        trip.by.hand_over()
+        trip.pause()
         with trip.by.sending(trip.what):
             return None, *(one.to(dtype) for one, dtype in zip(trip.end(), ctx.dtypes, strict=True))
 
