@@ -35,6 +35,24 @@ def test_every_action_is_in_the_svg_with_its_microbatch(name: str) -> None:
     assert len(numbers) >= len(actions)
 
 
+@pytest.mark.parametrize("ep", [0.0, 0.4])
+def test_a_pair_is_drawn_overlapped_where_it_is(ep: float) -> None:
+    """Else its F and its B stand one after the other, as they run."""
+    schedule = build("dualpipe-v", 4, 8)
+    simulation = simulate(schedule, Costs.even(schedule.placement, ep=ep))
+    shown = [one for rank in range(4) for one in simulation.shown(rank)]
+    beside = [one for one in shown if one.beside]
+    pairs = sum(action.joined for order in schedule.ranks for action in order)
+    assert len(beside) == (pairs if ep else 0)
+    assert sum(1 + bool(one.beside) for one in shown) == sum(map(len, simulation.timeline))
+    assert sum(one.end - one.start for one in shown) == pytest.approx(sum(rank.busy for rank in simulation.ranks))
+    rects = [shape for shape in picture([simulation]).shapes if isinstance(shape, Rect) and shape.hint]
+    assert len({rect.height for rect in rects}) == 1 + bool(ep)
+    plain, colour = (timeline(simulation, 200, colour=colour).plain for colour in (False, True))
+    assert ("&B" in plain, "▀" in colour) == (bool(ep), bool(ep))
+    assert ("an F beside a B" in legend([simulation]).plain) == bool(ep)
+
+
 def test_the_title_has_both_bubbles_and_the_peak() -> None:
     text = to_svg(picture([simulate(build("zb-v", 4, 8))]))
     assert "makespan 25.5" in text

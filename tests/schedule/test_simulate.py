@@ -1,6 +1,7 @@
 """The clock: against a second implementation, against rules of thumb, and with links that matter."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fivefold.schedule.clock import run
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement, Schedule
 from fivefold.schedule.simulate import simulate
+from fivefold.schedule.times import Times
 from fivefold.schedule.wiring import wire, with_zero
 from fivefold.support.errors import UserError
 from tests.schedule.slow_clock import ends
@@ -91,6 +93,32 @@ def test_a_joined_pair_takes_the_time_of_its_forwards_stage() -> None:
     pairs = [span for spans in simulation.timeline for span in spans if span.action.joined]
     assert {span.action.stage for span in pairs} == {0, 1, 2, 3}
     assert all(span.end - span.start == 1.25 + 0.25 * span.action.stage for span in pairs)
+
+
+def test_a_joined_pair_with_experts_takes_what_its_halves_play() -> None:
+    schedule = build("dualpipe-v", 2, 6)
+    costs = Costs.even(schedule.placement, f=[1, 2, 3, 4], i=[1, 2, 3, 4], ep=[0, 0.5, 0.5, 1])
+    # By the rule, F of stage 3 (1.5, a message of 0.5, 1.5, another) with B of stage 0 (5, no message): 0 hidden after
+    # the first. The B runs to its end while the F's first message is on its way, and its second has nothing beside it.
+    assert costs.joined(3, 0) == 4 + costs.b[0] - 0.5
+    assert costs.joined(0, 3) == 1 + costs.b[3]  # an F without messages ends before the B begins
+    assert costs.joined(1, 2) < costs.f[1] + costs.b[2]
+    simulation = simulate(schedule, costs)
+    for spans in simulation.timeline:
+        for first, second in pairwise(spans):
+            if first.action.joined:
+                length = costs.joined(first.action.stage, second.action.stage)
+                assert first.end - first.start == pytest.approx(length)
+    slower = costs.slowed(schedule.placement, {0: 2.0, 1: 2.0})
+    assert simulate(schedule, slower).makespan == pytest.approx(2 * simulation.makespan)
+
+
+def test_messages_are_a_part_of_every_pass() -> None:
+    with pytest.raises(UserError, match=r"ep=2 of stage 1 is a part of its passes.* takes 1; give at most that"):
+        Costs.even(Placement.single(2), ep=[1, 2])
+    with pytest.raises(UserError, match="both say how long a joined pair takes"):
+        Times.parse("ep=0.2,fb=2")
+    assert Times.parse("ep=0.2").costs(Placement.vee(2)) == Costs.even(Placement.vee(2), ep=0.2)
 
 
 def test_the_span_bubble_is_that_of_the_rank_that_waits_longest_not_of_the_largest_share() -> None:

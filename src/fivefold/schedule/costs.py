@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Literal, Self
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
-from fivefold.schedule.pairs import Segments, play, scaled
+from fivefold.schedule.pairs import Segments, one_block, play, scaled
 from fivefold.schedule.schedule import Placement
 from fivefold.support.errors import UserError
 
@@ -100,16 +100,21 @@ class Costs:
         *,
         b: Duration | None = None,
         fb: Duration | None = None,
+        ep: Duration | None = None,
         link: Link | None = None,
     ) -> Self:
-        """Costs from times per rank: with v chunks on a rank, each takes 1/v. B takes I + W unless it is given."""
+        """Costs from times per rank: with v chunks on a rank, each takes 1/v. B takes I + W unless it is given. Of F,
+        and of B, experts' messages take `ep`, which the other half of a joined pair hides."""
         i_times, w_times = _per_stage("i", i, placement), _per_stage("w", w, placement)
         b_times = tuple(map(sum, zip(i_times, w_times, strict=True)))
+        f_times = _per_stage("f", f, placement)
+        b_times = b_times if b is None else _per_stage("b", b, placement)
         return cls(
-            f=_per_stage("f", f, placement),
+            f=f_times,
             i=i_times,
             w=w_times,
-            b=b_times if b is None else _per_stage("b", b, placement),
+            b=b_times,
+            segments=() if ep is None else _halves(f_times, i_times, b_times, _per_stage("ep", ep, placement)),
             pair=None if fb is None else _per_stage("fb", fb, placement),
             activation=_per_stage("activation", 1.0, placement),
             link=link or Link(),
@@ -153,6 +158,18 @@ class Costs:
         if self.segments:
             return play(self.segments[forward_stage][0], self.segments[backward_stage][1]).together
         return self.f[forward_stage] + self.b[backward_stage]
+
+
+def _halves(
+    f: tuple[float, ...], i: tuple[float, ...], b: tuple[float, ...], ep: tuple[float, ...]
+) -> tuple[tuple[Segments, Segments], ...]:
+    for stage, (messages, *passes) in enumerate(zip(ep, f, i, b, strict=True)):
+        if messages > min(passes):
+            raise UserError(
+                f"ep={messages:g} of stage {stage} is a part of its passes, the shortest of which takes "
+                f"{min(passes):g}; give at most that"
+            )
+    return tuple(map(one_block, f, b, ep))
 
 
 def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float, ...]:

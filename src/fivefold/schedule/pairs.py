@@ -45,6 +45,18 @@ def scaled(segments: Segments, factor: float) -> Segments:
     return tuple(Segment(*(factor * part for part in one)) for one in segments)
 
 
+def one_block(forward: float, backward: float, messages: float) -> tuple[Segments, Segments]:
+    """A stage of which no more is known than how long its passes take, and its experts' messages in either of them.
+
+    One block: half of the compute comes before the dispatch, and half is the experts'; backward is the mirror of it.
+    """
+    half, message, back = (forward - messages) / 2, messages / 2, (backward - messages) / 2
+    return (
+        (Segment(half, message), Segment(half, message)),
+        (Segment(0.0, message), Segment(back, message), Segment(back)),
+    )
+
+
 def alone(segments: Iterable[Segment]) -> float:
     """How long a pass takes by itself: only what it computes beside a message hides any of it."""
     return sum(compute + max(message, beside) for compute, message, beside in segments)

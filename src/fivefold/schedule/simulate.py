@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from fivefold.schedule.actions import FORWARD, LAST_READERS
+from fivefold.schedule.actions import FORWARD, LAST_READERS, Action
 from fivefold.schedule.check.deadlock import deadlock_sentence
 from fivefold.schedule.clock import Lane, Run, Span, run
 from fivefold.schedule.costs import Costs
@@ -35,6 +35,15 @@ class RankTime(NamedTuple):
         return self.busy + self.wait
 
 
+class Shown(NamedTuple):
+    """What a picture shows at once: an action, or an F that runs beside the B of its pair."""
+
+    action: Action
+    start: float
+    end: float
+    beside: Action | None = None
+
+
 @dataclass(frozen=True)
 class Simulation:
     """A schedule that ran on a clock. What it says is worked out when it is asked for."""
@@ -51,6 +60,21 @@ class Simulation:
     def timeline(self) -> list[list[Span]]:
         """Per rank, every compute action with its start and end."""
         return [lane.spans() for lane in self.run.lanes]
+
+    def shown(self, rank: int) -> Iterator[Shown]:
+        """A rank's actions as they are drawn: the halves of an overlapped pair together, those of another in turn."""
+        spans = iter(self.timeline[rank])
+        for action, start, end in spans:
+            if not action.joined:
+                yield Shown(action, start, end)
+                continue
+            other = next(spans).action
+            f, b = self.costs.f[action.stage], self.costs.b[other.stage]
+            if end - start < (1 - 1e-9) * (f + b):
+                yield Shown(action, start, end, other)
+            else:
+                yield Shown(action, start, start + f)
+                yield Shown(other, end - b, end)
 
     @cached_property
     def ranks(self) -> list[RankTime]:

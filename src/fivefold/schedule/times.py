@@ -2,6 +2,7 @@
 
     f, i, w    forward, input gradient, weight gradient of a whole rank; with v chunks, each chunk takes 1/v
     b, fb      the whole backward (i+w if left out), and a forward overlapped with a backward (f+b if left out)
+    ep         of f, and of i, the messages of experts: joined pairs hide them, as far as they can, if fb is left out
     comm       latency of one message
     bytes, bandwidth    size of a message, and what a link carries per unit of time
     gather, reduce, step    the collectives and the optimizer of one stage
@@ -18,7 +19,7 @@ from fivefold.schedule.schedule import Placement
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean, figure, whole_number
 
-PER_STAGE = ("f", "i", "w", "b", "fb")
+PER_STAGE = ("f", "i", "w", "b", "fb", "ep")
 SINGLE = ("comm", "bytes", "bandwidth", "gather", "reduce", "step")
 KEYS = (*PER_STAGE, *SINGLE)
 
@@ -53,6 +54,8 @@ class Times:
                 values[key] = tuple(number for number in numbers if number is not None)
         if values.get("bandwidth") == (0.0,):
             problems.append("times: bandwidth=0 carries nothing; leave it out for a link that takes no time")
+        if "fb" in values and "ep" in values:
+            problems.append("times: fb and ep both say how long a joined pair takes; leave one of them out")
         if problems:
             raise UserError(problems)
         return cls(values)

@@ -341,7 +341,7 @@ def closed_of(case: Case, of: Choices, dealt: Dealt, shapes: list[Shape], pipeli
     return ExpertClosed(case, of, block, pipelines, dealt, placed)
 
 
-def _paired(spent: Spent, forward: Array, backward: Array, twice: Array) -> Array:
+def _paired(spent: Spent, forward: Any, backward: Any, twice: Array) -> Array:
     """Seconds that a joined pair hides of a block's messages, nearly at most: each behind the turn of the other half
     that comes after it, in the middle of a stage; at its ends there is less to hide behind.
 
@@ -354,7 +354,7 @@ def _paired(spent: Spent, forward: Array, backward: Array, twice: Array) -> Arra
     ahead = np.minimum(spent.dispatch, rest_back) + np.minimum(spent.combine, spent.computing_back)
     back = np.minimum(spent.combine_back, spent.computing) + np.minimum(spent.dispatch_back, rest)
     link = (1 + twice) * spent.link + spent.link_back
-    return np.maximum(0.0, np.minimum(ahead + back, forward + backward - link))
+    return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
 
 
 def _spent(case: Case, of: Choices, dealt: Dealt, placed: Placed, shapes: list[Shape]) -> Spent:

@@ -156,11 +156,10 @@ class _Panel:
         scene.shapes.append(Text(self.left - 10 * self.unit, y + self.row / 2, f"rank {rank}", size, "end", GREY))
         inner = self.row - (3.0 if self.row > 15 else 2.0)
         scene.shapes.append(Hatch(self.left, y, self.end - self.left, inner))
-        joined = False
-        for span in self.simulation.timeline[rank]:
-            pair = span.action.joined or joined
-            self.paint_span(scene, span, y + inner / 2 if joined else y, inner / 2 if pair else inner)
-            joined = span.action.joined
+        for action, start, end, beside in self.simulation.shown(rank):
+            self.paint_span(scene, Span(action, start, end), y, inner / 2 if beside else inner)
+            if beside:
+                self.paint_span(scene, Span(beside, start, end), y + inner / 2, inner / 2)
 
     def paint_span(self, scene: Scene, span: Span, y: float, height: float) -> None:
         action, start, end = span

@@ -6,17 +6,17 @@ in for them. The microbatch is shown where its number fits, so a wider terminal 
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.style import Style
 from rich.text import Text
 
-from fivefold.report.look import hexed, mix, text_on
-from fivefold.schedule.clock import Span
+from fivefold.report.look import RGB, hexed, mix, text_on
+from fivefold.schedule.actions import Action
 from fivefold.schedule.draw.palette import HUES, NAMES, colour_of, shade
 from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.simulate import Simulation
+from fivefold.schedule.simulate import Shown, Simulation
 
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -27,9 +27,8 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True) ->
     width = max(10, columns - label - 6)
     slice_ = simulation.makespan / width if simulation.makespan else 1.0
     # Whole columns per action look best: take the largest such width when the schedule is short enough.
-    shortest = min(
-        (end - start for spans in simulation.timeline for _, start, end in spans if end > start), default=1.0
-    )
+    shown = [[*simulation.shown(rank)] for rank in range(simulation.schedule.p)]
+    shortest = min((one.end - one.start for spans in shown for one in spans if one.end > one.start), default=1.0)
     per_action = int(shortest / slice_)
     if per_action >= 1:
         slice_ = shortest / per_action
@@ -38,8 +37,9 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True) ->
     text = Text()
     for rank in range(simulation.schedule.p):
         text.append(f"rank {rank} ".rjust(label), "dim")
-        for span, group in groupby(_columns([*_side_by_side(simulation.timeline[rank])], width, slice_)):
-            text.append_text(_cell(simulation.schedule, span, len([*group]), colour))
+        for span, group in groupby(_columns(shown[rank], width, slice_)):
+            cell = _pair if span and span.beside else _cell
+            text.append_text(cell(simulation.schedule, span, len([*group]), colour))
         text.append("\n")
     text.append("memory\n".rjust(label), "dim")
     most = max(simulation.peak_activations) or 1.0
@@ -50,9 +50,9 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True) ->
     return text
 
 
-def _columns(spans: list[Span], width: int, slice_: float) -> list[Span | None]:
+def _columns(spans: list[Shown], width: int, slice_: float) -> list[Shown | None]:
     """For each slice of time the action that fills most of it; None where most of it is idle."""
-    largest: list[tuple[float, Span | None]] = [(0.0, None)] * width
+    largest: list[tuple[float, Shown | None]] = [(0.0, None)] * width
     idle = [slice_] * width
     for span in spans:
         for column in range(int(span.start / slice_), min(width, math.ceil(span.end / slice_))):
@@ -63,31 +63,45 @@ def _columns(spans: list[Span], width: int, slice_: float) -> list[Span | None]:
     return [span if share >= rest - 1e-9 * slice_ else None for (share, span), rest in zip(largest, idle, strict=True)]
 
 
-def _side_by_side(spans: list[Span]) -> Iterator[Span]:
-    """A joined pair has one line only, so its halves share the time: the first half of it, and the second."""
-    second = False
-    for action, start, end in spans:
-        middle = (start + end) / 2
-        if action.joined:
-            yield Span(action, start, middle)
-        else:
-            yield Span(action, middle if second else start, end)
-        second = action.joined
-
-
-def _cell(schedule: Schedule, span: Span | None, width: int, colour: bool) -> Text:
+def _cell(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> Text:
     if span is None:
         return Text("·" * width, "dim")
-    action = span.action
-    number = str(action.microbatch) if action.microbatch >= 0 else ""
+    number = _number(span.action)
     if not colour:
-        full = f"{action.kind[0]}{number}"
-        return Text((full if len(full) <= width else action.kind[0]).ljust(width, "-"))
+        full = f"{span.action.kind[0]}{number}"
+        return Text((full if len(full) <= width else span.action.kind[0]).ljust(width, "-"))
+    return Text((number if len(number) <= width else "").center(width), _style(_colour(schedule, span.action)))
+
+
+def _pair(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> Text:
+    """An overlapped pair: the F above the B, their numbers at either end. Without colours, `F5&B2`."""
+    assert span is not None
+    assert span.beside is not None
+    first, second = span.action, span.beside
+    one, other = _number(first), _number(second)
+    if not colour:
+        full = f"{first.kind[0]}{one}&{second.kind[0]}{other}"
+        return Text((full if len(full) <= width else "&").ljust(width, "-"))
+    above, below = _colour(schedule, first), _colour(schedule, second)
+    if len(one) + len(other) >= width:
+        one = other = ""
+    middle = "▀" * (width - len(one) - len(other))
+    both = Style(color=hexed(above), bgcolor=hexed(below))
+    return Text.assemble((one, _style(above)), (middle, both), (other, _style(below)))
+
+
+def _number(action: Action) -> str:
+    return str(action.microbatch) if action.microbatch >= 0 else ""
+
+
+def _colour(schedule: Schedule, action: Action) -> RGB:
+    """Neighbours of the same kind touch here, so every other microbatch is a touch darker."""
     background = colour_of(schedule, action)
-    if action.microbatch % 2:  # neighbours of the same kind touch here, so every other microbatch is a touch darker
-        background = mix(background, (0, 0, 0), 0.16)
-    style = Style(color=text_on(background), bgcolor=hexed(background))
-    return Text((number if len(number) <= width else "").center(width), style)
+    return mix(background, (0, 0, 0), 0.16) if action.microbatch % 2 else background
+
+
+def _style(background: RGB) -> Style:
+    return Style(color=text_on(background), bgcolor=hexed(background))
 
 
 def _bars(steps: list[tuple[float, float]], width: int, slice_: float, most: float) -> str:
@@ -104,6 +118,9 @@ def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
     """Which colour is which kind of action."""
     present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
     text = Text()
+    if any(one.beside for s in simulations for rank in range(s.schedule.p) for one in s.shown(rank)):
+        text.append(" ▀ " if colour else " & ")
+        text.append(" an F beside a B   ", "dim")
     for kind in HUES:
         if kind in present:
             background = shade(kind, 0, 1)
