@@ -1,6 +1,8 @@
 """Joined pairs in the planner: what they hide of experts' messages, and that the search knows it."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -118,6 +120,22 @@ def test_closed_forms_of_pairs_do_not_promise_less_than_they_hide():
             layout = every.layout(at)
             if layout.pp > 1 < layout.ep:
                 assert 0.8 < every.seconds[at] / estimate(replace(QWEN, layout=layout)).seconds < 1.0
+
+
+def test_the_table_on_the_page_is_what_the_planner_says():
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    rows = re.findall(
+        r"^\| ([\w-]+) \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) s \| (?:([\d.]+) s )?\|$", page, re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == ["dualpipe-v", "zb-v", "1f1b"]
+    for name, *figures in rows:
+        layout = structs.replace(LAYOUT, microbatches=60, recompute="full", schedule=name, chunks=0)
+        found = estimate(replace(DEEP, layout=layout, batch=3840))
+        whole, shared, paired = found.travelled
+        assert [float(figure or 0) for figure in figures] == [
+            *(round(seconds, 1) for seconds in (found.seconds, whole)),
+            *(round(seconds, 2) for seconds in (shared, paired)),
+        ]
 
 
 def test_a_plan_says_what_hides_how_much():
