@@ -52,7 +52,15 @@ def payload(ask: Ask) -> dict[str, Any]:
         "ranks": [] if option is None else _ranks(option),
         "device_memory_bytes": case.memory_of(0),
         "causes": CAUSES,
+        "asks": _asks(case, ask, option),
     }
+
+
+def _asks(case: Case, ask: Ask, option: Option | None) -> dict[str, dict[str, str]]:
+    """The words of the parts that belong to this payload."""
+    words = (case.spec.name, str(case.cluster), case.batch, case.seq, case.precision, _software(ask))
+    asked = dict(zip(ASKED, map(str, words), strict=True))
+    return {"search": asked} | ({} if option is None else {"why": asked | {"layout": str(option.layout)}})
 
 
 def search(ask: Ask) -> dict[str, Any]:

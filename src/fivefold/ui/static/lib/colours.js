@@ -1,18 +1,27 @@
-// One meaning, one colour, in all views. The variables are in style.css, for light and for dark; hues are those of the
-// schedule's pictures (blue, sea green, orange, violet, slate) and others that stay apart without red and green cones.
-const AXES = { dp: "green", tp: "orange", pp: "violet", cp: "sky", ep: "rose", zero: "gold", replicate: "gold", data: "green",
-  batch: "green", world: "slate", ends: "violet", ezero: "gold", edp: "green", sequence: "sky", stage: "slate" };
-const MEMORY = { parameters: "blue", gradients: "green", optimizer: "violet", "activations: residual": "orange",
-  "activations: norm": "gold", "activations: attention": "gold", "activations: scores": "sand", "activations: mlp": "sand",
-  "activations: head": "rose", "activations: experts": "rose", buffers: "sky", "context and fragmentation": "grey" };
-const TIME = { gemm: "blue", attention: "sky", memory: "green", recompute: "violet", host: "grey", tp: "orange", cp: "gold",
-  zero: "sand", ep: "rose", bubble: "grey", dp: "red", optimizer: "slate", other: "slate" };
-const ACTIONS = { F: "blue", B: "green", I: "orange", W: "violet", S: "slate" };
+// One meaning, one colour, in all views and as in the pictures of the command line (plan/pictures, schedule/draw). The
+// names are variables of style.css.
+const softer = (name, share = 50) => `color-mix(in srgb, var(--${name}) ${100 - share}%, white)`;
+const plain = name => `var(--${name})`;
 
-const of = (table, name, usual) => `var(--${table[name] || usual})`;
-export const axis = name => of(AXES, name, "slate");
-export const memory = name => of(MEMORY, name, "rose");  // the worst moment of a step has many names
-export const cause = name => of(TIME, name, "slate");
-export const action = kind => of(ACTIONS, kind, "slate");
-/** For runs and sources: the n-th of a list. */
-export const nth = number => `var(--${["blue", "orange", "green", "violet", "rose", "gold", "sky", "slate", "red", "sand"][number % 10]})`;
+const AXES = { tp: "orange", cp: "purple", pp: "blue", dp: "green", ep: "red", replicate: "sky", shard: "sky", zero: "sky", ezero: "sky",
+  edp: "green", data: "green", batch: "green", ends: "blue", sequence: "purple" };
+// Compute is blue and green, communication warm, waiting grey.
+const CAUSES = { gemm: plain("blue"), attention: plain("sky"), memory: plain("green"), recompute: softer("green"), host: plain("rest"),
+  tp: plain("orange"), cp: softer("orange"), zero: softer("red"), ep: plain("purple"), bubble: plain("grey"), dp: plain("red"),
+  optimizer: "color-mix(in srgb, var(--blue), black)", other: plain("rest") };
+const MEMORY = { parameters: "blue", gradients: "orange", optimizer: "green", buffers: "sky", "context and fragmentation": "rest" };
+const KINDS = ["residual", "norm", "attention", "scores", "mlp", "head", "experts"];  // of activations, ever lighter
+const ACTIONS = { F: "blue", B: "green", I: "orange", W: "purple", S: "slate" };
+const ORDER = ["blue", "orange", "green", "purple", "sky", "red"];
+
+export const axis = name => plain(AXES[name] || "slate");
+export const cause = name => CAUSES[name] || plain("slate");
+export const action = kind => plain(ACTIONS[kind] || "slate");
+/** A component of memory; the worst moment of a step, which has many names, is red. */
+export function memory(name) {
+  const kind = KINDS.indexOf(name.replace("activations: ", ""));
+  return kind >= 0 ? softer("purple", 11 * kind) : plain(MEMORY[name] || "red");
+}
+/** For runs and sources: the n-th of a list; after six they become lighter. */
+export const nth = number => softer(ORDER[number % 6], 45 * (Math.floor(number / 6) % 2));
+export const INSIDE = plain("blue"), ACROSS = plain("orange");  // links within a node, and between nodes

@@ -43,7 +43,7 @@ export function digits3(value) {
 /** "8.8 to 12.4 s", of [low, high]; empty where there is no range */
 export function range(ends, write) {
   if (!ends) return "";
-  const [low, high] = ends.map(write), unit = /[^\d]+$/.exec(high)?.[0] || "";
+  const [low, high] = ends.map(end => write(end)), unit = /[^\d]+$/.exec(high)?.[0] || "";
   return `${unit.startsWith(" ") && low.endsWith(unit) ? low.slice(0, -unit.length) : low} to ${high}`;
 }
 

@@ -27,7 +27,7 @@ export function ticks(most, wanted = 5) {
 
 /** Horizontal stacked bars under one axis.
  *
- * rows: [{ label, parts: [{ name, value, colour, pattern }], note }]; marks: [{ value, label }] are limits across all rows.
+ * rows: [{ label, parts: [{ name, value, colour }], note }]; marks: [{ value, label }] are limits across all rows.
  * `write` writes a value of the axis, `describe(row, part)` the lines of a tooltip.
  */
 export function stackedBars(width, { rows, marks = [], write, describe, label, most: given, height = 0, left: wanted }) {
@@ -36,15 +36,15 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
   const longest = Math.max(0, ...rows.map(row => (row.label || "").length));
   const left = wanted ?? (longest ? Math.min(130, 10 + 7 * longest) : 0);
   const right = rows.some(row => row.note) ? 70 : marks.length ? 48 : 14, top = marks.length ? 26 : 4, foot = 24;
-  const line = height || Math.max(3, Math.min(34, Math.floor(260 / rows.length)));
-  const gap = line > 8 ? 4 : line > 4 ? 1 : 0;
+  const line = height || Math.max(3, Math.min(64, Math.floor(260 / rows.length)));
+  const gap = line > 40 ? 10 : line > 8 ? 4 : line > 4 ? 1 : 0;
   const bottom = top + rows.length * line;
   const x = value => left + (width - left - right) * value / most;
   const every = Math.ceil(14 / line);  // labels that would touch are left out
   const drawn = [];
   for (const tick of ticks(most, Math.max(2, Math.floor(width / 110)))) {
     drawn.push(shape("line", { x1: x(tick), x2: x(tick), y1: top, y2: bottom, class: "grid" }));
-    drawn.push(shape("text", { x: x(tick), y: bottom + 16, class: "tick", "text-anchor": tick ? "middle" : "start" }, tick ? write(tick) : "0"));
+    drawn.push(shape("text", { x: x(tick), y: bottom + 16, class: "tick", "text-anchor": tick ? "middle" : "start" }, tick ? write(tick).replace(/\.0+(?=\D|$)/, "") : "0"));
   }
   rows.forEach((row, at) => {
     const y = top + at * line + gap / 2, thick = line - gap;
@@ -54,7 +54,7 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
       if (part.value <= 0) continue;
       const from = x(start), to = x(start + part.value);
       start += part.value;
-      const piece = shape("rect", { x: from, y, width: Math.max(0.4, to - from - (to - from > 3 && line > 4 ? 1 : 0)), height: thick, fill: part.colour, class: part.pattern ? "faint" : null });
+      const piece = shape("rect", { x: from, y, width: Math.max(0.4, to - from - (to - from > 3 && line > 4 ? 1 : 0)), height: thick, fill: part.colour });
       drawn.push(describe ? tip(piece, () => describe(row, part)) : piece);
     }
     if (row.note) drawn.push(shape("text", { x: x(start) + 6, y: y + thick / 2 + 4, class: "note" }, row.note));
@@ -111,6 +111,6 @@ export function curves(width, { series, height = 220, writeX = String, writeY = 
 }
 
 /** Squares of colour with names: legend([{ name, colour, text }]) */
-export const legend = entries => element("ul", { class: "legend" }, entries.map(one => element("li", {}, swatch(one.colour, one.pattern), one.name, one.text && element("span", { class: "dim" }, ` ${one.text}`))));
+export const legend = entries => element("ul", { class: "legend" }, entries.map(one => element("li", {}, swatch(one.colour), one.name, one.text && element("span", { class: "dim" }, ` ${one.text}`))));
 
-export const swatch = (colour, faint = false) => shape("svg", { width: 12, height: 12, class: "swatch", "aria-hidden": "true" }, shape("rect", { width: 12, height: 12, rx: 3, fill: colour, class: faint ? "faint" : null }));
+export const swatch = colour => shape("svg", { width: 12, height: 12, class: "swatch", "aria-hidden": "true" }, shape("rect", { width: 12, height: 12, rx: 3, fill: colour }));

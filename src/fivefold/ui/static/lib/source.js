@@ -7,6 +7,8 @@
 // A page that stands for itself has <script type="application/json" id="payload">:
 //   {"views": [{"name", "title", "says", "payload": {...}, "parts": {"search": {...}}}]}
 
+import { keep, kept } from "./kept.js";
+
 const KEY = "fivefold-token";
 const page = Array.from(crypto.getRandomValues(new Uint8Array(12)), byte => byte.toString(16).padStart(2, "0")).join("");
 
@@ -14,14 +16,14 @@ const page = Array.from(crypto.getRandomValues(new Uint8Array(12)), byte => byte
 export function takeToken() {
   const found = /^#token=([\w-]+)$/.exec(location.hash);
   if (!found) return;
-  localStorage.setItem(KEY, found[1]);
+  keep(KEY, found[1]);
   history.replaceState(null, "", location.pathname);
 }
 
 async function ask(path, words, signal) {
   const query = new URLSearchParams(Object.entries(words || {}).filter(([, value]) => value !== "" && value !== null && value !== undefined));
   const address = `api${path}${query.size ? `?${query}` : ""}`;
-  const headers = { Authorization: `Bearer ${localStorage.getItem(KEY) || ""}`, "X-Page": page };
+  const headers = { Authorization: `Bearer ${kept(KEY)}`, "X-Page": page };
   let answer;
   try {
     answer = await fetch(address, { headers, signal });

@@ -1,9 +1,11 @@
 // Light and dark as the system has it, or as the switch says.
+import { keep, kept } from "./kept.js";
+
 const KEY = "fivefold-theme";
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 
 export function themeSwitch(button) {
-  let now = localStorage.getItem(KEY) || "auto";
+  let now = kept(KEY) || "auto";
   const apply = () => {
     if (now === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = now;
@@ -11,7 +13,7 @@ export function themeSwitch(button) {
   };
   button.addEventListener("click", () => {
     now = NEXT[now] || "auto";
-    localStorage.setItem(KEY, now);
+    keep(KEY, now);
     apply();
   });
   apply();

@@ -75,19 +75,19 @@ export function mount(root, source) {
     layout.show(payload, current, stale);
     figures.show(payload);
     if (source.live) state.write("plan", words);
-    const wanted = JSON.stringify(only(QUESTION));
+    const wanted = JSON.stringify(payload.asks.search);
     if (wanted !== ranking) {
       ranking = wanted;
       ranked = null;
       list.wait();
-      searching(only(QUESTION));
+      searching(payload.asks.search);
     }
     list.mark(payload.shown?.text);
     layout.best(ranked?.best.layout);
     figures.against(ranked?.best);
     why.wait();
     clearTimeout(timer);
-    if (payload.shown) timer = setTimeout(() => judging({ ...only(QUESTION), layout: payload.shown.text }), source.live ? PAUSE : 0);
+    if (payload.asks.why) timer = setTimeout(() => judging(payload.asks.why), source.live ? PAUSE : 0);
   }
 
   function failed(error) {

@@ -45,7 +45,7 @@ export function questionControls(ask, live) {
   };
 }
 
-const ZERO = ["0: nothing", "1: optimizer", "2: + gradients", "3: + weights"];
+const ZERO = ["nothing", "the optimizer", "optimizer and gradients", "optimizer, gradients and weights"];
 const FIELDS = [
   ["dp", "dp · data", "Replicas, each with its own part of the batch"],
   ["tp", "tp · tensor", "Ranks that share every matrix"],
@@ -98,7 +98,7 @@ export function layoutControls({ onMove, onGrab, onBest, live }) {
       kind.set(steps.cp_kind, fields.cp_kind, { off });
       dispatch.set(steps.dispatch, fields.dispatch, { off });
       sp.set(fields.sp, { off: off || fields.tp === 1 });
-      zero.textContent = `ZeRO ${ZERO[fields.zero]} sharded over ${format.count(fields.dp * fields.cp / fields.replicate)} ranks`;
+      zero.textContent = `ZeRO ${fields.zero} shards ${ZERO[fields.zero]}${fields.zero ? ` over ${format.count(fields.dp * fields.cp / fields.replicate)} ranks` : ""}`;
       now = problems.length ? "" : shown.text;
       text.replaceChildren(layoutText(wanted.text));
     },

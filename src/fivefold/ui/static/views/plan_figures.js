@@ -117,7 +117,7 @@ const memoryTable = figures => table(["component", ">GB", ">share"],
   { testid: "memory-table", foot: ["total", format.gigabytes(figures.memory_bytes), ""] });
 
 const causesOf = ({ figures, causes }) => Object.entries(figures.time_by_cause).filter(([, length]) => Math.abs(length) >= 5e-4 * figures.step_seconds)
-  .map(([name, value]) => ({ name: causes[name], value, colour: colours.cause(name), pattern: name === "bubble" }));
+  .map(([name, value]) => ({ name: causes[name], value, colour: colours.cause(name) }));
 
 export function timeBar(width, payload) {
   return stackedBars(width, {
@@ -127,7 +127,7 @@ export function timeBar(width, payload) {
 }
 
 const timeTable = payload => table(["cause", ">time", ">share"],
-  causesOf(payload).map(one => [[swatch(one.colour, one.pattern), one.name], format.seconds(one.value), format.percent(one.value / payload.figures.step_seconds)]),
+  causesOf(payload).map(one => [[swatch(one.colour), one.name], format.seconds(one.value), format.percent(one.value / payload.figures.step_seconds)]),
   { testid: "time-table", foot: ["total", format.seconds(payload.figures.step_seconds), ""] });
 
 function axesOf({ figures }) {
@@ -144,12 +144,12 @@ export function trafficBars(width, payload) {
   if (!axes.length) return element("p", { class: "dim" }, "One rank has nobody to send to.");
   return stackedBars(width, {
     rows: axes.map(({ axis, inside, across }) => ({ label: axis, note: format.bytes(inside + across), parts: [
-      { name: `in the node, ${payload.question.links.inside.name}`, value: inside, colour: "var(--blue)" },
-      { name: `between nodes, ${payload.question.links.across.name}`, value: across, colour: "var(--orange)" }] })),
+      { name: `in the node, ${payload.question.links.inside.name}`, value: inside, colour: colours.INSIDE },
+      { name: `between nodes, ${payload.question.links.across.name}`, value: across, colour: colours.ACROSS }] })),
     height: 30, write: format.bytes, label: "bytes that a rank sends, by axis and link", describe: (row, part) => [`${row.label}: ${part.name}`, format.bytes(part.value)],
   });
 }
 
-const trafficTable = payload => element("div", {}, legend([{ name: `in the node (${payload.question.links.inside.name})`, colour: "var(--blue)" }, { name: `between nodes (${payload.question.links.across.name})`, colour: "var(--orange)" }]),
+const trafficTable = payload => element("div", {}, legend([{ name: `in the node (${payload.question.links.inside.name})`, colour: colours.INSIDE }, { name: `between nodes (${payload.question.links.across.name})`, colour: colours.ACROSS }]),
   table(["axis", "collective", ">calls", ">in the node", ">between nodes"],
     payload.figures.traffic.filter(one => one.payload > 4096).map(one => [one.axis, one.kind, format.count(one.calls), format.bytes(one.inside), format.bytes(one.across)]), { testid: "traffic-table" }));
