@@ -25,6 +25,9 @@ SMALL = [
     ("tiny-deepseek", "dp=2,tp=2,ep=4,zero=1,recompute=full"),
     ("tiny-deepseek", "dp=4,tp=2,sp,ep=4,zero=3,microbatches=2"),
     ("tiny-deepseek", "dp=2,pp=2,ep=2,schedule=zb-h1,microbatches=4"),
+    ("tiny-moe", "dp=2,cp=2,cp_kind=allgather,ep=4"),
+    ("tiny-deepseek", "tp=2,cp=2,ep=4,zero=1"),
+    ("tiny-deepseek", "dp=2,cp=2,cp_kind=ulysses,ep=4,zero=3,recompute=full"),
 ]
 
 
@@ -69,9 +72,20 @@ LARGE = [
     ("deepseek-v3 model.layers=5", "dp=64,ep=32,zero=3,recompute=full", 4096, 64, 3, 1.0),
     ("deepseek-v2-lite model.layers=4", "dp=2,tp=2,ep=2,zero=1,dispatch=allgather", 4096, 2, 1, 1.0),
     ("gpt-oss-20b model.layers=4", "dp=4,ep=4,zero=1", 4096, 4, 1, 1.0),
+    ("qwen3-30b-a3b model.layers=4", "dp=2,cp=4,cp_kind=ulysses,ep=8,zero=1,recompute=selective", 8192, 4, 3, 1.0),
+    ("qwen3-30b-a3b model.layers=4", "dp=2,cp=4,cp_kind=allgather,ep=8,zero=1,recompute=full", 8192, 4, 3, 1.2),
+    ("mixtral-8x7b model.layers=2", "dp=2,cp=4,cp_kind=ulysses,ep=8,zero=1", 8192, 2, 3, 1.0),
+    # Latent attention makes keys of all heads: what cp exchanges is as wide as the queries.
+    ("deepseek-v3 model.layers=5", "dp=4,cp=8,cp_kind=allgather,ep=32,zero=1", 8192, 4, 3, 1.0),
+    ("deepseek-v3 model.layers=5", "dp=4,cp=8,ep=32,zero=1,recompute=full", 32768, 4, 3, 1.0),
+    ("deepseek-v3 model.layers=5", "dp=4,cp=8,cp_kind=ulysses,ep=32,zero=1,recompute=full", 32768, 4, 3, 1.0),
+    # Few tokens: the last gradient, the embedding's, is more than any activation.
+    ("deepseek-v3 model.layers=5", "dp=4,cp=8,cp_kind=ulysses,ep=32,zero=1,recompute=full", 8192, 4, 3, 1.0),
+    ("mixtral-8x7b", "dp=8,pp=4,ep=8,zero=1,microbatches=8", 4096, 64, 0, 1.0),
+    ("mixtral-8x7b", "dp=16,ep=8,zero=1,recompute=full", 4096, 16, 3, 1.2),
     ("glm-4.5-air model.layers=4", "dp=4,tp=2,ep=8,zero=1,sp,recompute=full", 4096, 4, 1, 1.0),
 ]
-QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[14], LARGE[16]]
+QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[14], LARGE[16], LARGE[21]]
 REST = [pytest.param(*case, marks=pytest.mark.slow) for case in LARGE if case not in QUICK]
 
 

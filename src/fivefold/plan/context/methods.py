@@ -141,6 +141,7 @@ class Method:
     exposed: Both  # communication that compute does not hide
     kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
     buffers: int  # bytes beside them while it runs, at most
+    undoing: int  # likewise in backward, with all gradients and copies that it makes
     moving: Both  # all communication, exposed or hidden
     waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
     spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
@@ -157,6 +158,7 @@ class Method:
 def ring(case: LayerAttention, split: Split | None = None) -> Method:
     split = split or zigzag(case.seq, case.ranks)
     c, narrow, wide = case.ranks, case.pair * case.narrow, case.pair * case.wide
+    queries = case.size(case.heads)
     own, earlier, later = (case.work(split.calls(side)) for side in SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
     forward, backward, waits = 0.0, case.send(wide), 0.0
@@ -174,6 +176,8 @@ def ring(case: LayerAttention, split: Split | None = None) -> Method:
         Both(forward, backward),
         kept=_kept(case, case.kv_heads),
         buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
+        # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
+        undoing=3 * narrow + 3 * wide + queries * (2 * case.narrow + case.wide),
         moving=Both((c - 1) * case.send(narrow), (c - 1) * case.send(narrow) + c * case.send(wide)),
         waits=waits,
     )
@@ -195,6 +199,8 @@ def allgather(case: LayerAttention, split: Split | None = None) -> Method:
         moving,
         kept=_kept(case, case.kv_heads),
         buffers=narrow + wide,  # all keys and values, and their gradients
+        # All keys as they come and by position; their gradients, by position and twice on the way to ranks; the own.
+        undoing=2 * narrow + 3 * wide + (narrow + wide) // c + case.size(case.heads) * (case.narrow + case.wide),
         moving=moving,
         spare=min(gather, own.forward) + min(gather, own.backward),
     )
@@ -219,6 +225,7 @@ def ulysses(case: LayerAttention) -> Method:
         Both(trade, trade),
         kept=_kept(case, case.lcm),
         buffers=2 * there,  # gradients of q, k and v before and after the trade
+        undoing=2 * there,
         moving=Both(trade, trade),
     )
 

@@ -53,16 +53,19 @@ def block_of(case: Case, dense: bool) -> BlockMemory:
     mine, everything = held(layout), held(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and case.splits
     rest = put_off(spec, layout, work.tokens, work.wide, dense) if splits else 0.0
-    base = everything.total - mine.total + work.exchange_bytes
+    base = everything.total - mine.total
     if spec.experts is None or dense:
-        return BlockMemory(mine, (Moment(base + work.passing_bytes, dense=True),), rest, work.own)
+        whole = base + work.exchange_bytes + work.passing_bytes
+        return BlockMemory(mine, (Moment(whole, dense=True),), rest, work.own)
     mixture = MixtureMemory(spec, layout, stack, work.tokens, work.wide, case.imbalance)
     rest += mixture.put_off if splits else 0.0
     # Backward begins with a shared expert, if there is one; its activations are gone by then.
     base += 2 * work.wide * work.tokens * spec.hidden / (layout.tp if layout.sp else 1) - everything.mlp
     shared = mixture.experts.shared > 0  # its gradients come first, and make room for those of the dense part
     early = (mixture.weighing, 0.0), (mixture.linears, mixture.first_gradient)
-    moments = *early, (mixture.columns, 1.0), (mixture.leaving, 1.0)
+    moments = [*early, (mixture.columns, 1.0), (mixture.leaving, 1.0)]
+    if layout.cp > 1:  # attention, when nothing of the experts is left
+        moments.append((work.undoing_bytes - everything.experts, 1.0))
     return BlockMemory(mine, tuple(Moment(base + size, shared, there) for size, there in moments), rest, work.own)
 
 

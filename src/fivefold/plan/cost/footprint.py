@@ -122,7 +122,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     parts = _states(case, stages)
     late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
     if spec.experts is not None and layout.zero < 3 and stages[0].layers:
-        usual = first_backward(case, stages[0], blocks)
+        usual = max(first_backward(case, stages[0], blocks), _last_gradient(case, stages[0]), key=sum)
     after = usual.bytes + buffers + times(kept_by(spec, stages[0], blocks), waits).total
     each = [times(kept_by(spec, case.stages[number], blocks), flying[number]) for number in mine]
     flying_now = plus(*each)._replace(head=waiting)
@@ -170,6 +170,15 @@ def _moments(
         own = sum(max(0.0, one.kept.total - one.rest) for one in kinds)
         flying = wide * table if layout.zero == 2 and layout.size("data") > 1 else 0.0
         yield "the embedding's gradient", Need(stack.weight_bytes * table + flying - own)
+
+
+def _last_gradient(case: Case, stage: Stage) -> Need:
+    """The embedding's, when all others have been made and no activation is left but the gradient that came to it."""
+    if not stage.first or case.spec.vocab == 1:
+        return Need(0.0)
+    spec, layout = case.spec, case.layout
+    stream = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    return Need(case.stack.weight_bytes * (head(spec).size / layout.tp + stream))
 
 
 def _summed_head(case: Case, final: BlockMemory, table: float, around: float, lazy: bool) -> Need:

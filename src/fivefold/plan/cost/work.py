@@ -304,6 +304,11 @@ class Work:
         return self._over_ranks.buffers if self._over_ranks else 0.0
 
     @property
+    def undoing_bytes(self) -> float:
+        """Bytes that cp needs beside the activations while attention runs backward."""
+        return self._over_ranks.undoing if self._over_ranks else 0.0
+
+    @property
     def own(self) -> Share:
         """Parameters of a block on one rank."""
         return block_share(self.spec, self.layout.tp, self.layout.ep, self.dense)
