@@ -71,14 +71,20 @@ class Pipeline:
             for kinds in (GRADIENT_MAKERS, LAST_READERS)
             for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
         }
-        # Pairs run in turns where there is something to wait for.
-        self.dispatch = next(iter(stages.values())).ops.dispatch
-        joined = any(action.joined for action in self.order)
-        self.baton = Baton() if joined and self.dispatch.travels and not weights.takes_away else None
-        if self.baton is not None:
-            self.dispatch.hand_over = self.baton.hand_over
+        self.baton = self._baton()
         self.in_turns = True  # off: one half of a pair after the other
         self.peak = 0  # the most (stage, microbatch) pairs whose graph or deferred work was held at once, so far
+
+    def _baton(self) -> Baton | None:
+        """Where pairs run in turns: there is something to wait for, and weights stay where they are."""
+        if not any(action.joined for action in self.order) or self.weights.takes_away:
+            return None
+        dispatch = next(iter(self.stages.values())).ops.dispatch
+        if not dispatch.travels:
+            return None
+        baton = Baton()
+        dispatch.hand_over = baton.hand_over
+        return baton
 
     def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor]) -> None:
         """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated."""

@@ -2,6 +2,7 @@
 
     steps       the loop's steps
     compute     F, B, I, W with stage and microbatch, in them dispatch and combine of experts, and the optimizer
+    beside      where the halves of joined pairs run in turns: the second half, stretch by stretch
     simulated   the same actions of the same schedule, with the medians of the measured durations
     waits       the messages between stages and the collectives that the rank waited for
     dp, tp ...  the communication along each axis, with kind and bytes; overlapping calls have more than one lane
@@ -10,6 +11,8 @@ An arrow leads from a message's send to the action that consumes it.
 """
 
 import json
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +20,12 @@ from typing import Any, TypeVar
 from fivefold.schedule.actions import SENDS, Action
 from fivefold.schedule.clock import Span
 from fivefold.schedule.simulate import Simulation
-from fivefold.trace.records import Flight, RankTrace, Update, Wait, Window
+from fivefold.trace.records import Flight, RankTrace, Update, Wait, Window, partners
 from fivefold.trace.summary import Summary
 
 Event = dict[str, Any]
 T = TypeVar("T", Window, Flight)
-STEPS, COMPUTE, SIMULATED, WAITS, AXES = 1, 2, 3, 100, 200  # thread numbers: the order of the lanes
+STEPS, COMPUTE, BESIDE, SIMULATED, WAITS, AXES = 1, 2, 3, 4, 100, 200  # thread numbers: the order of the lanes
 _PER_AXIS = 100  # lanes an axis may have
 _COLOURS = {"dispatch": "good", "combine": "bad"}  # Chrome's names of green and orange; others colour by the name
 
@@ -50,22 +53,38 @@ class _Painter:
     def rank(self, rank: RankTrace) -> Iterator[Event]:
         yield _fact(rank, 0, "process_name", name=f"rank {rank.rank}" + (f"  {rank.name}" if rank.name else ""))
         yield _fact(rank, 0, "process_sort_index", sort_index=rank.rank)
-        for number, name in {STEPS: "steps", COMPUTE: "compute", WAITS: "waits"}.items():
+        second, arrived = self.second_halves(rank), set[tuple[int, Action]]()
+        lanes = {STEPS: "steps", COMPUTE: "compute"} | ({BESIDE: "beside"} if second else {}) | {WAITS: "waits"}
+        for number, name in lanes.items():
             yield from _lane(rank, number, name)
         for window in rank.steps:
             yield self.slice(rank, STEPS, f"step {window.step}", window, "step")
         for span in rank.actions:
-            yield self.action(rank, COMPUTE, span, "compute")
-            yield from self.arrival(rank, span)
+            lane = BESIDE if span.action in second else COMPUTE
+            yield self.action(rank, lane, span, "compute")
+            if (first := (self.step(rank, span.start), span.action)) not in arrived:
+                arrived.add(first)
+                yield from self.arrival(rank, lane, span)
         for update in rank.updates:
             yield self.slice(rank, COMPUTE, update.name, update, "optimizer")
+        starts = [span.start for span in rank.actions]
         for part in rank.parts:  # inside of their actions
-            yield self.slice(rank, COMPUTE, part.name, part, part.name) | {"cname": _COLOURS[part.name]}
+            at = bisect_right(starts, part.start) - 1
+            lane = BESIDE if at >= 0 and rank.actions[at].action in second else COMPUTE
+            yield self.slice(rank, lane, part.name, part, part.name) | {"cname": _COLOURS[part.name]}
         yield from self.simulated(rank)
         for wait in rank.waits:
             name = f"{wait.during} waits: {wait.axis} {wait.what}" if wait.during else f"{wait.axis} {wait.what}"
             yield self.slice(rank, WAITS, name, wait, "message" if wait.message else wait.axis)
         yield from self.flights(rank)
+
+    def second_halves(self, rank: RankTrace) -> set[Action]:
+        """The B's of pairs that run in turns; none where each action is one stretch."""
+        stretches = Counter((self.step(rank, span.start), span.action) for span in rank.actions)
+        return set(partners(self.trace.schedule).values()) if any(n > 1 for n in stretches.values()) else set()
+
+    def step(self, rank: RankTrace, time: float) -> int:
+        return next((window.step for window in rank.steps if window.start <= time < window.end), 0)
 
     def simulated(self, rank: RankTrace) -> Iterator[Event]:
         """Each simulated run begins where the measured one did; it may end later, while the next one runs."""
@@ -99,15 +118,15 @@ class _Painter:
         if flight.during is not None and flight.during.kind in SENDS:
             yield self.arrow(rank, thread, "s", flight.start, flight.during)
 
-    def arrival(self, rank: RankTrace, span: Span) -> Iterator[Event]:
+    def arrival(self, rank: RankTrace, lane: int, span: Span) -> Iterator[Event]:
         if span.action[:2] in self.trace.schedule.placement.channel_of:
-            yield self.arrow(rank, COMPUTE, "f", span.start, span.action) | {"bp": "e"}
+            yield self.arrow(rank, lane, "f", span.start, span.action) | {"bp": "e"}
 
     def arrow(self, rank: RankTrace, thread: int, phase: str, time: float, action: Action) -> Event:
         """One end of the message that an action sends or computes out of; its id is the same at both ends."""
         channel = self.trace.schedule.placement.channel_of[action[:2]]
-        step = next((window.step for window in rank.steps if window.start <= time < window.end), 0)
-        way = f"{rank.line}/{step}/{'g' if channel.gradients else 'a'}{channel.target}.{action.microbatch}"
+        kind, step = "g" if channel.gradients else "a", self.step(rank, time)
+        way = f"{rank.line}/{step}/{kind}{channel.target}.{action.microbatch}"
         place = {"ts": self.microseconds(time), "pid": rank.rank, "tid": thread}
         return {"name": "message", "cat": "message", "ph": phase, "id": way, **place}
 
@@ -151,11 +170,12 @@ def _apart(spans: Sequence[T]) -> list[list[T]]:
 
 
 def _one_by_one(simulation: Simulation, place: int) -> list[Span]:
-    """A rank's spans. A joined pair covers one time twice; here its F ends where its B starts, as they ran."""
+    """A rank's spans. A joined pair covers one time twice; here its F ends where its B starts, at its share of it."""
     found: list[Span] = []
     for span in simulation.timeline[place]:
         if found and found[-1].action.joined:
-            middle = span.start + simulation.costs.f[found[-1].action.stage]
+            forward, backward = simulation.costs.f[found[-1].action.stage], simulation.costs.b[span.action.stage]
+            middle = span.start + (span.end - span.start) * forward / ((forward + backward) or 1.0)
             found[-1], span = found[-1]._replace(end=middle), span._replace(start=middle)
         found.append(span)
     return found

@@ -60,7 +60,7 @@ class RankTrace:
     line: int  # which pipeline it is in: the ranks of a line hold the stages of one copy of the model
     place: int  # along the line
     steps: tuple[Window, ...]
-    actions: tuple[Span, ...]  # compute, without the wait for its input
+    actions: tuple[Span, ...]  # compute, without the wait for its input; halves of a pair in turns, stretch by stretch
     updates: tuple[Update, ...]
     waits: tuple[Wait, ...]
     flights: tuple[Flight, ...]
@@ -112,6 +112,13 @@ class Trace:
         return Window(step, min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))
 
 
+def partners(schedule: Schedule) -> dict[Action, Action]:
+    """The B of each joined F."""
+    return {
+        action: order[at + 1] for order in schedule.ranks for at, action in enumerate(order) if action.joined
+    }  # fmt: skip
+
+
 Started = tuple[Kind, int, int]  # kind, stage and microbatch of an action
 
 
@@ -121,7 +128,7 @@ def land(trace: Trace) -> Trace:
     placement = trace.schedule.placement
     for line in trace.lines:
         starts = [
-            {span.action[:3]: span.start for rank in trace.spans(line, step) for span in rank}
+            {span.action[:3]: span.start for rank in trace.spans(line, step) for span in reversed(rank)}  # the first
             for step in range(trace.steps)
         ]
         for rank in line:

@@ -13,7 +13,7 @@ same schedule on the simulator's clock, with the measured durations.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import mean, median
 from typing import Any
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from fivefold.layout.axes import shown_order
-from fivefold.schedule.actions import Kind
+from fivefold.schedule.actions import Action, Kind
 from fivefold.schedule.clock import Span
 from fivefold.schedule.costs import Costs
 from fivefold.schedule.simulate import simulate
-from fivefold.trace.records import Flight, RankTrace, Trace, Update, Wait, Window, land
+from fivefold.trace.records import Flight, RankTrace, Trace, Update, Wait, Window, land, partners
 
 Timed = Window | Span | Update | Wait | Flight
 Moments = np.ndarray[Any, np.dtype[np.bool_]]
@@ -125,12 +125,28 @@ class Summary:
 
 
 def _measured_costs(trace: Trace, line: list[RankTrace]) -> Costs:
-    """Of all microbatches and traced steps; messages take no time."""
-    seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    """Of all microbatches and traced steps; messages take no time. A pair takes as long as the stretches of both."""
+    alone, paired = defaultdict[tuple[Kind, int], list[float]](list), defaultdict[tuple[Kind, int], list[float]](list)
+    pairs, second = defaultdict[int, list[float]](list), partners(trace.schedule)
+    in_pairs = {*second, *second.values()}
     for rank in line:
-        for span in rank.actions:
-            seen[span.action.kind, span.action.stage].append(span.end - span.start)
-    return Costs.measured(seen, trace.schedule.placement.stages)
+        for window in rank.steps:
+            took: dict[Action, float] = defaultdict(float)
+            for span in rank.within(window):
+                took[span.action] += span.end - span.start
+            for action, seconds in took.items():
+                (paired if action in in_pairs else alone)[action.kind, action.stage].append(seconds)
+                if action in second and second[action] in took:
+                    pairs[action.stage].append(seconds + took[second[action]])
+    # A pass by itself hides nothing: only where there is none like it, halves of pairs stand for it.
+    costs = Costs.measured(paired | alone, trace.schedule.placement.stages)
+    if not pairs:
+        return costs
+    either = (
+        median(pairs[stage]) if stage in pairs else f + b
+        for stage, (f, b) in enumerate(zip(costs.f, costs.b, strict=True))
+    )
+    return replace(costs, pair=tuple(either))
 
 
 def _parts(rank: RankTrace, window: Window, pipeline: Window) -> RankTime:

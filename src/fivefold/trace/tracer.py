@@ -125,7 +125,7 @@ class Tracer:
         self.parts.append(Update(name, start, self.now()))
 
     def _range(self, name: str) -> AbstractContextManager[None]:
-        return torch.cuda.nvtx.range(name) if self.on and self.mesh.device.type == "cuda" else nullcontext()
+        return _range(name) if self.on and self.mesh.device.type == "cuda" else nullcontext()
 
     # ---- the result -----------------------------------------------------------------------------------------------
 
@@ -156,6 +156,16 @@ class Tracer:
             untraced=median(self.others) if self.others else None,
             clock_error=self.clock_error,
         ).on_clock(self.offset)
+
+
+@contextmanager
+def _range(name: str) -> Iterator[None]:
+    """It may end in another thread than it began: autograd's, in the second half of a pair."""
+    number = torch.cuda.nvtx.range_start(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_end(number)
 
 
 def against_rank_0(
