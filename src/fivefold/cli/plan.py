@@ -58,7 +58,7 @@ def plan(
     imbalance: Imbalance = None,
     price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a job (.toml) or a picture (.svg, .png).")
+        Path | None, typer.Option("--output", "-o", help="Write a job (.toml), the decision (.md, .html), a picture.")
     ] = None,
     inference: Annotated[bool, typer.Option("--inference", help="Plan serving instead of training.")] = False,
     prompt: Annotated[int, typer.Option(help="Serving: tokens per prompt.")] = 2048,
@@ -79,7 +79,10 @@ def plan(
     With -o job.toml, a job for this model on this cluster is written: learning rate,
     warmup, batch and steps come from published recipes and the token budget, each with
     its source. With -o memory.svg, traffic.svg, mesh.svg or any other .svg or .png (memory
-    and time) a picture is; .dark.svg and .dark.png are dark.
+    and time) a picture is; .dark.svg and .dark.png are dark. With -o decision.md or .html
+    the decision is written down for a design review: the math of the layout with its
+    numbers, textbook shortcuts beside them, its neighbours, and at which memory, link and
+    batch another layout wins, found by planning again.
 
     [dim]Examples:[/]
 
@@ -99,6 +102,8 @@ def plan(
 
       fivefold plan llama3-70b --cluster 8x8xH100 -o memory.svg
 
+      fivefold plan llama3-70b --cluster 8x8xH100 -o decision.md
+
       fivefold plan llama3-70b --cluster 8xH100 --inference
 
       fivefold plan deepseek-v3 --cluster 4x8xH100 --inference --precision fp8 --tpot 0.05
@@ -114,7 +119,7 @@ def plan(
         show(_served(words, cluster, prompt, answer, concurrent, precision, ttft, tpot, imbalance), as_json)
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
-    check_writable(output, ".toml", *PICTURES)
+    check_writable(output, ".toml", ".md", ".html", *PICTURES)
     from fivefold.plan import plan as planning
     from fivefold.plan.training import TWENTY
 
@@ -152,7 +157,21 @@ def _written(found: "PlanResult", output: Path) -> str:
 
     if _is_job(output):
         return _write_job(found, output)
+    if output.suffix.lower() in (".md", ".html"):
+        return _write_decision(found, output)
     save(found.drawn(output.stem), output)
+    return f"written to {output}"
+
+
+def _write_decision(found: "PlanResult", output: Path) -> str:
+    """Write the question, the layout with its math, its neighbours, and what would change the decision."""
+    from fivefold.cli.progress import counting_bar
+    from fivefold.plan.decision.decision import decide
+    from fivefold.support.files import write
+
+    with counting_bar() as progress:
+        decision = decide(found, shlex.join(["fivefold", *sys.argv[1:]]), progress)
+    write(output, decision.html() if output.suffix.lower() == ".html" else decision.markdown())
     return f"written to {output}"
 
 

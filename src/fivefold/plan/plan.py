@@ -77,7 +77,8 @@ def plan(
         job, kept, case, tokens, _written(case.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
     )
     given = _given(case, layout) if layout is not None else None
-    found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed_choices(fix))
+    fixed = fixed_choices(fix)
+    found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed)
     chosen = simplest(found.options) if by == "throughput" else found.best
     explained = given or chosen
     return PlanResult(
@@ -91,6 +92,8 @@ def plan(
         hint=better_batch(explained),
         price=price,
         training=training,
+        by=by,
+        fixed=fixed,
     )
 
 

@@ -1,7 +1,7 @@
 """What `fivefold plan` and `fivefold simulate` found: tables and sentences for people, the same figures as JSON."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from fivefold.plan.pictures.bars import memory, overview
 from fivefold.plan.pictures.traffic import sent
 from fivefold.plan.search.explain import ALIKE, CAUSES, Neighbour, difference, traffic
 from fivefold.plan.search.option import Option
+from fivefold.plan.search.search import By
 from fivefold.plan.training import DAY, GB, Training
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
 from fivefold.report.scene import Scene
@@ -44,6 +45,8 @@ class PlanResult(Result):
     hint: str  # about a better batch, if there is one
     price: float | None  # dollars per device and hour
     training: Training
+    by: By = "throughput"
+    fixed: dict[str, Any] = field(default_factory=dict)  # choices that were not free
 
     @property
     def explained(self) -> Option:

@@ -12,7 +12,7 @@ def to_html(result: Result) -> str:
     parts = []
     for block in result.blocks():
         if isinstance(block, Table):
-            parts.append(_table(block))
+            parts.append(table_html(block))
         elif isinstance(block, Text):
             parts.append(_styled("p", Cell(block.text, block.style)))
         elif result.svg() is None:  # a drawing in characters stands for a picture where there is none
@@ -26,7 +26,7 @@ def _styled(tag: str, cell: Cell, style: str = "") -> str:
     return f'<{tag} style="{wanted}">{text}</{tag}>' if wanted else f"<{tag}>{text}</{tag}>"
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
     sides = ["text-align:right" if column.right else "text-align:left" for column in table.columns]
     heads = "".join(_styled("th", Cell(column.head), side) for column, side in zip(table.columns, sides, strict=True))
     rows = "".join(

@@ -125,6 +125,9 @@ class DrawResult(Result):
     def scene(self) -> Scene:
         return picture(self.simulations)
 
+    def svg(self, dark: bool = False) -> str:
+        return paint.to_svg(self.scene(), dark)
+
     def save(self, path: Path) -> Iterator[Block]:
         """Write the picture (.svg, .png) or the one schedule (.txt, .json); and what there is to say about that."""
         if path.suffix.lower() in PICTURES:

@@ -31,6 +31,7 @@ from fivefold.launch.statement import claim
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh, backend
+from fivefold.report.paint import to_svg
 from fivefold.report.terminal import render, width_of
 from fivefold.schedule.text import save
 from fivefold.support.errors import PeerLost, UserError
@@ -148,7 +149,7 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
     """The load of the experts, and its picture."""
     with suppress(UserError):  # the metrics were lost, and that has been said
         load = ExpertsResult.read(directory, job.model)
-        outputs.keep(directory / PICTURE, lambda: put(directory / PICTURE, load.svg()))
+        outputs.keep(directory / PICTURE, lambda: put(directory / PICTURE, to_svg(load.scene())))
         render(load.blocks(), console, width_of(console))
 
 

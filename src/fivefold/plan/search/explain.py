@@ -55,9 +55,12 @@ class Neighbour(NamedTuple):
     layout: Layout
     slower: float | None
     sentence: str
+    memory: float | None = None  # bytes of its fullest rank; None where it cannot run
 
     def to_dict(self) -> dict[str, Any]:
-        return {"change": self.change, "layout": str(self.layout), "slower": self.slower, "why": self.sentence}
+        return {"change": self.change, "layout": str(self.layout), "slower": self.slower, "why": self.sentence} | {
+            "memory_bytes": self.memory
+        }
 
 
 def neighbours(option: Option) -> list[Neighbour]:
@@ -138,9 +141,10 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
             f"{limit / 1e9:.1f} GB; {grown} {needs.parts[grown] / 1e9:.1f} GB instead of "
             f"{before.get(grown, 0) / 1e9:.1f}"
         )
-        return Neighbour(change, layout, None, why)
+        return Neighbour(change, layout, None, why, needs.total)
     other = Option(case, estimate(case), needs)
-    return Neighbour(change, layout, other.seconds / option.seconds - 1, f"{change} {difference(option, other)}")
+    slower = other.seconds / option.seconds - 1
+    return Neighbour(change, layout, slower, f"{change} {difference(option, other)}", needs.total)
 
 
 def difference(best: Option, other: Option) -> str:

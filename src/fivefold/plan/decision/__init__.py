@@ -1,0 +1,1 @@
+"""The decision for a layout, written down for a design review."""

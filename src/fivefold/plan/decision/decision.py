@@ -1,0 +1,263 @@
+"""`plan -o decision.md`: the question, the layout, its math with numbers filled in, its neighbours, its turning points.
+
+decide(plan("llama3-70b", "8x8xH100")).markdown()
+
+Every figure is one of the plan's own; only what would change the decision is planned again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.plan.cost.footprint import HEADROOM
+from fivefold.plan.decision.shortcuts import Shortcut, shortcuts
+from fivefold.plan.decision.turning import Asked, Progress, Turn, turns
+from fivefold.plan.interval import IN_WORDS
+from fivefold.plan.result import PlanResult, figures
+from fivefold.plan.search.explain import CAUSES, Neighbour, difference
+from fivefold.plan.training import DAY
+from fivefold.report import Block, Result, Table, Text
+from fivefold.report.markdown import Section, to_markdown
+from fivefold.report.page import to_page
+from fivefold.support.formatting import counted, si
+
+GB = 1e9
+SMALL = 4096  # bytes: a smaller payload has no row
+ALIKE = 0.01  # between a shortcut and the exact figure
+NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
+
+
+@dataclass(frozen=True)
+class Decision(Result):
+    found: PlanResult
+    shortcuts: tuple[Shortcut, ...]
+    turns: tuple[Turn, ...]
+    command: str = ""  # that made it
+
+    @property
+    def title(self) -> str:
+        return f"The layout of {self.found.case.spec.name} on {self.found.case.cluster}"
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What `plan --json` says of the layout."""
+        return figures(self.found.explained, self.found.price)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.found.to_dict() | {
+            "shortcuts": [one.to_dict() for one in self.shortcuts],
+            "turns": [one.to_dict() for one in self.turns],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        for section in self.sections():
+            yield Text(f"\n{section.title}", "bold")
+            yield from section.blocks
+
+    def markdown(self) -> str:
+        return to_markdown(self.title, self.sections())
+
+    def html(self) -> str:
+        """The same as a page of its own, with pictures."""
+        found = self.found
+        pictures = {"Memory": found.drawn("memory"), "Traffic": found.drawn("traffic"), "Time": found.scene()}
+        return to_page(self.title, self.sections(), pictures)
+
+    def sections(self) -> list[Section]:
+        return [
+            Section("The question", [*self._question()]),
+            Section("The decision", [*self._decision()]),
+            Section("Memory", [*self._memory()]),
+            Section("Traffic", [*self._traffic()]),
+            Section("Time", [*self._time()]),
+            Section("Beside the textbook", [*self._textbook()]),
+            Section("Layouts one change away", [*self._neighbours()]),
+            Section("What would change the decision", [*self._turning()]),
+        ]
+
+    # ---- sections ----------------------------------------------------------------------------------------------------
+
+    def _question(self) -> Iterator[Block]:
+        case = self.found.case
+        spec, group = case.spec, case.cluster.groups[0]
+        card = group.accelerator
+        experts = f", {si(spec.active_parameters, 4)} of them active for a token" if spec.experts else ""
+        yield Text(
+            f"Which layout trains {spec.name} ({si(spec.parameter_count, 4)} parameters{experts}; {spec.layers} layers,"
+            f" hidden {spec.hidden:,}) on {case.cluster} with {case.batch:,} sequences of {case.seq:,} tokens a step "
+            f"({si(case.batch * case.seq)} tokens), in {case.precision}, with the kernels and the overlap of "
+            f"{case.stack.name}?"
+        )
+        rows = [
+            ("devices", f"{case.cluster.world:,} on {counted(case.cluster.nodes, 'node')}"),
+            ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {HEADROOM:.0%}"),
+            ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
+            ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
+            (f"peak in {case.precision}", f"{card.rate(case.precision) / 1e12:,.0f} TFLOP/s"),
+        ]
+        yield Table(["", f"{card.name}, by its maker"], rows)
+        if self.command:
+            yield Text(f"This page is made by `{self.command}`.")
+
+    def _decision(self) -> Iterator[Block]:
+        found, option, shown = self.found, self.found.explained, self.figures
+        yield Text(f"`{option.layout}`")
+        whose = "It was given" if found.given else "It is the planner's choice"
+        yield Text(f"{whose}; {found.evaluated:,} layouts were evaluated, and {found.fitting:,} of them fit.")
+        if not option.fits:
+            yield Text(f"It does not fit: {option.footprint.total / GB:.1f} GB of {option.limit / GB:.1f}.")
+        ranges = {key: shown[f"{key}_range"] for key in ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")}
+
+        def row(name: str, key: str, said: Any) -> tuple[str, str, str]:
+            low_high = ranges[key]
+            return name, said(shown[key]), " to ".join(map(said, low_high)) if low_high else "not known"
+
+        rows = [
+            row("time of a step", "step_seconds", _seconds),
+            row("tokens per second", "tokens_per_second", si),
+            row("MFU", "mfu", "{:.1%}".format),
+            row("memory of the fullest rank", "memory_bytes", _gigabytes),
+        ]
+        yield Table(["", ">predicted", f">{IN_WORDS}"], rows)
+        cost = f", and costs ${shown['cost_per_day']:,.0f}" if found.price is not None else ""
+        yield Text(f"At this rate a day has {si(option.tokens_per_second * DAY)} tokens{cost}.")
+        if found.given:
+            yield Text(f"The planner's choice, `{found.chosen.layout}`, {difference(found.given, found.chosen)}.")
+        elif found.chosen is not found.options[0]:
+            fastest = found.options[0]
+            faster = 1 - fastest.seconds / found.chosen.seconds
+            yield Text(f"`{fastest.layout}` is {faster:.1%} faster, and the choice is simpler.")
+
+    def _memory(self) -> Iterator[Block]:
+        shown, option = self.figures, self.found.explained
+        parts, total = shown["memory_by_component"], shown["memory_bytes"]
+        rows = [(name, _gigabytes(size), f"{size / total:.1%}") for name, size in parts.items() if size > 0]
+        left = option.limit - total
+        totals = [("total", _gigabytes(total), ""), ("a plan's limit", _gigabytes(option.limit), "")]
+        yield Table(["component", ">of a rank", ">share"], rows, totals=totals)
+        room = f"{left / GB:.1f} GB are left below the limit" if left >= 0 else f"{-left / GB:.1f} GB too many"
+        yield Text(f"The fullest is pipeline rank {shown['memory_rank']}; {room}.")
+
+    def _traffic(self) -> Iterator[Block]:
+        rows = [
+            (
+                row["axis"], row["kind"], f"{row['calls']:,}", _size(row["payload"]), _size(row["inside"]),
+                _size(row["across"]), _seconds(row["seconds"]),
+            )
+            for row in self.figures["traffic"]
+            if row["payload"] > SMALL
+        ]  # fmt: skip
+        if not rows:
+            yield Text("A rank sends nothing that counts.")
+            return
+        heads = ["axis", "collective", ">calls", ">payload", ">in node", ">between", ">alone"]
+        yield Table(
+            heads,
+            rows,
+            caption="What the first rank sends in a step. Payload: bytes handed to the collectives. In node, between "
+            "(nodes): bytes on the wire. Alone: seconds, one call after the other, if no compute hid them.",
+        )
+
+    def _time(self) -> Iterator[Block]:
+        shown = self.figures
+        step = shown["step_seconds"]
+        rows = [
+            (CAUSES[cause], _seconds(length), f"{length / step:.1%}")
+            for cause, length in shown["time_by_cause"].items()
+            if abs(length) >= NEGLIGIBLE * step
+        ]
+        yield Table(
+            ["cause", ">time", ">share"], rows, totals=[("step", _seconds(step), "")],
+            caption="Collectives and communication: what compute does not hide.",
+        )  # fmt: skip
+
+    def _textbook(self) -> Iterator[Block]:
+        rows = [
+            (one.name, one.said(one.textbook), one.said(one.exact), _times(one.exact, one.textbook))
+            for one in self.shortcuts
+        ]
+        yield Table(["", ">shortcut", ">exact", ">exact / shortcut"], rows)
+        yield Text("\n".join(map(_reasoned, self.shortcuts)))
+        yield Text(
+            "P parameters, B sequences of a microbatch and S of its tokens on a rank, H hidden, L layers, m "
+            "microbatches, N ranks that ZeRO shards over, t, p and e the degrees of tp, pp and ep, v stages of a rank, "
+            "K experts of a token, a attention heads; 2 bytes a number. Sources: arXiv 1910.02054 (state, 2M, 3M), "
+            "2205.05198 (activations), 1909.08053 (tp)."
+        )
+
+    def _neighbours(self) -> Iterator[Block]:
+        ordered = sorted(self.found.neighbours, key=lambda one: (one.slower is None, one.slower or 0.0))
+        rows = [
+            (one.change, _changed(one), "" if one.memory is None else _gigabytes(one.memory))
+            for one in ordered
+        ]  # fmt: skip
+        yield Table(["change", ">time", ">memory"], rows)
+        yield Text("\n".join(f"- {one.sentence}" for one in ordered))
+
+    def _turning(self) -> Iterator[Block]:
+        found = self.found
+        if found.explained.fits:
+            least = found.explained.footprint.total / HEADROOM / GB
+            yield Text(f"`{found.layout}` needs devices of {least:.1f} GB; with less memory it does not fit.")
+        yield Text(
+            "Planned again with half and with twice as much of each, the choice "
+            f"(`{found.chosen.layout}`, microbatches apart):"
+        )
+        rows = [
+            (
+                one.name,
+                f"{one.value:.4g} {one.unit}",
+                f"{one.holds:.4g}",
+                f"{one.turns:.4g}" if one.turns else "no other",
+            )
+            for one in self.turns
+        ]
+        yield Table(["", ">now", ">holds up to", ">is another at"], rows)
+        changes = [one for one in self.turns if one.turns is not None]
+        lines = [f"- {one.name} {one.turns:.4g} {one.unit}: {_instead(one)}" for one in changes]
+        yield Text("\n".join(lines) or "Nothing of this changes it.")
+
+
+def decide(found: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
+    """The decision for a plan's layout. Planning again takes a dozen searches; `progress` hears of them."""
+    asked = Asked(found.case, found.by, found.fixed)
+    changed = tuple(turns(found.chosen, asked, progress))
+    return Decision(found, tuple(shortcuts(found.explained)), changed, command)
+
+
+def _reasoned(one: Shortcut) -> str:
+    near = one.textbook and abs(one.exact / one.textbook - 1) < ALIKE
+    return f"- {one.name}: {one.formula}. {'Alike, by other parts' if near else 'Why they differ'}: {one.why}."
+
+
+def _instead(turn: Turn) -> str:
+    if not turn.choice:
+        return "nothing fits"
+    return f"`{turn.choice}`" + (f"; {turn.why}" if turn.why else "")
+
+
+def _changed(one: Neighbour) -> str:
+    if one.slower is not None:
+        return f"{one.slower:+.1%}"
+    return "cannot run" if one.memory is None else "does not fit"
+
+
+def _times(exact: float, textbook: float) -> str:
+    return f"{exact / textbook:.2f}" if textbook else ""
+
+
+def _size(size: float) -> str:
+    """Four digits."""
+    for unit, name in ((1e12, "TB"), (GB, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= 0.99995 * unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:.4g} B"
+
+
+def _gigabytes(size: float) -> str:
+    """Two decimals; of what would be 0.00 GB the megabytes."""
+    return f"{size / GB:,.2f} GB" if size >= GB / 200 or not size else f"{size / 1e6:.3g} MB"
+
+
+def _seconds(length: float) -> str:
+    return f"{length:.2f} s" if length >= 1 else f"{1e3 * length:.3g} ms"
