@@ -26,6 +26,7 @@ V3 = preset("deepseek-v3")
 APART = FIVEFOLD.but(name="apart", overlap=structs.replace(FIVEFOLD.overlap, ep=0.0))
 LAYOUT = Layout(dp=64, pp=16, ep=64, zero=1, microbatches=40, schedule="dualpipe-v")
 DEEP = Case(V3, LAYOUT, Cluster.parse("128x8xH100"), 4096, 2560, imbalance=1.2)
+QWEN = Case(preset("qwen3-30b-a3b"), Layout(), Cluster.parse("4x8xH100"), 4096, 512, imbalance=1.2)
 
 
 @pytest.fixture(params=["none", "selective", "full"])
@@ -82,6 +83,19 @@ def test_what_of_it_is_for_whom():
     assert not llama.durations.segments
 
 
+def test_pairs_of_a_single_stage(tmp_path: Path):
+    """A file may join passes without any pipeline; the clock then says how long they take."""
+    file = tmp_path / "pairs.txt"
+    pairs = "F0.0 F0.1&B0.0 F0.2&B0.1 F0.3&B0.2 B0.3"
+    file.write_text(f"schedule pairs\nstages 0\nmicrobatches 4\nrank 0\n  {pairs}\n")
+    layout = Layout(dp=32, ep=16, zero=1, microbatches=4)
+    plain = estimate(replace(QWEN, layout=layout))
+    joined = estimate(replace(QWEN, layout=structs.replace(layout, schedule=str(file))))
+    assert plain.simulation is None
+    assert plain.seconds - joined.seconds == pytest.approx(joined.travelled.paired)
+    assert joined.causes["bubble"] == pytest.approx(0.0, abs=1e-9)
+
+
 def test_messages_of_the_fullest_rank_take_longer():
     def messages(imbalance: float, **changes) -> tuple[float, ...]:
         mixture = replace(DEEP, layout=structs.replace(LAYOUT, **changes), imbalance=imbalance).work.mixture
@@ -97,7 +111,6 @@ def test_messages_of_the_fullest_rank_take_longer():
     assert gathered[3] > gathered[0]  # gradients are added up in float32
 
 
-QWEN = Case(preset("qwen3-30b-a3b"), Layout(), Cluster.parse("4x8xH100"), 4096, 512, imbalance=1.2)
 SMALL = {"tp": 1, "cp": 1, "pp": 4, "ep": 8, "zero": 1, "dispatch": "alltoall"}
 
 

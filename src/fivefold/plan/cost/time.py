@@ -156,13 +156,13 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
         times(plus(*(part for stage in mine for part in passes[stage])), m) for mine in case.layout.placement.of_rank
     ]
     simulation, less = None, [0.0] * len(loads)
-    if case.layout.pp > 1 and exact:
+    if exact and (case.layout.pp > 1 or pairs_overlap(case)):
         simulation, length, less = _simulated(case, case.durations)
     rank = max(range(len(loads)), key=lambda rank: loads[rank].total - less[rank])
     busiest = _without(loads[rank], less[rank])
-    if case.layout.pp == 1:
+    if simulation is None and case.layout.pp == 1:
         length = busiest.total
-    elif not exact:
+    elif simulation is None:
         length = closed_form(case, [load.total / m for load in loads])
     optimizer, exposed = _step_end(case, passes)
     return Estimate(case, length, busiest, exposed, optimizer, simulation, _travelled(case, rank, less[rank]))
@@ -265,7 +265,7 @@ def pairs_overlap(case: Case) -> bool:
     layout = case.layout
     if case.spec.experts is None or layout.fully_shards(case.spec):
         return False
-    return layout.ep > 1 and layout.pp > 1 and layout.record.joins and case.stack.hides_experts > 0
+    return layout.ep > 1 and layout.record.joins and case.stack.hides_experts > 0
 
 
 def _halves(case: Case, held: float) -> tuple[tuple[Segments, Segments], ...]:
