@@ -239,6 +239,12 @@ def test_a_neighbour_without_room_says_what_it_needs(deepseek: ServePlan) -> Non
     )
 
 
+def test_more_tp_has_as_much_dp_as_there_are_experts_for() -> None:
+    found = serve("mixtral-8x7b", "8xH100", sequences=32)
+    assert found.latency.layout == "tp=2,dp=4,ep=8"  # a GPU for each expert
+    assert any(one.startswith("Why not tp=4,dp=2,ep=8: all-reduces are") for one in found.explanation)
+
+
 def test_a_pipeline_has_neighbours_with_sequences_of_their_own() -> None:
     found = serve("qwen3-235b-a22b", "8xH200", prompt=512, output=64)
     assert found.throughput.layout == "tp=1,pp=8"

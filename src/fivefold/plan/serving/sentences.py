@@ -39,13 +39,11 @@ def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     """Why not more tp: on the same GPUs with less pp where that is possible, or else on more of them."""
     spec, gpus, world = service.spec, service.group.gpus, service.group.world
     more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if tp_fits(spec, tp)]
-    more = [tp for tp in more if (gpus % tp == 0 or tp % gpus == 0) and degrees(spec, tp, quick.dp)]
+    more = [tp for tp in more if (gpus % tp == 0 or tp % gpus == 0) and degrees(spec, tp)]
     if not more:
         return f"tp={quick.tp} is the most that {spec.heads} heads and {spec.kv_heads} kv heads allow here."
-    tp, before = more[0], quick.tp * quick.dp * quick.pp
-    ranks, every = tp * quick.dp, degrees(spec, tp, quick.dp)
-    pp = before // ranks if quick.pp > 1 and before % ranks == 0 else quick.pp
-    wide = service.like(quick, tp=tp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in every else every[-1])
+    wide, before = _widened(service, quick, more[0]), quick.tp * quick.dp * quick.pp
+    tp = wide.tp
     step = wide.step(quick.batch, service.context)
     where = f"it leaves the node of {gpus}; " if wide.crosses else ""
     share, was = step.tp / step.total, quick.parts.tp / quick.step
@@ -56,10 +54,20 @@ def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     if not there and gain >= 1 and (full := fullest(service, wide)):
         less = rate(full.per_gpu), rate(heavy.per_gpu)
         there = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
+    named = f"tp={tp}" if wide.dp == quick.dp else wide.name
     return (
-        f"Why not tp={tp}: {where}all-reduces are {share:.0%} of its step instead of {was:.0%}, and a token takes "
+        f"Why not {named}: {where}all-reduces are {share:.0%} of its step instead of {was:.0%}, and a token takes "
         f"{milliseconds(step.total)} instead of {milliseconds(quick.step)}, {verdict} {cost}{there}."
     )
+
+
+def _widened(service: Service, quick: ServingOption, tp: int) -> Replica:
+    """With more tp, and as much dp as there are experts for."""
+    spec, before = service.spec, quick.tp * quick.dp * quick.pp
+    dp = next(dp for dp in (quick.dp, max(1, quick.tp * quick.dp // tp), 1) if degrees(spec, tp, dp))
+    pp = before // (tp * dp) if quick.pp > 1 and before % (tp * dp) == 0 else quick.pp
+    every = degrees(spec, tp, dp)
+    return service.like(quick, tp=tp, dp=dp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in every else every[-1])
 
 
 def _deeper(service: Service, chosen: ServingOption) -> str:
