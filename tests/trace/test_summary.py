@@ -1,12 +1,16 @@
 """A trace made by hand, whose parts can be added up on paper."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fivefold.schedule.actions import BACKWARD, FORWARD, SEND_ACTIVATION, SEND_GRADIENT, Action
 from fivefold.schedule.builders.one_f_one_b import one_f_one_b
 from fivefold.schedule.clock import Span
+from fivefold.schedule.text import read_text
+from fivefold.trace.chrome import write
 from fivefold.trace.records import Flight, RankTrace, Trace, Update, Wait, Window, land
 from fivefold.trace.summary import Summary
 
@@ -105,3 +109,49 @@ def test_ranks_of_another_clock_are_moved() -> None:
     moved = trace.ranks[1].on_clock(100.0)
     assert (moved.steps[0].start, moved.actions[0].end, moved.waits[0].start) == (100.5, 105.0, 101.0)
     assert Summary(replace(trace, ranks=(trace.ranks[0], moved.on_clock(-100.0)))).total.step == 13.75
+
+
+def in_turns() -> Trace:
+    """One rank, two microbatches: F0 at 0-3; F1 and B0 in turns, 3-4, 4-6, 6-7, 7-8; B1 at 8-12. Tokens of F1 travel at
+    4-6.5, those of B0 at 6-7.5."""
+    schedule = read_text("schedule pairs\nstages 0\nmicrobatches 2\nrank 0\n  F0.0 F0.1&B0.0 B0.1\n").schedule
+    first, joined, other, last = schedule.compute(0)
+    spans = [(first, 0, 3), (joined, 3, 4), (other, 4, 6), (joined, 6, 7), (other, 7, 8), (last, 8, 12)]
+    rank = RankTrace(
+        rank=0,
+        name="",
+        line=0,
+        place=0,
+        steps=(Window(1, 0.0, 12.0),),
+        actions=tuple(Span(action, float(start), float(end)) for action, start, end in spans),
+        updates=(),
+        parts=(Update("dispatch", 3.5, 4.0), Update("combine", 7.0, 7.5)),
+        waits=(Wait("ep", "all-to-all", 6.0, 6.5, joined), Wait("ep", "all-to-all", 7.0, 7.5, other)),
+        flights=(Flight("ep", "all-to-all", 8, 4.0, 6.5, joined), Flight("ep", "all-to-all", 8, 6.0, 7.5, other)),
+    )
+    return Trace(schedule, (rank,), "ep=2")
+
+
+def test_halves_in_turns_count_once_and_are_timed_as_a_pair() -> None:
+    summary = Summary(in_turns())
+    [time] = summary.by_rank
+    assert (time.step, time.compute, time.bubble) == (12.0, 11.0, 0.0)
+    assert (time.exposed, time.hidden) == ({"ep": 1.0}, {"ep": pytest.approx(2.5)})
+    # By itself a pass takes 3 and 4; both halves of the pair, 5.
+    [simulation] = summary.simulations
+    assert (simulation.costs.f, simulation.costs.b, simulation.costs.pair) == ((3.0,), (4.0,), (5.0,))
+    assert simulation.makespan == 12.0
+
+
+def test_the_second_half_has_a_lane_of_its_own(tmp_path: Path) -> None:
+    write(Summary(in_turns()), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    drawn = [(lanes[e["tid"]], e["name"], e["ts"] / 1e6) for e in events if e["ph"] == "X"]
+    assert [one for one in drawn if one[0] in ("compute", "beside")] == [
+        ("compute", "F0.0", 0.0), ("compute", "F0.1", 3.0), ("beside", "B0.0", 4.0), ("compute", "F0.1", 6.0),
+        ("beside", "B0.0", 7.0), ("compute", "B0.1", 8.0), ("compute", "dispatch", 3.5), ("beside", "combine", 7.0),
+    ]  # fmt: skip
+    pair = [one for one in drawn if one[0] == "simulated"][1:3]
+    assert [name for _, name, _ in pair] == ["F0.1", "B0.0"]
+    assert pair[1][2] == pytest.approx(3 + 5 * 3 / 7)  # the pair's time, divided as by themselves
