@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.parallel.baton import Baton
 
-LONG = 20.0  # seconds: far more than any of this takes
-
 
 def half(baton: Baton, said: list[str], name: str, stretches: int, seconds: float = 0.0) -> Callable[[], None]:
     def work() -> None:
@@ -144,3 +142,49 @@ def test_modes_and_context_go_along_and_stay_with_their_half() -> None:
     assert [op.split()[0] for op in inner.ops] == ["aten.zeros.default"] * 2
     assert [op.split()[0] for op in outer.ops] == [f"aten.{name}.default" for name in ("zeros", "ones") * 2]
     assert {op.split(" in ")[1] for op in outer.ops} == {"MainThread", "backward half"}
+
+
+class Passing(torch.autograd.Function):
+    """The identity, whose backward pass hands over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, baton: Baton, said: list[str]) -> torch.Tensor:
+        ctx.baton, ctx.said = baton, said
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.said.append("b")
+        ctx.baton.hand_over()
+        return gradient, None, None
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_backward_pass_hands_over_from_whichever_thread_autograd_runs_it_in(device: str) -> None:
+    """And a failure of the other half ends it there."""
+    baton, said = Baton(), list[str]()
+    for fails in (False, True):
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = x
+        for _ in range(3):
+            y = Passing.apply(y, baton, said)
+
+        def forward(fails: bool = fails) -> None:
+            for _ in range(2):
+                said.append("f")
+                baton.hand_over()
+            if fails:
+                raise Broken
+
+        said.clear()
+        if fails:
+            with pytest.raises(Broken):
+                baton.run(forward, y.sum().backward)
+            assert ("".join(said), x.grad) == ("fbfb", None)
+        else:
+            baton.run(forward, y.sum().backward)
+            assert "".join(said) == "fbfbb"
+            assert torch.equal(x.grad, torch.ones(3, device=device))  # type: ignore[arg-type]
