@@ -16,9 +16,9 @@ from fivefold.plan.cost.footprint import footprint_of
 from fivefold.plan.cost.systems import SYSTEMS
 from fivefold.plan.cost.time import Case
 from fivefold.plan.nearest import moved, nearest, problems, steps
-from fivefold.plan.plan import USUAL_CLUSTER, option_of, plan, question
+from fivefold.plan.plan import option_of, plan, question
 from fivefold.plan.result import SimulateResult, simulated
-from fivefold.plan.search.explain import CAUSES, nearest_fit, neighbours
+from fivefold.plan.search.explain import CAUSES, difference, nearest_fit, neighbours
 from fivefold.plan.search.option import Option
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.presets import PRESETS, preset
@@ -26,7 +26,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.ui.ask import Ask
 
-MODEL = "llama3-70b"
+MODEL, CLUSTER = "llama3-70b", "8x8xH100"  # what the page begins with
 ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
 TOP = 12  # rows of the ranking
 RANKS = 128  # pipeline ranks whose memory is listed
@@ -73,16 +73,22 @@ def search(ask: Ask) -> dict[str, Any]:
 
 
 def why(ask: Ask) -> dict[str, Any]:
-    """What each single change of a layout would do; where it does not fit, what `simulate` advises."""
-    ask.only(*ASKED, "layout")
-    option = option_of(_case(ask), _layout(ask.text("layout", "dp=1")))
+    """What each single change of a layout would do; where it does not fit, what `simulate` advises; and how it differs
+    from the layout `best`, if one is named."""
+    ask.only(*ASKED, "layout", "best")
+    case, best = _case(ask), ask.text("best")
+    option = option_of(case, _layout(ask.text("layout", "dp=1")))
     result = SimulateResult(option, None if option.fits else nearest_fit(option))
-    return {"advice": result.advice or None, "neighbours": [one.to_dict() for one in neighbours(option)]}
+    return {
+        "advice": result.advice or None,
+        "neighbours": [one.to_dict() for one in neighbours(option)],
+        "against": difference(option_of(case, _layout(best)), option) if best else None,
+    }
 
 
 def _case(ask: Ask) -> Case:
     """The question, of names alone."""
-    model, cluster = ask.text("model", MODEL), ask.text("cluster", USUAL_CLUSTER)
+    model, cluster = ask.text("model", MODEL), ask.text("cluster", CLUSTER)
     if model not in PRESETS:
         raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}")
     if ".toml" in cluster.lower() or "/" in cluster:

@@ -51,7 +51,9 @@ async function start() {
     }
   }
   for (const view of views) {
-    tabs.append(element("a", { href: `#${view.name}`, title: view.says, "data-view": view.name, "data-testid": `tab-${view.name}` }, view.title));
+    const tab = element("a", { href: `#${view.name}`, title: view.says, "data-view": view.name, "data-testid": `tab-${view.name}` }, view.title);
+    tab.addEventListener("click", () => { tab.href = state.address(view.name); });
+    tabs.append(tab);
   }
   state.onChange(() => show(views));
   show(views);

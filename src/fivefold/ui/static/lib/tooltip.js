@@ -22,8 +22,10 @@ export function tip(target, content) {
   target.addEventListener("pointerenter", open);
   target.addEventListener("pointermove", event => box && place(event.clientX, event.clientY));
   target.addEventListener("pointerleave", hide);
-  target.addEventListener("focus", open);
-  target.addEventListener("blur", hide);
+  if (target instanceof HTMLElement || target.hasAttribute("tabindex")) {  // a listener alone would make shapes stops of the Tab key
+    target.addEventListener("focus", open);
+    target.addEventListener("blur", hide);
+  }
   return target;
 }
 

@@ -27,7 +27,7 @@ export function mount(root, source) {
       element("div", { class: "stack" }, figures.element, why.element, list.element))));
 
   const asking = newest(asked => source.payload(asked), show, failed);
-  const judging = replacing((asked, signal) => source.part("why", asked, { signal }), answer => why.show(answer), error => why.fail(error));
+  const judging = replacing((asked, signal) => source.part("why", asked, { signal }), answer => { why.show(answer); figures.because(answer.against); }, error => why.fail(error));
   const searching = replacing((asked, signal) => source.part("search", asked, { signal }), found, error => list.fail(error));
 
   const only = names => Object.fromEntries(names.map(name => [name, words[name]]).filter(([, value]) => value));
@@ -70,7 +70,7 @@ export function mount(root, source) {
     shown = payload;
     const current = asked.move ? asked.move.split("=")[0] : "";
     if (!asked.move) base = payload.shown?.text || base;
-    words = { ...only(QUESTION), layout: payload.shown ? payload.shown.text : payload.wanted.text };
+    words = { ...only(QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.shown ? payload.shown.text : payload.wanted.text };
     question.show(payload);
     layout.show(payload, current, stale);
     figures.show(payload);
@@ -87,7 +87,7 @@ export function mount(root, source) {
     figures.against(ranked?.best);
     why.wait();
     clearTimeout(timer);
-    if (payload.asks.why) timer = setTimeout(() => judging(payload.asks.why), source.live ? PAUSE : 0);
+    if (payload.asks.why) timer = setTimeout(() => judging({ ...payload.asks.why, best: source.live && ranked ? ranked.best.layout : "" }), source.live ? PAUSE : 0);
   }
 
   function failed(error) {

@@ -36,6 +36,10 @@ export function drawFigures({ onTake }) {
   return {
     element: whole,
     fail(error) { whole.classList.add("busy"); verdict.replaceChildren(element("p", { class: "notice bad" }, error.message)); },
+    because(difference) {
+      const said = verdict.querySelector('[data-testid="against"]');
+      if (said && difference && best && now.figures.layout !== best.layout) said.textContent = `Against the planner's choice it ${difference}.`;
+    },
     against(other) {
       if (other === best) return;
       best = other;
