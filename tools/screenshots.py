@@ -31,7 +31,7 @@ BIG = "plan?model=llama3-405b&cluster=2048x8xH100&batch=2048&seq=8192"
 RANKED, JUDGED = '[data-testid="ranking"]', '[data-testid="neighbours-table"]'
 SHOTS = {
     "plan": Shot(PLAN, JUDGED),
-    "plan-dark": Shot(f"{BIG}&layout=dp=128,tp=8,pp=16,zero=1,sp,microbatches=16,schedule=zb-v", JUDGED, dark=True),
+    "plan-dark": Shot(f"{BIG}&layout=dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32", JUDGED, dark=True),
     "plan-whole": Shot(PLAN, JUDGED, clicks=('[data-testid="compare-0"]', '[data-testid="compare-1"]'), whole=True),
     "plan-cannot-run": Shot(f"{PLAN}&layout=dp=8,tp=16,pp=2,zero=1,sp,microbatches=16", JUDGED),
     "plan-phone": Shot(PLAN, JUDGED, width=390, height=844, whole=True),

@@ -1,7 +1,8 @@
 """Who may ask the page's server, what it answers, and what it never does."""
 
+import asyncio
+import json
 import socket
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,13 @@ import pytest
 
 from fivefold.support.errors import UserError
 from fivefold.ui import server as serving_module
+from fivefold.ui.api_plan import search
+from fivefold.ui.ask import Ask
 from fivefold.ui.server import FILES, STATIC
 from fivefold.ui.ui import LOOPBACK, bound, ui
 from fivefold.ui.views import VIEWS
+from fivefold.ui.worker import Question
+from fivefold.ui.workers import Broken, Replaced, Workers
 from tests.ui.serving import TOKEN, Server, serving
 
 TINY = {"model": "tiny", "cluster": "2xCPU", "batch": "8", "seq": "64"}
@@ -149,21 +154,47 @@ def test_a_bug_has_its_trace_in_the_terminal_alone(
     assert "a secret of the inside" in capfd.readouterr().err
 
 
-def test_a_newer_question_of_a_page_replaces_its_older_one(server: Server) -> None:
-    """The long one is told that it was replaced, and the short one is answered."""
-    long = {"model": "llama3-405b", "cluster": "2048x8xH100", "batch": "2048", "seq": "8192"}
-    older: list[int] = []
-    first = threading.Thread(target=lambda: older.append(server.ask("plan/search", long, X_Page="one").status))
-    first.start()
-    newer = None
-    while first.is_alive():  # the first must have come first; one that came late asks again
-        newer = server.ask("plan/search", TINY, X_Page="one")
-        other = server.ask("plan/search", TINY, X_Page="two")
-        assert newer.status == other.status == 200
-        assert newer.json["model"] == "tiny"
-        first.join(0.2)
-    assert newer is not None
-    assert older in ([409], [200])
+def test_what_takes_longer_is_answered_by_a_process_of_its_own(server: Server) -> None:
+    found = server.ask("plan/search", TINY)
+    assert found.status == 200
+    assert found.json == json.loads(json.dumps(search(Ask(TINY))))
+    wrong = server.ask("plan/search", TINY | {"batch": "0"})
+    assert (wrong.status, wrong.json["error"]) == (400, "batch=0 must be at least 1")
+
+
+def test_a_newer_question_of_a_page_replaces_its_older_one() -> None:
+    """Of the same page and part alone; the processes are gone at the end."""
+    long = Question("plan", "search", {"model": "llama3-405b", "cluster": "2048x8xH100", "batch": "2048"})
+
+    async def asked() -> None:
+        workers = Workers()
+        first = asyncio.create_task(workers.ask("a page", long))
+        await asyncio.sleep(0)
+        other, newer = await asyncio.gather(
+            *(workers.ask(lane, Question("plan", "", TINY)) for lane in ("other", "a page"))
+        )
+        assert other == newer
+        with pytest.raises(Replaced):
+            await first
+        processes = [*workers.idle]
+        await workers.close()
+        assert processes
+        assert all(process.returncode is not None for process in processes)
+
+    asyncio.run(asked())
+
+
+def test_a_worker_that_dies_is_a_bug_and_the_next_question_is_answered() -> None:
+    async def asked() -> None:
+        workers = Workers()
+        await workers.warm()
+        workers.idle[0].kill()
+        with pytest.raises((Broken, ConnectionError)):
+            await workers.ask("a page", Question("plan", "", TINY))
+        assert json.loads(await workers.ask("a page", Question("plan", "", TINY)))["question"]["model"] == "tiny"
+        await workers.close()
+
+    asyncio.run(asked())
 
 
 def test_only_the_loopback_interface_isbound() -> None:

@@ -3,6 +3,7 @@
 ui(port=0, runs=["runs/demo"], browser=False)
 """
 
+import contextlib
 import secrets
 import socket
 import webbrowser
@@ -43,7 +44,8 @@ def ui(
             application(token, port, places), log_level="warning", access_log=False, server_header=False, ws="none",
             proxy_headers=False, http="h11",
         )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[listening])
+        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises once more when all is closed
+            uvicorn.Server(config).run(sockets=[listening])
 
 
 def _directory(run: str | Path) -> Path:

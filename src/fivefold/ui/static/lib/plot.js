@@ -68,7 +68,7 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
 }
 
 /** A value between the ends of its range, on a scale from 0 to `most`. */
-export function interval(width, { value, ends, most, label, colour = "var(--blue)" }) {
+export function interval(width, { value, ends, most, label, colour = "var(--accent)" }) {
   const x = at => 2 + (width - 4) * Math.min(1, at / most);
   return shape("svg", { width, height: 14, role: "img", "aria-label": label },
     shape("rect", { x: 2, y: 5, width: width - 4, height: 4, rx: 2, class: "track" }),

@@ -87,7 +87,11 @@ export function mount(root, source) {
     figures.against(ranked?.best);
     why.wait();
     clearTimeout(timer);
-    if (payload.asks.why) timer = setTimeout(() => judging({ ...payload.asks.why, best: source.live && ranked ? ranked.best.layout : "" }), source.live ? PAUSE : 0);
+    timer = setTimeout(judge, source.live ? PAUSE : 0);
+  }
+
+  function judge() {
+    if (shown.asks.why) judging({ ...shown.asks.why, best: source.live && ranked ? ranked.best.layout : "" });
   }
 
   function failed(error) {
@@ -101,6 +105,7 @@ export function mount(root, source) {
     figures.against(answer.best);
     list.show(answer);
     if (free && source.live) { free = false; base = answer.best.layout; hand = ""; refresh(""); }
+    else judge();  // now there is a choice to hold the layout against
   }
 
   const listening = state.onChange(() => {

@@ -100,7 +100,7 @@ function headline({ figures, device_memory_bytes }, { step, rate, mfu, memory })
   rate.show(format.count(Math.round(per)), "tok/s", `${format.si(figures.tokens_per_second)} tok/s in all, ${format.si(figures.tokens_per_day)} a day`, gauge(per, ends, 1.6 * per, "range of the rate"));
   mfu.show(format.percent(figures.mfu).slice(0, -1), "%", inWords(figures.mfu_range) + format.range(figures.mfu_range, format.percent), gauge(figures.mfu, figures.mfu_range, 1, "range of the utilisation, of 100%"));
   memory.show(format.gigabytes(figures.memory_bytes), `of ${format.gigabytes(device_memory_bytes)} GB`, `${format.percent(figures.range_share, 0)} range: ${format.range(figures.memory_bytes_range, format.gigabytes)} GB`,
-    { ...gauge(figures.memory_bytes, figures.memory_bytes_range, Math.max(device_memory_bytes, figures.memory_bytes), "share of the device"), colour: figures.fits ? "var(--blue)" : "var(--red)" });
+    { ...gauge(figures.memory_bytes, figures.memory_bytes_range, Math.max(device_memory_bytes, figures.memory_bytes), "share of the device"), colour: figures.fits ? "var(--accent)" : "var(--bad)" });
 }
 
 export function memoryBars(width, { ranks, figures, device_memory_bytes, shown }) {
