@@ -17,7 +17,14 @@ Ranks = Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p).")]
 Chunks = Annotated[int | None, typer.Option(help="Stages per rank (v), for interleaved and bfs.")]
 Group = Annotated[int | None, typer.Option(help="Group size (N), for interleaved; default: the smallest that works.")]
 Memory = Annotated[int | None, typer.Option(help="Most live activations per rank, for auto; default: p.")]
-TimesText = Annotated[str, typer.Option("--times", help="Durations of a whole rank, like f=1,i=1,w=1,comm=0.1.")]
+TimesText = Annotated[
+    str,
+    typer.Option(
+        "--times",
+        help="Durations of a whole rank, like f=1,i=1,w=1,comm=0.1. ep=0.4: so much of f and of i are messages of "
+        "experts, which joined pairs (F&B) hide; fb=2.5: how long a pair takes.",
+    ),
+]
 Slow = Annotated[str, typer.Option(help="Slower ranks, as RANK=FACTOR: 1=1.5,3=2.")]
 Sends = Annotated[
     Literal["eager", "blocking"], typer.Option(help="Whether a sender goes on while its message travels.")
@@ -59,6 +66,8 @@ def draw(
       fivefold draw zb-v --pp 4 --microbatches 8
 
       fivefold draw zb-v --pp 4 --microbatches 8 --times f=1,i=1,w=1,comm=0.1 -o zb-v.svg
+
+      fivefold draw dualpipe-v --pp 4 --microbatches 10 --times f=1,i=1,w=1,ep=0.4
 
       fivefold draw 1f1b zb-h1 auto --pp 4 --microbatches 8 --slow 1=1.5 -o compare.png
 
