@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from fivefold.support.errors import UserError
 from fivefold.ui import server as serving_module
+from fivefold.ui import ui as ui_module
 from fivefold.ui.api_plan import search
 from fivefold.ui.ask import Ask
 from fivefold.ui.server import FILES, STATIC
@@ -205,9 +205,14 @@ def test_only_the_loopback_interface_isbound() -> None:
             bound(listening.getsockname()[1])
 
 
+def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ui_module, "absent", lambda name: name == "uvicorn")
+    with pytest.raises(UserError, match=r'pip install "fivefold\[ui\]"'):
+        ui()
+
+
 def test_the_address_and_its_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory"):
         ui(runs=[tmp_path / "nothing"])
     with pytest.raises(UserError, match="port=70000"):
         ui(port=70_000)
-    assert urllib.parse.urlsplit(f"http://{LOOPBACK}:1/#token=x").query == ""  # a browser sends no fragment
