@@ -167,6 +167,7 @@ def test_turning_points_are_where_plans_turn() -> None:
     def choice(one: Turn, at: float) -> str:
         card = device.accelerator
         if one.name == "batch":
+            assert at == round(at)
             return str(plan("llama3.2-1b", "8xA100-40", **(asked | {"batch": round(at)})).chosen.layout)
         if one.name.startswith("memory"):
             card = structs.replace(card, memory=int(at * 1e9))

@@ -36,7 +36,7 @@ def test_bars_are_as_long_as_their_components(found: PlanResult) -> None:
     for bar, (name, colour, size) in zip(bars, parts, strict=True):
         assert bar.hint.startswith(name)
         assert bar.fill == colour
-        assert bar.width + 1 == pytest.approx(size * scale)
+        assert bar.width == pytest.approx(max(2.0, size * scale - 1))  # a seam, and what can be seen
     assert sum(size for *_, size in parts) * 1e9 == pytest.approx(found.explained.footprint.total)
 
 
@@ -54,7 +54,7 @@ def test_the_traffic_picture_has_every_axis_and_its_bytes(found: PlanResult) -> 
     said = words(sent(found.explained))
     rows = [row for row in traffic(found.explained) if row.payload > 4096]
     assert [text for text in said if "  " in text] == [f"{row.axis}  {row.kind}" for row in rows]
-    assert all(row.seconds > 0 for row in rows if row.axis in ("tp", "pp", "dp"))
+    assert all(row.seconds and row.seconds > 0 for row in rows if row.axis in ("tp", "pp", "dp"))
     assert any("NVLink" in text for text in said)
     assert not any("InfiniBand" in text for text in said)  # one node
 

@@ -22,6 +22,7 @@ from fivefold.hardware.listing import accelerators
 from fivefold.layout.layout import Layout
 from fivefold.plan.context.compare import context
 from fivefold.plan.context.lengths import lengths
+from fivefold.plan.decision.decision import decide
 from fivefold.plan.interval import bands
 from fivefold.plan.mixed import compare as mixed
 from fivefold.plan.model import model
@@ -112,6 +113,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "PlanResult on unlike nodes": lambda: ff.plan("llama3-8b", "4x8xH100+4x8xA100-80", batch=512, seq=4096, price=2.5),
     "PlanResult of a layout": lambda: ff.plan("llama3-70b", "8x8xH100", layout="dp=2,tp=8,pp=4,sp,microbatches=64"),
     "SimulateResult": lambda: ff.simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
+    "Decision": lambda: decide(ff.plan("tiny", "2xCPU", batch=16, seq=128), "fivefold plan tiny"),
     "MeshResult": lambda: ff.mesh("dp=4,tp=2,pp=2,cp=2,ep=4", "4x8xH100"),
     "MeshResult of 16,384 ranks": lambda: ff.mesh("dp=128,tp=8,pp=16,zero=1", "2048x8xH100"),
     "GoodputResult": lambda: ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T"),

@@ -16,6 +16,7 @@ from fivefold.support.formatting import figure
 TOP = 104.0  # below title and subtitle
 ROW = 26.0  # of a legend
 GAP = 26.0  # between its entries
+SEAM, LEAST = 1.0, 2.0  # between the parts of a bar, and how long one is that can be seen
 
 
 def sheet(title: str, subtitle: str, height: float, name: str = "") -> Scene:
@@ -148,7 +149,8 @@ def stacked(plot: Plot, bars: Sequence[Bar], unit: str) -> None:
             stop = min(end, x + plot.width * length / plot.high[0])
             if stop > x:
                 hint = f"{name}: {length:.3g} {unit}"
-                plot.scene.shapes.append(Rect(x, middle - high / 2, stop - x - 1, high, colour, hint))
+                wide = max(LEAST, stop - x - SEAM)
+                plot.scene.shapes.append(Rect(x, middle - high / 2, wide, high, colour, hint))
             x = stop
         if bar.total > plot.high[0]:
             plot.scene.shapes += [

@@ -142,7 +142,7 @@ class Decision(Result):
         rows = [
             (
                 row["axis"], row["kind"], f"{row['calls']:,}", _size(row["payload"]), _size(row["inside"]),
-                _size(row["across"]), _seconds(row["seconds"]),
+                _size(row["across"]), "" if row["seconds"] is None else _seconds(row["seconds"]),
             )
             for row in self.figures["traffic"]
             if row["payload"] > SMALL
@@ -198,7 +198,10 @@ class Decision(Result):
         found = self.found
         if found.explained.fits:
             least = found.explained.footprint.total / HEADROOM / GB
-            yield Text(f"`{found.layout}` needs devices of {least:.1f} GB; with less memory it does not fit.")
+            yield Text(
+                f"`{found.layout}` needs devices of {least:.1f} GB; with less memory it takes more microbatches, or "
+                "does not fit at all."
+            )
         yield Text(
             "Planned again with half and with twice as much of each, the choice "
             f"(`{found.chosen.layout}`, microbatches apart):"
@@ -227,7 +230,7 @@ def decide(found: PlanResult, command: str = "", progress: Progress | None = Non
 
 def _reasoned(one: Shortcut) -> str:
     near = one.textbook and abs(one.exact / one.textbook - 1) < ALIKE
-    return f"- {one.name}: {one.formula}. {'Alike, by other parts' if near else 'Why they differ'}: {one.why}."
+    return f"- {one.name}: {one.formula}. {'Alike' if near else 'Why they differ'}: {one.why}."
 
 
 def _instead(turn: Turn) -> str:

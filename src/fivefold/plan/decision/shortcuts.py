@@ -53,9 +53,9 @@ def _because(*reasons: str) -> str:
 def _flops(option: Option) -> Shortcut:
     case, active = option.case, option.case.spec.active_parameters
     tokens, exact = case.batch * case.seq, case.flops()
-    causal = case.flops("causal")
+    attention = 2 * (exact - case.flops("causal")) / exact  # a causal mask leaves half of its scores
     why = _because(
-        f"attention adds {(exact - causal) / exact:.1%} for each half of its scores, counted full here",
+        f"attention is {attention:.1%} of the exact ones, which count all of its scores",
         "an embedding is looked up, not multiplied",
         "P counts the parameters that are active for a token" if case.spec.experts else "",
     )
@@ -91,11 +91,11 @@ def _activations(option: Option) -> Shortcut:
     else:
         inside, each = "34 + 5aS/H", 34.0
     if t > 1 and layout.sp:
-        formula, size = f"BSH ({inside}) / t", (each + scores) / t
+        formula, size = f"BSH ({inside}) / t" if each > 2 else "2 BSH / t", (each + scores) / t
     elif t > 1 and layout.recompute != "full":
         formula, size = f"BSH (10 + 24/t{' + 5aS/(Ht)' if scores else ''})", 10 + 24 / t + scores / t
     else:
-        formula, size = f"BSH ({inside})", each + scores
+        formula, size = f"BSH ({inside})" if each > 2 else "2 BSH", each + scores
     flying = min(layout.pp, layout.microbatches)
     textbook = size * _stream(option) * spec.layers / layout.pp * flying
     kept = option.footprint.activations
@@ -153,9 +153,21 @@ def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         "layers of experts have two of the four, unless one is shared" if spec.experts is not None else "",
         "latent attention sends latents instead of the stream" if spec.mla else "",
         "embedding, head and loss send too",
+        _own_layers(option, len(_layers(option)), spec.layers),
     )
     formula = "4 BSH a layer, 2(t-1)/t each in a ring"
     yield Shortcut("tp on the wire", formula, textbook, _wire(rows, {"tp"}), "GB", why)
+
+
+def _layers(option: Option) -> list[int]:
+    """Of the first pipeline rank."""
+    stages = option.case.stages
+    return [layer for number in option.layout.placement.of_rank[0] for layer in stages[number].layers]
+
+
+def _own_layers(option: Option, mine: int, all_of_them: int) -> str:
+    even = all_of_them / option.layout.pp
+    return f"the first pipeline rank has {mine} such layers, and not {even:.4g}" if mine != even else ""
 
 
 def _pipeline(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
@@ -182,7 +194,8 @@ def _experts(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         f"dispatch={layout.dispatch} sends otherwise" if layout.dispatch != "alltoall" else "",
         "ep has the ranks of another axis, whose bytes are counted with it" if axis != "ep" and not kinds else "",
         "the forward pass runs twice" if layout.recompute == "full" else "",
-        "numbers of rows, and the first pipeline rank's own layers",
+        _own_layers(option, sum(not spec.dense(layer) for layer in _layers(option)), spec.layers - spec.dense_layers),
+        "ranks tell each other how many rows will come",
     )
     formula = "4 K BSH/t a layer, (e-1)/e of it"
     yield Shortcut("ep on the wire", formula, textbook, _wire(rows, {axis}, kinds), "GB", why)

@@ -21,11 +21,12 @@ Progress = Callable[[int, int, str], None]
 
 
 class Quantity(NamedTuple):
-    """Something of the question that may be otherwise: `change` makes a case that has so many times as much of it."""
+    """Something of the question that may be otherwise: `change` makes a case that has so many times as much of it, and
+    `read` says how much a case has."""
 
     name: str
     unit: str
-    value: float
+    read: Callable[[Case], float]
     change: Callable[[Case, float], Case]
 
 
@@ -46,15 +47,27 @@ class Turn:
 
 
 def quantities(case: Case) -> list[Quantity]:
-    card = case.cluster.groups[0].accelerator
-    found = [Quantity("memory of a device", "GB", card.memory / 1e9, _memory)]
+    """Of unlike nodes the memory alone: which of their links would it be?"""
+    found = [Quantity("memory of a device", "GB", lambda one: _card(one).memory / 1e9, _memory)]
     if not case.cluster.groups[1:]:
-        link = card.across if case.cluster.nodes > 1 else card.inside
         where = "between nodes" if case.cluster.nodes > 1 else "within the node"
         if case.cluster.world > 1:
-            found.append(Quantity(f"link {where}", "GB/s", link.bandwidth / 1e9, _link))
-        found.append(Quantity("batch", "sequences", case.batch, _batch))
+            found.append(Quantity(f"link {where}", "GB/s", _speed, _link))
+        found.append(Quantity("batch", "sequences", lambda one: one.batch, _batch))
     return found
+
+
+def _card(case: Case) -> Accelerator:
+    return case.cluster.groups[0].accelerator
+
+
+def _speed(case: Case) -> float:
+    return float(getattr(_card(case), _which(case)).bandwidth / 1e9)
+
+
+def _which(case: Case) -> str:
+    """The link that is the narrowest."""
+    return "across" if case.cluster.nodes > 1 else "inside"
 
 
 class Asked(NamedTuple):
@@ -84,9 +97,12 @@ def turns(chosen: Option, asked: Asked, progress: Progress | None = None) -> Ite
 
 
 def _turn(chosen: Option, asked: Asked, quantity: Quantity, factor: float) -> Turn:
+    def at(factor: float) -> float:
+        return quantity.read(quantity.change(asked.case, factor))
+
     one = asked.choice(quantity.change(asked.case, factor))
     if not _differs(chosen.layout, one):
-        return Turn(quantity.name, quantity.unit, quantity.value, quantity.value * factor, None)
+        return Turn(quantity.name, quantity.unit, at(1.0), at(factor), None)
     holds, turned = 1.0, factor
     for _ in range(HALVINGS):
         middle = math.sqrt(holds * turned)
@@ -95,9 +111,9 @@ def _turn(chosen: Option, asked: Asked, quantity: Quantity, factor: float) -> Tu
             turned, one = middle, there
         else:
             holds = middle
-    ends = (quantity.value * holds, quantity.value * turned)
     why = "" if one is None else _compared(chosen, one)
-    return Turn(quantity.name, quantity.unit, quantity.value, *ends, str(one.layout) if one else "", why)
+    choice = str(one.layout) if one else ""
+    return Turn(quantity.name, quantity.unit, at(1.0), at(holds), at(turned), choice, why)
 
 
 def _differs(layout: Layout, other: Option | None) -> bool:
@@ -132,7 +148,7 @@ def _memory(case: Case, factor: float) -> Case:
 
 
 def _link(case: Case, factor: float) -> Case:
-    which = "across" if case.cluster.nodes > 1 else "inside"
+    which = _which(case)
 
     def changed(card: Accelerator) -> Accelerator:
         link = getattr(card, which)

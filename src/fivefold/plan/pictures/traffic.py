@@ -40,6 +40,7 @@ def _parts(row: AxisTraffic, size: float) -> list[tuple[str, str, float]]:
 
 
 def _said(row: AxisTraffic, size: float, unit: str) -> str:
-    time = f"{amount(row.seconds)} s" if row.seconds >= 0.1 else f"{amount(1e3 * row.seconds)} ms"
+    alone = row.seconds or 0.0
+    time = f", {amount(alone)} s" if alone >= 0.1 else f", {amount(1e3 * alone)} ms" if alone else ""
     calls = "1 call" if row.calls == 1 else f"{row.calls:,} calls"
-    return f"{amount((row.inside + row.across) / size)} {unit} in {calls}, {time}"
+    return f"{amount((row.inside + row.across) / size)} {unit} in {calls}{time}"

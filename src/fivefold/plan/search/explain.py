@@ -176,7 +176,7 @@ class AxisTraffic(NamedTuple):
     payload: int  # bytes handed to the collectives
     inside: float  # bytes on the wire within the node
     across: float  # and between nodes
-    seconds: float  # that these collectives would take if nothing hid them
+    seconds: float | None  # that these would take if nothing hid them; None: of the whole world, a few numbers
 
 
 def traffic(option: Option) -> list[AxisTraffic]:
@@ -190,7 +190,7 @@ def traffic(option: Option) -> list[AxisTraffic]:
         # A ring leaves a node once for each that it enters.
         share = leaves / (1 if reach is None or row.kind == "send" else reach.together)
         wire = float(row.wire)
-        alone = case.wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else 0.0
+        alone = case.wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
         found.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
     return found
 
