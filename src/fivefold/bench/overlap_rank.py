@@ -112,7 +112,7 @@ def listen(recorder: Recorder, delay: Delay | None) -> None:
         recorder.mark()
         return come
 
-    Trip.leave, Trip.end = left, ended  # type: ignore[method-assign]
+    Trip.leave, Trip.end = left, ended  # type: ignore[method-assign, assignment]
 
 
 def _bytes(tensors: Tensors) -> int:

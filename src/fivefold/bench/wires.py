@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 _NETWORK = 0x40000000  # CLONE_NEWNET
+_TICKS = 100  # a second
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,14 @@ def _wire(names: list[str], place: int, link: float) -> None:
         # A rank may answer over another wire than it was asked on.
         for one in ("all", interface):
             _run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > /proc/sys/net/ipv4/conf/{one}/rp_filter")
-        bucket = ("rate", f"{link * 1e6:.0f}bit", "burst", "64kb", "latency", "2s")
+        bucket = ("rate", f"{link * 1e6:.0f}bit", "burst", f"{_burst(link)}b", "latency", "2s")
         _run("tc", "-n", name, "qdisc", "add", "dev", interface, "root", "tbf", *bucket)
+
+
+def _burst(link: float) -> int:
+    """Bytes that pass at once: what the rate gives between two ticks of the slowest kernel's clock, or a few packets.
+    It is short beside a message, which would otherwise pass for nothing."""
+    return max(8192, round(link * 1e6 / 8 / _TICKS))
 
 
 def _run(*words: str) -> None:

@@ -136,7 +136,7 @@ def overlap(
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 12,
-    link: Annotated[float, typer.Option(help="Mbit/s each way between the two ranks of ep.")] = 100.0,
+    link: Annotated[float, typer.Option(help="Mbit/s each way between the two ranks of ep.")] = 50.0,
     rounds: Annotated[int, typer.Option(help="Timed steps of each way, in turns; medians are shown.")] = 7,
     as_json: AsJson = False,
 ) -> None:
@@ -153,9 +153,9 @@ def overlap(
 
       fivefold bench overlap
 
-      fivefold bench overlap --pp 1 --link 50 --rounds 15
+      fivefold bench overlap --pp 1 --layers 4 --rounds 15
 
-      fivefold bench overlap --pp 4 --microbatches 8 --batch 16 --layers 16 --json
+      fivefold bench overlap --microbatches 12 --batch 24 --link 100 --json
     """
     from fivefold.bench.overlap import Shape, measure
 
