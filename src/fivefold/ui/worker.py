@@ -4,6 +4,7 @@ What takes seconds runs here and not in the server: a newer question ends it at 
 """
 
 import importlib
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -35,6 +36,7 @@ def respond(line: bytes, runs: tuple[Path, ...]) -> dict[str, Any]:
 
 def main() -> None:
     runs = tuple(map(Path, sys.argv[1:]))
+    os.nice(10)  # a slider that moves goes first
     importlib.import_module("fivefold.plan.plan")  # which takes longest, before the first question
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(msgspec.json.encode(respond(line, runs)) + b"\n")

@@ -28,7 +28,7 @@ export function drawNeighbours({ onTake, live }) {
 }
 
 export function drawRanking({ onTake, live }) {
-  let answer = null, picked = [], current = "";
+  let answer = null, picked = [], current = "", lines = [];
   const said = element("span", { class: "dim small", "aria-live": "polite", "data-testid": "search-status" });
   const box = element("div"), versus = element("div");
   const whole = card("The best layouts", { aside: said, "data-testid": "ranking-card" }, box, versus);
@@ -46,11 +46,13 @@ export function drawRanking({ onTake, live }) {
       format.seconds(one.step_seconds), format.count(Math.round(one.tokens_per_second_per_gpu)), format.percent(one.mfu), format.gigabytes(one.memory_bytes),
       format.percent(Math.max(0, one.time_by_cause.bubble) / one.step_seconds), live ? button("Take", { "aria-label": `Take ${one.layout}`, onClick: () => onTake(one.layout) }) : "",
     ]);
+    lines = [];
     box.replaceChildren(table(["", "layout", ">step", ">tok/s per GPU", ">MFU", ">GB", ">bubble", ""], rows, {
       testid: "ranking", records: true, caption: "Tick two to compare them. The choice is the simplest of those that are about as fast.",
       row(line, at) {
         line.classList.toggle("marked", picked.includes(at));
         line.classList.toggle("chosen", answer.options[at].layout === current);
+        lines.push(line);
         line.addEventListener("click", event => { if (!event.target.closest("button, input")) pick(at); });
       },
     }));
@@ -61,7 +63,10 @@ export function drawRanking({ onTake, live }) {
     element: whole,
     wait() { answer = null; picked = []; said.textContent = "searching …"; box.classList.add("busy"); versus.replaceChildren(); },
     fail(error) { box.classList.remove("busy"); said.textContent = ""; box.replaceChildren(element("p", { class: "notice bad", "data-testid": "search-error" }, error.problems?.join(" ") || error.message)); },
-    mark(layout) { if (layout !== current) { current = layout; draw(); } },
+    mark(layout) {
+      current = layout;
+      if (answer) lines.forEach((line, at) => line.classList.toggle("chosen", answer.options[at].layout === current));
+    },
     show(found) {
       answer = found;
       box.classList.remove("busy");
