@@ -42,6 +42,7 @@ class Shape:
     batch: int
     link: float  # Mbit/s each way between two ranks of ep
     rounds: int
+    injected: bool = False  # the delay, where there could be a real wire
 
     @property
     def spec(self) -> ModelSpec:
@@ -129,7 +130,10 @@ class OverlapResult(Result):
 
 def measure(shape: Shape, timeout: float = 3600.0) -> OverlapResult:
     shape.check()
-    with tempfile.TemporaryDirectory(prefix="fivefold-") as home, limited(shape.pp, shape.link) as wires:
+    with (
+        tempfile.TemporaryDirectory(prefix="fivefold-") as home,
+        limited(shape.pp, shape.link, shape.injected) as wires,
+    ):
         schedule = "dualpipe-v"
         if shape.pp == 1:
             file = Path(home) / "pairs.txt"

@@ -138,6 +138,7 @@ def overlap(
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 12,
     link: Annotated[float, typer.Option(help="Mbit/s each way between the two ranks of ep.")] = 50.0,
     rounds: Annotated[int, typer.Option(help="Timed steps of each way, in turns; medians are shown.")] = 7,
+    injected: Annotated[bool, typer.Option("--injected", help="Inject the delay, also where tc could limit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time joined pairs (F&B) of a tiny mixture of experts over a limited link.
@@ -159,7 +160,7 @@ def overlap(
     """
     from fivefold.bench.overlap import Shape, measure
 
-    show(measure(Shape(pp, microbatches, hidden, layers, seq, batch, link, rounds)), as_json)
+    show(measure(Shape(pp, microbatches, hidden, layers, seq, batch, link, rounds, injected)), as_json)
 
 
 @app.command(short_help="What a checkpoint costs.  [dim]fivefold bench checkpoint model=small[/]")
