@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fivefold.model.experts.grouped import Groups
 from fivefold.model.experts.host import Host
 
 
@@ -16,6 +17,9 @@ class StatedRouting(Host):
     rank: int  # of ep
     ranks: int
     imbalance: float = 1.0  # what the fullest rank gets, over the mean
+
+    def groups(self, ends: Tensor, slots: int) -> Groups:
+        return Groups.of(tuple(dealt(slots, len(ends))), ends.device)
 
     def by_expert(self, counts: Tensor, slots: int) -> list[int]:
         return dealt(self.received(slots), len(counts))

@@ -17,7 +17,7 @@ from fivefold.model.activations import ACTIVATIONS, gated
 from fivefold.model.compiled import compiled
 from fivefold.model.dtypes import wide
 from fivefold.model.experts.balance import UNBALANCED, Balance
-from fivefold.model.experts.mixture import Mixture
+from fivefold.model.experts.mixture import Mixture, Told
 from fivefold.model.head import Targets
 from fivefold.model.linear import Linear
 from fivefold.model.ops import LocalOps
@@ -120,14 +120,20 @@ class Block(nn.Module):
         self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any
     ) -> Tensor:
         """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention sees here."""
-        return self.run(self.steps, x, positions, rotation, mask)
+        x, told = self.run(self.steps, x, positions, rotation, mask)
+        if self.training and isinstance(self.mlp, Mixture):
+            self.mlp.count(told)
+        return x
 
-    def steps(self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+    def steps(
+        self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any
+    ) -> tuple[Tensor, Told | None]:
+        """The residual stream, and what a mixture tells of its tokens."""
         seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
         x = x + self.attention_dropout(seen, positions)
         normed = self.ops.norm(self.mlp_norm, x)
-        made = self.mlp(normed, positions) if isinstance(self.mlp, Mixture) else self.mlp(normed)
-        return x + self.mlp_dropout(made, positions)
+        made, told = self.mlp(normed, positions) if isinstance(self.mlp, Mixture) else (self.mlp(normed), None)
+        return x + self.mlp_dropout(made, positions), told
 
 
 class Decoder(nn.Module):

@@ -74,7 +74,7 @@ class Optimizer:
             learning = [(name, p, p.grad) for name in names if (p := self.weights.masters[name]).grad is not None]
             if not learning:
                 continue
-            gradients = [gradient for *_, gradient in learning if gradient is not None]
+            gradients = [gradient.to(p.dtype) for _, p, gradient in learning if gradient is not None]
             if self.config.clip:
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             states = [[self.kept[name][key] for name, *_ in learning] for key in self.config.states]

@@ -255,16 +255,18 @@ def ops_of(
     attention: AttentionOps | None = None,
     compiled: bool = False,
     fp8: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> LocalOps:
     """The decoder's ops for a layout: tensor parallelism where tp > 1, context parallelism where cp > 1.
 
-    With `later`, linears can put off the gradients of their weights; `attention`: in place of the layout's.
+    With `later`, linears can put off the gradients of their weights; `attention`: in place of the layout's; `dtype`:
+    what blocks compute in.
     """
     attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
     options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
+    dispatch = options["dispatch"] = dispatch_of(spec, mesh, later, dtype)
     # What a dispatch sends depends on the data: it stands between the graphs of a compiled block.
-    options["breaks"] = mesh.layout.breaks_graphs or spec.experts is not None
-    options["dispatch"] = dispatch_of(spec, mesh, later)
+    options["breaks"] = mesh.layout.breaks_graphs or (spec.experts is not None and not dispatch.in_graph)
     if mesh.tp.size > 1:
         return TensorParallel(spec, mesh, later, **options)
     return LocalOps(**options) if later is None else DeferredLocalOps(later, **options)

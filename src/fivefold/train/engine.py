@@ -46,7 +46,7 @@ class Network:
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = WeightGradQueue(), self.schedule.splits
         put_off, fp8 = later if split else None, job.train.fp8
-        self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, fp8=fp8)
+        self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, fp8=fp8, dtype=compute)
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
         self.buffers = self._buffers(wide(compute))

@@ -59,7 +59,7 @@ class RouteRecorder:
         self.here = mixture.ops.dispatch.own_tokens(places)
 
     def _watch(self, layer: int, router: Any) -> None:
-        choose = router.choose
+        choose = router.choose or router.best
 
         @torch.no_grad()
         def watched(scores: Tensor) -> Tensor:

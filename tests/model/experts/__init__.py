@@ -1,2 +1,0 @@
-def none() -> None:
-    """Nothing is put off."""

@@ -3,23 +3,26 @@
 import pytest
 import torch
 
-from fivefold.model.experts.grouped import GroupedLinear, Groups, _runs
+from fivefold.model.experts.grouped import Groups, _runs, grouped_linear
 from fivefold.model.recompute import recomputed
-from tests.model.experts import none
 
 SIZES = [(3, 0, 5, 1), (0, 0, 0, 4), (0, 0, 0, 0), (1, 0, 0, 0), (9, 9, 9, 9)]
 
 
+@pytest.mark.parametrize("known", [True, False])  # to the host
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
     ("dtype", "width", "bound"),
     [(torch.float64, 6, 1e-12), (torch.float32, 16, 1e-5), (torch.float32, 7, 1e-5), (torch.bfloat16, 16, 2e-2)],
 )
-def test_it_is_a_loop_over_groups(sizes: tuple[int, ...], dtype: torch.dtype, width: int, bound: float) -> None:
+def test_it_is_a_loop_over_groups(
+    known: bool, sizes: tuple[int, ...], dtype: torch.dtype, width: int, bound: float
+) -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(sum(sizes), width, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(len(sizes) * 8, width, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
-    y = GroupedLinear.apply(x, weight, Groups(sizes, x.device), none)
+    groups = Groups.of(sizes, x.device)
+    y = grouped_linear(x, weight, None, groups if known else Groups(groups.ends))
     gradient = torch.randn(y.shape, generator=random, dtype=torch.float64).to(dtype)
     y.backward(gradient)
     got = [y.detach(), x.grad, weight.grad]
@@ -38,7 +41,7 @@ def test_it_is_a_loop_over_groups(sizes: tuple[int, ...], dtype: torch.dtype, wi
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(30, 30, 16), (30, 16, 30), (7, 7, 7)])
 def test_as_many_rows_as_an_odd_width_are_no_exception(rows: int, inputs: int, outputs: int) -> None:
     x, weight = (torch.ones(n, inputs, requires_grad=True) for n in (rows, 2 * outputs))
-    GroupedLinear.apply(x, weight, Groups((rows - 1, 1), x.device), none).sum().backward()
+    grouped_linear(x, weight, None, Groups.of((rows - 1, 1), x.device)).sum().backward()
     assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == [rows - 1.0] * outputs + [1.0] * outputs
 
@@ -46,7 +49,7 @@ def test_as_many_rows_as_an_odd_width_are_no_exception(rows: int, inputs: int, o
 def test_a_gradient_without_strides_is_taken() -> None:
     x = torch.ones(4, 16, requires_grad=True)
     weight = torch.ones(2 * 16, 16, requires_grad=True)
-    GroupedLinear.apply(x, weight, Groups((1, 3), x.device), none).sum().backward()
+    grouped_linear(x, weight, None, Groups.of((1, 3), x.device)).sum().backward()
     assert weight.grad is not None
     assert weight.grad[0, 0] == 1.0
     assert weight.grad[-1, 0] == 3.0
@@ -56,7 +59,7 @@ def test_the_gradient_of_weights_can_be_put_off() -> None:
     works = []
     x = torch.ones(4, 16, requires_grad=True)
     weight = torch.ones(2 * 16, 16, requires_grad=True)
-    GroupedLinear.apply(x, weight, Groups((4, 0), x.device), lambda: works.append).sum().backward()
+    grouped_linear(x, weight, None, Groups.of((4, 0), x.device), lambda: works.append).sum().backward()
     assert weight.grad is None
     assert x.grad is not None
     (work,) = works
@@ -68,7 +71,7 @@ def test_the_trial_of_the_kernel_is_unseen_by_recomputation() -> None:
     x, weight = (torch.ones(n, 16, requires_grad=True) for n in (4, 32))
 
     def steps(x: torch.Tensor) -> torch.Tensor:
-        return GroupedLinear.apply(x, weight, Groups((1, 3), x.device), none).square()
+        return grouped_linear(x, weight, None, Groups.of((1, 3), x.device)).square()
 
     recomputed("selective")(steps, x).sum().backward()
     assert weight.grad is not None

@@ -1,5 +1,7 @@
 """The router's choice, by hand; what it counts; and the losses that keep the load even."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from fivefold.model.decoder import Decoder
 from fivefold.model.experts.balance import AddLoss, Balance, balance_loss, follow_load, row_counts, z_loss
-from fivefold.model.experts.router import Routed, best
+from fivefold.model.experts.router import Routed, best, in_order
 from fivefold.model.init import initialise
 from fivefold.spec.experts import Experts
 from fivefold.spec.presets import preset
@@ -56,8 +58,8 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 
 
 def routed(chosen: list[list[int]], scores: Tensor) -> Routed:
-    counts = torch.bincount(torch.tensor(chosen).flatten(), minlength=scores.shape[1])
-    return Routed(torch.tensor(chosen), torch.ones(len(chosen), len(chosen[0])), scores, scores.log(), counts)
+    slots = in_order(torch.tensor(chosen), scores.shape[1])
+    return Routed(torch.tensor(chosen), torch.ones(len(chosen), len(chosen[0])), scores, scores.log(), *slots)
 
 
 def test_the_balance_loss_is_one_where_all_is_even_and_more_where_it_is_not() -> None:
@@ -92,8 +94,7 @@ def test_losses_reach_the_gradient_and_not_the_value() -> None:
 
 
 def test_the_z_loss_is_of_logits() -> None:
-    counts = torch.tensor([2, 0])
-    one = Routed(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), torch.ones(2, 2), torch.zeros(2, 2), counts)
+    one = replace(routed([[0], [0]], torch.ones(2, 2)), logits=torch.zeros(2, 2))
     assert z_loss(one).item() == pytest.approx(2 * torch.tensor(2.0).log().item() ** 2)
 
 

@@ -40,7 +40,8 @@ def run(module: Mixture, x: Tensor, choice: str) -> tuple[Tensor, Tensor, dict[s
     if (choose := CHOICES[choice]) is not None:
         module.router.choose = lambda scores: choose(scores.shape[0]).clone()
     x = x.clone().requires_grad_()
-    y = module(x, TokenPositions.of(x[..., 0]))
+    y, (counts, _) = module(x, TokenPositions.of(x[..., 0]))
+    assert counts.dtype == torch.int64
     (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}

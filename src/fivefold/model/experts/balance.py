@@ -55,9 +55,12 @@ class AddLoss(Function):
 
 def row_counts(routed: Routed, rows: Tensor, count: int) -> Tensor:
     """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n]: the tokens'."""
-    experts = routed.scores.shape[1]
-    slots = rows[:, None] * experts + routed.chosen
-    return torch.bincount(slots.flatten(), minlength=count * experts).view(count, experts)
+    (slots, experts), order = (routed.chosen.shape[1], routed.scores.shape[1]), routed.order
+    # In their order slots ascend by expert and, within an expert, by row.
+    sorted_ = routed.chosen.flatten()[order] * count + rows[order // slots]
+    every = torch.arange(experts * count, device=order.device)
+    ends = torch.searchsorted(sorted_, every, right=True)
+    return ends.diff(prepend=ends.new_zeros(1)).view(experts, count).T.contiguous()
 
 
 def balance_loss(experts: Experts, routed: Routed, rows: Tensor, counts: Tensor, length: int) -> Tensor:

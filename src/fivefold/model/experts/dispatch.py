@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from fivefold.model.dtypes import wide
-from fivefold.model.experts.grouped import GroupedLinear, Groups
+from fivefold.model.experts.grouped import Groups, grouped_linear
 from fivefold.model.experts.host import Host
 from fivefold.model.experts.router import Routed
 
@@ -26,6 +28,7 @@ DISPATCH, COMBINE = "dispatch", "combine"  # tokens on their way to experts, and
 
 
 class LocalDispatch:
+    in_graph = False  # whether a compiled block may have it inside
     watch: Watch = staticmethod(lambda name: nullcontext())  # surrounds the two
     host = Host()
     travels = False  # whether tokens go to other ranks
@@ -54,32 +57,21 @@ class LocalDispatch:
         self, x: Tensor, routed: Routed, compute: Compute, stream: int, beside: Beside = None
     ) -> tuple[Tensor, Tensor | None]:
         """x [n, E] -> [n, E], and what `beside` gives; `stream`: how many tokens the residual stream has here."""
-        with self.watch(DISPATCH):
-            order = sorted_slots(routed.chosen)
-            groups = Groups(tuple(self.host.by_expert(routed.counts, len(order))), x.device)
-            rows = x[order // routed.chosen.shape[1]]
-        out = compute(rows, groups)
-        with self.watch(COMBINE):
-            y = weighted(out[places(order)], routed.weights)
+        with self.watching(DISPATCH):
+            order, back = routed.order, places(routed.order)
+            rows = ToSlots.apply(x, order, back)
+        rows = compute(rows, self.host.groups(routed.ends, len(order)))
+        with self.watching(COMBINE):
+            y = FromSlots.apply(rows, routed.weights, order, back)
         return y, beside() if beside is not None else None
 
-    def linear(self, x: Tensor, linear: nn.Module, groups: Groups) -> Tensor:
+    def watching(self, what: str) -> AbstractContextManager[None]:
+        """A graph has no time of its parts."""
+        return nullcontext() if torch.compiler.is_compiling() else self.watch(what)
+
+    def linear(self, x: Tensor, linear: Any, groups: Groups) -> Tensor:
         """A linear of every expert, on the rows of each."""
-        return grouped_linear(x, linear, groups, _at_once)
-
-
-def _at_once() -> None:
-    return None
-
-
-def grouped_linear(x: Tensor, linear: Any, groups: Groups, put_off: Callable[[], Any]) -> Tensor:
-    y = GroupedLinear.apply(x, linear.weight, groups, put_off)
-    return y if linear.bias is None else y + linear.bias.unflatten(0, (len(groups.sizes), -1))[groups.numbers]
-
-
-def sorted_slots(chosen: Tensor) -> Tensor:
-    """The slots [n * K] in the order of their experts, then of the tokens."""
-    return chosen.flatten().sort(dim=0, stable=True).indices
+        return grouped_linear(x, linear.weight, linear.bias, groups)
 
 
 def places(order: Tensor) -> Tensor:
@@ -87,7 +79,58 @@ def places(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def weighted(out: Tensor, weights: Tensor) -> Tensor:
-    """What the experts said in each slot, [n * K, E], weighted and added up in the order of the slots: [n, E]."""
-    slots = out.unflatten(0, weights.shape) if weights.numel() else out.view(*weights.shape, out.shape[-1])
-    return (slots.to(wide(out.dtype)) * weights[..., None]).sum(1).to(out.dtype)
+class Rearrange(Function):
+    """Rows in another order; `back` undoes it. Autograd's own way back would add rows to zeros, one at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gradient[ctx.saved_tensors[0]], None, None
+
+
+class ToSlots(Function):
+    """Tokens [n, E] -> the rows of their slots [n * K, E], in the order of the experts.
+
+    Backward adds up each token's slots in their order, as it reads them: so the sum is the same every time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.shape, ctx.slots = x.shape, max(1, len(order) // max(1, x.shape[0]))
+        return x[order // ctx.slots]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        back = ctx.saved_tensors[0].view(-1, ctx.slots)
+        # A slot at a time: compiled, one kernel that reads whole rows.
+        total = gradient.new_zeros(ctx.shape, dtype=wide(gradient.dtype))
+        for slot in back.unbind(1):
+            total = total + gradient[slot]
+        return total.to(gradient.dtype), None, None
+
+
+class FromSlots(Function):
+    """What the experts said in each slot, [n * K, E] in their order, weighted and added up: [n, E]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, back)
+        total = weights.new_zeros(weights.shape[0], rows.shape[1])
+        for slot, weight in zip(back.view(weights.shape).unbind(1), weights.unbind(1), strict=True):
+            total = total + rows[slot] * weight[:, None]
+        return total.to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        rows, weights, order, back = ctx.saved_tensors
+        dy = gradient[order // weights.shape[1]].to(weights.dtype)
+        for_weights = (dy * rows).sum(-1)[back].view(weights.shape)
+        return dy.mul_(weights.flatten()[order][:, None]).to(rows.dtype), for_weights, None, None

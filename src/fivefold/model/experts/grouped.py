@@ -1,13 +1,14 @@
 """Grouped matmuls: rows that lie group by group, each group times a weight of its own.
 
-PyTorch's kernel takes float32 and bfloat16 whose rows are multiples of 16 bytes; what it does not take (float64, odd
-widths, releases without it on a CPU) is computed group by group. A group may be empty.
+PyTorch's kernel takes float32 and bfloat16 whose rows are multiples of 16 bytes, and reads on the device where a group
+ends: the host need not know. What it does not take (float64, odd widths, releases without it on a CPU) is computed
+group by group, and there the host must. A group may be empty.
 Shapes: N rows, G groups, I inputs, O outputs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,87 +20,104 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 _KINDS = (torch.float32, torch.bfloat16)
+_PUBLIC: Any = getattr(F, "grouped_mm", None)  # since torch 2.12 or so
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How many rows each group has."""
+    """Where each group of rows ends; how many it has, where the host knows."""
 
-    sizes: tuple[int, ...]
-    device: torch.device
+    ends: Tensor  # int32 [G]
+    sizes: Sizes | None = None
 
-    @cached_property
-    def ends(self) -> Tensor:
-        """int32 [G]: where each group ends."""
-        return torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32, device=self.device)
+    @classmethod
+    def of(cls, sizes: Sizes, device: torch.device) -> "Groups":
+        return cls(torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device), sizes)
 
-    @cached_property
-    def numbers(self) -> Tensor:
-        """int64 [N]: the group of each row."""
-        sizes = torch.tensor(self.sizes, device=self.device)
-        return torch.arange(len(self.sizes), device=self.device).repeat_interleave(sizes, output_size=sum(self.sizes))
-
-    @property
-    def slices(self) -> list[slice]:
-        return [slice(*pair) for pair in pairwise([0, *accumulate(self.sizes)])]
+    def numbers(self, rows: int) -> Tensor:
+        """int64 [N]: the group of each of `rows` rows."""
+        return torch.searchsorted(self.ends, torch.arange(rows, dtype=torch.int32, device=self.ends.device), right=True)
 
 
 PutOff = Callable[[Callable[[], Tensor]], None]  # is given a function that computes the weight's gradient, for later
 
 
-class GroupedLinear(Function):
-    """y = x W_g^T for the rows of each group g. The weights lie one below the other: [G * O, I]."""
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, put_off: Callable[[], PutOff | None] | None = None
+) -> Tensor:
+    """y = x W_g^T + b_g for the rows of each group g. Weights lie one below the other, [G * O, I], and so do biases."""
+    y = GroupedLinear.apply(x, weight, groups.ends, groups.sizes, put_off)
+    return y if bias is None else y + bias.unflatten(0, (groups.ends.shape[0], -1))[groups.numbers(x.shape[0])]
 
+
+class GroupedLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, put_off: Callable[[], PutOff | None]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.put_off = groups, put_off
-        return product(x, weight.unflatten(0, (len(groups.sizes), -1)).mT, groups)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, sizes: Sizes | None, put_off: Callable[[], Any] | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.sizes, ctx.put_off = sizes, put_off
+        return product(x, weight.unflatten(0, (ends.shape[0], -1)).mT, ends, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (x, weight), groups = ctx.saved_tensors, ctx.groups
+        (x, weight, ends), sizes = ctx.saved_tensors, ctx.sizes
         gradient = gradient.contiguous()  # that of a sum has strides of 0, which the kernel refuses
-        dx = product(gradient, weight.unflatten(0, (len(groups.sizes), -1)), groups)
-        if (later := ctx.put_off()) is not None:
-            later(lambda: weight_gradient(gradient, x, groups).flatten(0, 1))
-            return dx, None, None, None
-        return dx, weight_gradient(gradient, x, groups).flatten(0, 1), None, None
+        dx = product(gradient, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
+        if ctx.put_off is not None and (later := ctx.put_off()) is not None:
+            later(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
+            return dx, None, None, None, None
+        return dx, weight_gradient(gradient, x, ends, sizes).flatten(0, 1), None, None, None
 
 
-def product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+def product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """x [N, I], weights [G, I, O] -> [N, O]."""
-    if _has_kernel(x, *weights.shape[1:]):
-        return _kernel()(x, weights, groups.ends)
-    return torch.cat([x[rows] @ weight for rows, weight in zip(groups.slices, weights, strict=True)])
+    if _takes(x, *weights.shape[1:]):
+        return _grouped_mm(x, weights, ends)
+    return torch.cat([x[rows] @ weight for rows, weight in zip(_slices(ends, sizes), weights, strict=True)])
 
 
-def weight_gradient(gradient: Tensor, x: Tensor, groups: Groups) -> Tensor:
+def weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """gradient [N, O], x [N, I] -> [G, O, I]: zero where a group has no rows."""
-    if _has_kernel(x, gradient.shape[1], x.shape[1]):
-        found = _kernel()(gradient.mT, x, groups.ends)
-        empty = [number for number, size in enumerate(groups.sizes) if not size]
-        if empty:  # the kernel need not write them
-            found[empty] = 0.0
+    if not _takes(x, gradient.shape[1], x.shape[1]):
+        return torch.stack([gradient[rows].mT @ x[rows] for rows in _slices(ends, sizes)])
+    return without_rows_zero(_grouped_mm(gradient.mT, x, ends), ends, sizes)
+
+
+def without_rows_zero(found: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
+    """[G, O, I], in place: the kernel need not write where a group has no rows."""
+    if found.is_cuda:
+        from fivefold.model.experts.zeroed import zero_empty_groups
+
+        return zero_empty_groups(found, ends)
+    if sizes is not None and all(sizes):
         return found
-    return torch.stack([gradient[rows].mT @ x[rows] for rows in groups.slices])
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return found.masked_fill_(empty[:, None, None], 0.0)
 
 
-def _has_kernel(x: Tensor, *widths: int) -> bool:
+def _slices(ends: Tensor, sizes: Sizes | None) -> list[slice]:
+    return [slice(*pair) for pair in pairwise([0, *(ends.tolist() if sizes is None else accumulate(sizes))])]
+
+
+def _takes(x: Tensor, *widths: int) -> bool:
     """Whether the kernel takes rows like these, there being some, where its operands have these widths."""
-    if x.dtype not in _KINDS or x.shape[0] == 0 or not _runs(x.device.type, x.dtype):
+    if torch.compiler.is_compiling():
+        return True  # a graph is made only where there is a kernel
+    return x.shape[0] > 0 and has_kernel(x.device.type, x.dtype, *widths)
+
+
+def has_kernel(device: str, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether PyTorch's kernel multiplies rows and weights of these widths."""
+    if dtype not in _KINDS or any(width * dtype.itemsize % 16 for width in widths):
         return False
-    return not any(width * x.element_size() % 16 for width in widths)
+    return _runs(device, dtype)
 
 
-@cache
-def _kernel() -> Callable[..., Tensor]:
-    """(a, b, ends): public since torch 2.12 or so."""
-    public: Any = getattr(F, "grouped_mm", None)
-    if public is not None:
-        return lambda a, b, ends: public(a, b, offs=ends)
-    return lambda a, b, ends: torch._grouped_mm(a, b, offs=ends)
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(a, b, offs=ends) if _PUBLIC is None else _PUBLIC(a, b, offs=ends)
 
 
 @cache
@@ -108,8 +126,8 @@ def _runs(device: str, dtype: torch.dtype) -> bool:
     with torch.no_grad(), _disable_current_modes():
         x = torch.ones(16, 16, dtype=dtype, device=device)
         try:
-            _kernel()(x, x[None], torch.tensor([16], dtype=torch.int32, device=device))
-            _kernel()(x.mT, x, torch.tensor([16], dtype=torch.int32, device=device))
+            _grouped_mm(x, x[None], torch.tensor([16], dtype=torch.int32, device=device))
+            _grouped_mm(x.mT, x, torch.tensor([16], dtype=torch.int32, device=device))
         except (RuntimeError, NotImplementedError, AttributeError):
             return False
     return True

@@ -7,8 +7,14 @@ The host waits for the device here, once for a dispatch. A dry run, whose tensor
 import torch
 from torch import Tensor
 
+from fivefold.model.experts.grouped import Groups
+
 
 class Host:
+    def groups(self, ends: Tensor, slots: int) -> Groups:
+        """Of `slots` rows that stay on this rank, where those of each expert end: only the device need know."""
+        return Groups(ends)
+
     def by_expert(self, counts: Tensor, slots: int) -> list[int]:
         """Rows of each of this rank's experts; `slots` are those that this rank itself fills."""
         return counts.tolist()

@@ -12,8 +12,10 @@ from fivefold.model.experts.grouped import Groups
 from fivefold.model.experts.router import Routed, Router
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
-from fivefold.model.recompute import again
 from fivefold.spec.model import ModelSpec
+
+# Of a microbatch: tokens of each expert [X], and the balance loss and z loss [2] where there are such.
+Told = tuple[Tensor, Tensor | None]
 
 
 class StackedLinear(nn.Module):
@@ -53,10 +55,10 @@ class Mixture(nn.Module):
         self.experts = ExpertNetworks(spec, ops)
         self.shared = shared
         self.losses: Tensor | None = None  # [2] balance loss and z loss since the step began
-        if ops.compiled:  # how many tokens go where is no constant of a graph
+        if ops.compiled and not ops.dispatch.in_graph:  # how many tokens go where is no constant of a graph
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
-    def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
+    def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Told]:
         """x [B, S, E]; `positions` are those of its tokens."""
         dispatch = self.ops.dispatch
         tokens = own = dispatch.own_tokens(x)
@@ -65,17 +67,25 @@ class Mixture(nn.Module):
             tokens = own[chosen]
         bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
         routed = self.router(tokens, self.ops.weight(self.router), bias)
+        losses = None
         if self.training and self.balance.wanted:
-            routed = self._with_losses(routed, x, positions)
+            routed, losses = self._with_losses(routed, x, positions)
         beside = None if self.shared is None else partial(self.shared, x)
         y, shared = dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1], beside)
         if positions.real is not None:
             y = torch.zeros_like(own).index_copy(0, chosen, y)
         y = dispatch.all_tokens(y, x)
-        return y if shared is None else y + shared
+        return y if shared is None else y + shared, (routed.counts, losses)
 
-    def _with_losses(self, routed: Routed, x: Tensor, positions: TokenPositions) -> Routed:
-        """The same, whose backward pass differentiates the losses too."""
+    def count(self, told: Told) -> None:
+        """What `forward` told of a microbatch: once, however often its block runs for a backward pass."""
+        counts, losses = told
+        self.router.count(counts)
+        if losses is not None:
+            self.losses = losses if self.losses is None else self.losses + losses
+
+    def _with_losses(self, routed: Routed, x: Tensor, positions: TokenPositions) -> tuple[Routed, Tensor]:
+        """The same, whose backward pass differentiates the losses too; and these."""
         asked, losses = self.balance, [routed.scores.new_zeros(()), routed.scores.new_zeros(())]
         if asked.loss:
             rows = self.ops.dispatch.rows(x)
@@ -83,8 +93,5 @@ class Mixture(nn.Module):
             losses[0] = balance_loss(self.spec, routed, rows, counts, positions.length) / asked.rows
         if asked.z_loss:
             losses[1] = z_loss(routed) / asked.tokens
-        if not again():
-            values = torch.stack(losses).detach()
-            self.losses = values if self.losses is None else self.losses + values
         weights = AddLoss.apply(routed.weights, asked.loss * losses[0] + asked.z_loss * losses[1])
-        return replace(routed, weights=weights)
+        return replace(routed, weights=weights), torch.stack(losses).detach()

@@ -7,7 +7,10 @@ allgather    every rank gets all tokens, computes those of its experts, and the 
 `dispatch_of` chooses.
 """
 
+import torch
+
 from fivefold.model.experts.dispatch import LocalDispatch
+from fivefold.model.experts.grouped import has_kernel
 from fivefold.parallel.deferred_wgrad import WeightGradQueue
 from fivefold.parallel.experts.allgather import AllGatherDispatch
 from fivefold.parallel.experts.alltoall import AllToAllDispatch
@@ -18,10 +21,18 @@ from fivefold.spec.model import ModelSpec
 __all__ = ["AllGatherDispatch", "AllToAllDispatch", "dispatch_of"]
 
 
-def dispatch_of(spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None) -> LocalDispatch:
-    """How tokens reach the experts of a layout. With `later`, experts can put off the gradients of their weights."""
+def dispatch_of(
+    spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None, dtype: torch.dtype | None = None
+) -> LocalDispatch:
+    """How tokens reach the experts of a layout. With `later`, experts can put off the gradients of their weights;
+    `dtype` is that of the tokens."""
     if spec.experts is None:
         return LocalDispatch()
     if mesh.ep.size == 1:  # every rank has all experts: nothing travels
-        return SlicedDispatch(mesh, later)
+        found = SlicedDispatch(mesh, later)
+        # Nobody on the host asks how many tokens an expert has; what is put off leaves a graph, and PyTorch's compiler
+        # knows the kernel of bfloat16 alone.
+        widths, narrow = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16
+        found.in_graph = later is None and narrow and has_kernel(mesh.device.type, torch.bfloat16, *widths)
+        return found
     return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, later)

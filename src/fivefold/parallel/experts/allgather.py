@@ -45,8 +45,9 @@ class AllGatherDispatch(SlicedDispatch):
             # The slots of this rank's experts, in their order and then the tokens'; all others lie behind.
             of_expert = mine.where((mine >= 0) & (mine < here) & (chosen >= 0), here).flatten()
             counts = torch.bincount(of_expert, minlength=here + 1)[:here]
-            groups = Groups(tuple(self.host.by_expert(counts, routed.chosen.numel())), x.device)
-            order = of_expert.sort(dim=0, stable=True).indices[: sum(groups.sizes)].clone()
+            sizes = tuple(self.host.by_expert(counts, routed.chosen.numel()))
+            groups = Groups.of(sizes, x.device)
+            order = of_expert.sort(dim=0, stable=True).indices[: sum(sizes)].clone()
             rows = order // chosen.shape[1]
             theirs = tokens[rows]
         made = compute(theirs, groups)

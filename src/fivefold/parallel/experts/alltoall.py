@@ -14,7 +14,7 @@ the other half of a joined pair may run.
 import torch
 from torch import Tensor
 
-from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Beside, Compute, places, sorted_slots, weighted
+from fivefold.model.experts.dispatch import COMBINE, DISPATCH, Beside, Compute, FromSlots, Rearrange, ToSlots, places
 from fivefold.model.experts.grouped import Groups
 from fivefold.model.experts.router import Routed
 from fivefold.model.recompute import kept
@@ -31,32 +31,32 @@ class AllToAllDispatch(SlicedDispatch):
         self, x: Tensor, routed: Routed, compute: Compute, stream: int, beside: Beside = None
     ) -> tuple[Tensor, Tensor | None]:
         with self.sending(DISPATCH):
-            order, counts, going = sorted_slots(routed.chosen), routed.counts, self.going
+            order, counts, going = routed.order, routed.counts, self.going
+            of_slot = places(order)
             (coming,) = kept(lambda: (wait(all_to_all(counts, going), going),), 1, counts)
             sent, due = self.host.by_rank(counts, coming, self.ep.size, len(order))
             out, back = [sum(rank) for rank in sent], [sum(rank) for rank in due]
             there = self._trip(DISPATCH, out, back)
-            ticket = SendOff.apply(there, x[order // routed.chosen.shape[1]])
+            ticket = SendOff.apply(there, ToSlots.apply(x, order, of_slot))
             # They will lie rank by rank, and the experts want them expert by expert.
             by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
-            groups = Groups(tuple(map(sum, zip(*due, strict=True))), x.device)
+            of_row, groups = places(by_expert), Groups.of(tuple(map(sum, zip(*due, strict=True))), x.device)
         shared = beside() if beside is not None else None
         there.pause()
         with self.sending(DISPATCH):
             # One name for what moves on: what a name held before is let go of, and rows are large.
             (rows,) = Arrive.apply(there, 1, ticket)
-            rows = rows[by_expert]
+            rows = Rearrange.apply(rows, by_expert, of_row)
         rows = compute(rows, groups)
         with self.sending(COMBINE):
-            rows = rows[places(by_expert)]
+            rows = Rearrange.apply(rows, of_row, by_expert)
             home = self._trip(COMBINE, back, out)
             ticket = SendOff.apply(home, rows)
             del rows
         home.pause()
         with self.sending(COMBINE):
             (rows,) = Arrive.apply(home, 1, ticket)
-            rows = rows[places(order)]
-            return weighted(rows, routed.weights), shared
+            return FromSlots.apply(rows, routed.weights, order, of_slot), shared
 
     def _trip(self, what: str, out: list[int], back: list[int]) -> Trip:
         """Of rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""

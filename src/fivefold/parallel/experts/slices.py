@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk
-from fivefold.model.experts.dispatch import LocalDispatch, grouped_linear
-from fivefold.model.experts.grouped import Groups, PutOff
+from fivefold.model.experts.dispatch import LocalDispatch
+from fivefold.model.experts.grouped import Groups, PutOff, grouped_linear
 from fivefold.model.experts.mixture import StackedLinear
 from fivefold.model.recompute import again, kept
 from fivefold.parallel.collectives import all_gather, all_reduce, wait
@@ -71,8 +71,9 @@ class SlicedDispatch(LocalDispatch):
         (total,) = kept(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
         return total
 
-    def linear(self, x: Tensor, linear: nn.Module, groups: Groups) -> Tensor:
-        return grouped_linear(x, linear, groups, lambda: self._put_off(linear))
+    def linear(self, x: Tensor, linear: Any, groups: Groups) -> Tensor:
+        put_off = None if self.later is None else lambda: self._put_off(linear)
+        return grouped_linear(x, linear.weight, linear.bias, groups, put_off)
 
     def _put_off(self, linear: nn.Module) -> PutOff | None:
         """While the queue collects: where a function goes that computes the weight's gradient."""

@@ -30,22 +30,24 @@ _AHEAD = 2  # stage 2: buckets of new weights on their way at a time, each in a 
 class Unsharded:
     """Parameters in whose gradients no other rank has a part. The gradients are final as they come, and need no buffer.
 
-    The master takes each one over, widened where needed. On a single device all parameters are unsharded.
+    The master takes each one over, widened where needed; where the optimizer reads narrow ones, a first one stays as it
+    is: widened it would say no more, and take longer to write and read. On a single device that goes for all.
     """
 
-    def __init__(self, weights: dict[str, Tensor], masters: dict[str, nn.Parameter]):
+    def __init__(self, weights: dict[str, Tensor], masters: dict[str, nn.Parameter], device: torch.device):
         self.weights, self.masters = weights, masters
+        # PyTorch's own kernels of optimizers, which a CPU has, take gradients of the masters' dtype.
+        self.narrow = device.type == "cuda" and hasattr(torch.Tensor, "grad_dtype")
+        for master in masters.values() if self.narrow else ():
+            master.grad_dtype = None  # any
 
     @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
         master = self.masters[name]
-        if master.grad is None and gradient.dtype == master.dtype:
-            master.grad = gradient
-        elif master.grad is None:
-            master.grad = torch.empty_like(master)
-            torch._foreach_copy_([master.grad], [gradient])  # on a GPU three times as fast as `to`
+        if master.grad is None:
+            master.grad = gradient if self.narrow else _widened(gradient, master)
         else:
-            master.grad.add_(gradient)
+            master.grad = _widened(master.grad, master).add_(gradient)
 
     def hand_over(self) -> None:
         for master in self.masters.values():
@@ -63,6 +65,14 @@ class Unsharded:
     def mirrors(self) -> dict[str, Tensor]:
         """The model's weights that are rounded copies of their masters."""
         return {name: weight for name, weight in self.weights.items() if weight.dtype != self.masters[name].dtype}
+
+
+def _widened(gradient: Tensor, master: nn.Parameter) -> Tensor:
+    if gradient.dtype == master.dtype:
+        return gradient
+    wide = torch.empty_like(master)
+    torch._foreach_copy_([wide], [gradient])  # on a GPU three times as fast as `to`
+    return wide
 
 
 class Replicated(Weights):
@@ -99,7 +109,9 @@ class Replicated(Weights):
         unsharded = [name for (_, group), lonely in zip(groups, alone, strict=True) if lonely for name in group.names]
         groups = [pair for pair, lonely in zip(groups, alone, strict=True) if not lonely]
         self.unsharded = Unsharded(
-            {name: self.weights[name] for name in unsharded}, {name: self.masters[name] for name in unsharded}
+            {name: self.weights[name] for name in unsharded},
+            {name: self.masters[name] for name in unsharded},
+            mesh.device,
         )
         self.buckets = [self._bucket(group, compute) for _, group in groups]
         self.stage = max((bucket.stage for bucket in self.buckets), default=0)

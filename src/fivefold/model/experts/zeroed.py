@@ -1,0 +1,36 @@
+"""Zeros for groups without rows, on a GPU: the host does not know which, and of the others nothing is read or written.
+
+A masked fill would pass over all gradients of experts, which are the largest of a model.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _zero(found, ends, size, BLOCK: tl.constexpr):
+    group = tl.program_id(0)
+    end = tl.load(ends + group)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    if start == end:
+        for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), dtype=found.dtype.element_ty)
+            tl.store(found + group.to(tl.int64) * size + at, zeros, mask=at < size)
+
+
+@torch.library.triton_op("fivefold::zero_empty_groups", mutates_args={"found"})
+def _zero_empty_groups(found: Tensor, ends: Tensor) -> None:
+    groups, size = found.shape[0], found.shape[1] * found.shape[2]
+    torch.library.wrap_triton(_zero)[(groups, min(64, triton.cdiv(size, _BLOCK)))](found, ends, size, BLOCK=_BLOCK)
+
+
+def zero_empty_groups(found: Tensor, ends: Tensor) -> Tensor:
+    """`found` [G, O, I] in place; group g has the rows from the end before it to `ends`[g]."""
+    assert found.is_contiguous()
+    _zero_empty_groups(found, ends)
+    return found
