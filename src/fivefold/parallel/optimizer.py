@@ -38,11 +38,7 @@ class Optimizer:
         """
         masters = self.weights.masters.items()
         mine = [p.grad for name, p in masters if p.grad is not None and self.weights.copies(name)[0] == 0]
-        if mine:
-            norms = torch._foreach_norm(mine, 2, dtype=torch.float64)
-            square = torch.stack(norms).square().sum()
-        else:
-            square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        square = _sum_of_squares(mine) if mine else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.world.size > 1:
             parts = [square, torch.zeros_like(square) if wish is None else wish, *also]
             sums = torch.cat([part.flatten() for part in parts])
@@ -100,3 +96,13 @@ class Optimizer:
     def resident(self) -> int:
         """Bytes of the states on this rank."""
         return sum(state.nbytes for states in self.kept.values() for state in states.values())
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """In float64."""
+    if gradients[0].is_cuda:
+        from fivefold.optimizers import fused_norm  # Triton's import takes a second
+
+        if all(map(fused_norm.takes, gradients)):
+            return fused_norm.sum_of_squares(gradients)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()

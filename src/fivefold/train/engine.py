@@ -43,6 +43,9 @@ class Network:
         self.job, self.mesh = job, mesh
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
+        if mesh.device.type == "cuda":
+            # Routers compute in float32. What they multiply was bfloat16, and that is exact in the tensor cores' format.
+            torch.backends.cuda.matmul.allow_tf32 = compute == torch.bfloat16
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = WeightGradQueue(), self.schedule.splits
         put_off, fp8 = later if split else None, job.train.fp8
