@@ -24,6 +24,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
     monkeypatch: pytest.MonkeyPatch, logits_at_a_time: int, extras: dict[str, float]
 ) -> None:
     monkeypatch.setattr(sharding, "SLICE", logits_at_a_time)
+    monkeypatch.setattr(sharding, "TILE", 1)
     x, weight, targets, mask = given(torch.float64)
     found = head_loss(x, weight, Targets(targets, mask, **extras), Vocabulary(V))
     (found / 7).backward()  # what comes back is not 1
@@ -51,6 +52,7 @@ def test_a_sure_answer_leaves_a_small_slope_that_bfloat16_does_not_lose() -> Non
 
 def test_several_slices_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "SLICE", 2 * V)
+    monkeypatch.setattr(sharding, "TILE", 1)
     x, weight, targets, mask = given(torch.bfloat16)
     head_loss(x, weight, Targets(targets, mask), Vocabulary(V)).backward()
     exact, table = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
@@ -81,6 +83,8 @@ def test_nothing_is_kept_where_nothing_is_learned() -> None:
 
 
 def test_slices_cover_all_tokens_and_no_tokens() -> None:
-    assert [len(part) for part in slices(10, 2**27)] == [2, 2, 2, 2, 2]
+    assert [len(part) for part in slices(2560, 2**19)] == [512] * 5  # whole tiles
+    assert [len(part) for part in slices(16384, 151936)] == [2048] * 8
+    assert [len(part) for part in slices(1000, 2**20)] == [256, 256, 256, 232]
     assert slices(8192, 1000) == [range(8192)]
     assert slices(0, 1000) == [range(0)]

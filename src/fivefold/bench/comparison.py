@@ -23,6 +23,8 @@ from fivefold.plan.cost.stack import ON_CPUS
 from fivefold.plan.cost.time import Case as Planned
 from fivefold.plan.cost.time import estimate
 from fivefold.report import Block, Result, Text
+from fivefold.spec.hf_config import to_hf_config
+from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import counted
 
@@ -242,13 +244,22 @@ def of_one_process(job: Job) -> list[str]:
     return job.problems(world=1)
 
 
+def _unlike_theirs(model: ModelSpec) -> list[str]:
+    try:
+        to_hf_config(model, "float32")
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
 def only_ours(job: Job) -> list[str]:
-    """Settings that Hugging Face's Llama in a plain loop would not follow."""
+    """Settings that Hugging Face's model in a plain loop would not follow."""
     train, model = job.train, job.model
-    kinds = (model.norm, model.activation, model.positions) == ("rmsnorm", "swiglu", "rope")
-    own = model.bias or model.qkv_bias or model.qk_norm
+    losses = train.balance_loss == train.router_z_loss == 0
+    balances = model.experts is not None and model.experts.balance_bias and train.balance_rate
     rules = [
-        (kinds and not own, f"Hugging Face's Llama is another model than {model.name}"),
+        *((False, f"Hugging Face has no such model: {problem}") for problem in _unlike_theirs(model)),
+        (losses and not balances, "what keeps the load of experts even is Fivefold's alone here; leave it out"),
         (not model.dropout, f"model.dropout={model.dropout} is Fivefold's alone here"),
         (train.label_smoothing == train.z_loss == 0, "label_smoothing and z_loss are Fivefold's alone here"),
         (job.optimizer.clip > 0, "optimizer.clip=0: all systems clip"),

@@ -32,7 +32,7 @@ from fivefold.launch.ranks import Rank
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf import sources
+from fivefold.model.hf import sources, style_in
 from fivefold.model.init import draw, initialise
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
@@ -155,14 +155,18 @@ class HuggingFace(Loop):
     """As its users run it: sdpa, compiled where ours is, fused AdamW, parameters in the compute dtype."""
 
     def __init__(self, job: Job, part: Part, device: torch.device = CPU, rate: float = RATE):
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=DTYPES[job.train.dtype])
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=DTYPES[job.train.dtype])
         weights = model.state_dict()
+        style = style_in(job.model, weights)
         for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
-            draw(job.model, parameter, weights[next(sources(job.model, parameter)).name], job.train.seed)
+            whole = torch.empty(parameter.shape, dtype=DTYPES[job.train.dtype], device=device)
+            draw(job.model, parameter, whole, job.train.seed)
+            for home in sources(job.model, parameter, style):
+                home.ours(weights[home.name]).copy_(whole[home.rows.start : home.rows.stop])
         self.called = torch.compile(model) if compiles(job.train, device) else model
         super().__init__(model, part, job, rate=rate)
 

@@ -18,6 +18,7 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.bench.comparison import of_one_process, only_ours
+from fivefold.bench.floor import Part
 from fivefold.bench.harness import HUGGING_FACE, OURS, Told, choices, ratio, refuse, table, too_small, turns
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TraceConfig, read_job
@@ -31,6 +32,7 @@ CPU = "CPU"
 _PATIENCE = 24 * 3600.0  # seconds: whoever waits for a measurement ends it
 AGAINST = {
     "fp8": "fivefold, 8-bit products",
+    "fp8_experts": "fivefold, 8-bit experts",
     "deterministic": "fivefold, same bits",
     "eager": "fivefold, eager",
     "hf": HUGGING_FACE,
@@ -76,6 +78,7 @@ class Extras:
 
     checkpoint: bool = False
     profile: bool = False
+    floor: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class TrainBenchResult(Result):
     job: Job
     turns: dict[str, list[Turn]]
     extras: Extras = Extras()
+    floor: list[Part] = field(default_factory=list)  # what a step must do, if it was asked for
 
     def step(self, system: str) -> float:
         return median(second for turn in self.turns[system] for second in turn.seconds)
@@ -126,10 +130,11 @@ class TrainBenchResult(Result):
             "model": model.name,
             "layers": model.layers,
             "parameters": model.parameter_count,
+            "active_parameters": model.matmul_parameters,
             "seq": job.data.seq,
             "batch": train.batch,
             "layout": str(job.layout),
-            **{key: getattr(train, key) for key in ("fp8", "compile", "deterministic", "dtype")},
+            **{key: getattr(train, key) for key in ("fp8", "fp8_experts", "compile", "deterministic", "dtype")},
             "peak": self.peak,
             "systems": [
                 {
@@ -141,19 +146,24 @@ class TrainBenchResult(Result):
                 }
                 for name, turns in self.turns.items()
             ],
+            "floor": [asdict(part) for part in self.floor],
         }
 
     def blocks(self) -> Iterator[Block]:
         job, model = self.job, self.job.model
         peak = f", peak {self.peak / 1e12:.0f} TFLOP/s" if self.peak else ""
+        narrow = " with 8-bit matmuls" if job.train.fp8 else " with 8-bit experts" if job.train.fp8_experts else ""
+        active = f", {si(model.matmul_parameters)} at work for a token, which MFU counts" if model.experts else ""
         yield Text(
-            f"{model.name}, {model.layers} layers, {si(model.parameter_count)} parameters; {job.train.batch} x "
-            f"{job.data.seq} tokens, {job.train.dtype}{' with 8-bit matmuls' if job.train.fp8 else ''}\n"
+            f"{model.name}, {model.layers} layers, {si(model.parameter_count)} parameters{active}; {job.train.batch} x "
+            f"{job.data.seq} tokens, {job.train.dtype}{narrow}\n"
             f"{self.any.device}{peak}, torch {self.any.torch}; medians, turns of each: {len(self.turns[OURS])}"
         )
         rows = [self._row(name) for name in self.turns]
         yield table(rows, TIMES)
         yield table(rows, STARTS, caption="first loss: from the same weights and with the same tokens")
+        if self.floor:
+            yield self._floor()
         for turn in self.turns[OURS]:
             if turn.saved is not None:
                 yield self._checkpoint(turn.saved)
@@ -180,6 +190,17 @@ class TrainBenchResult(Result):
             "first": first.first,
             "loss": first.loss,
         }
+
+    def _floor(self) -> Table:
+        total = sum(part.seconds for part in self.floor)
+        rows = [(part.name, f"{1e3 * part.seconds:.1f}", part.pace) for part in self.floor]
+        share = self.mfu(total)
+        return Table(
+            ["a floor, measured alone", ">ms", ">pace"],
+            rows,
+            totals=[("total", f"{1e3 * total:.1f}", "" if share is None else f"{share:.1%} MFU")],
+            caption=f"{total / self.step(OURS):.0%} of {OURS}'s step; attention's pace is of what a causal mask leaves",
+        )
 
     def _checkpoint(self, saved: Saved) -> Text:
         every, steps = self.job.checkpoint.every if self.job.checkpoint.save else 0, len(saved.beside)
@@ -231,7 +252,7 @@ def systems(job: Job, against: str) -> dict[str, Job]:
     wanted = [word for word in choices(against, "--against", [*AGAINST, "none"]) if word != "none"]
     if "hf" in wanted and (unlike := only_ours(job)):
         raise UserError(f"--against hf: {sentence}" for sentence in unlike)
-    for word in ("fp8", "deterministic"):
+    for word in ("fp8", "fp8_experts", "deterministic"):
         if word in wanted and getattr(job.train, word):
             raise UserError(f"--against {word}: the job has train.{word}=true itself; leave one of the two out")
     if "eager" in wanted:
@@ -262,7 +283,11 @@ def measure(
         with _directory(Path(job.run.dir).expanduser()) as path:
             function = "fivefold.bench.train_rank:run"
             found[name] += ranks.run(1, function, job, name == HUGGING_FACE, steps, more, path, timeout=_PATIENCE)
-    return TrainBenchResult(jobs[OURS], found, extras)
+    floor: list[Part] = []
+    if extras.floor:
+        told("what a step must do, each alone")
+        (floor,) = ranks.run(1, "fivefold.bench.floor_rank:run", jobs[OURS], timeout=_PATIENCE)
+    return TrainBenchResult(jobs[OURS], found, extras, floor)
 
 
 @contextmanager

@@ -46,9 +46,10 @@ _PROFILED = 2  # steps
 # What kernels are for, by their names, first come first served; what the compiler fuses bears its name.
 KINDS = {
     "attention": r"sdpa|fmha|flash|attention|dot_do_o|dq_to|convert_dq",
+    "products of experts": r"GroupProblemShape|grouped_gemm|GroupedGemm",
     "products": r"nvjet|gemm|cutlass|xmma|cublas|::(add)?mm\b|::bmm\b|scaled_mm",
     "AdamW": r"^_update|adam",
-    "the gradient norm": r"LpNorm|lpnorm|foreach_norm",
+    "the gradient norm": r"LpNorm|lpnorm|foreach_norm|^_squares",
     "gradients widened, weights rounded": r"multi_tensor_apply|foreach_copy",
     "fused by the compiler": r"^triton_",
     "embedding": r"embedding|indexing_backward|index_select|index_put",

@@ -345,8 +345,8 @@ def train(
     against: Annotated[
         str,
         typer.Option(
-            help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit matmuls), deterministic (the same "
-            "bits every time), eager (not compiled), with commas."
+            help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit matmuls), fp8_experts (those of "
+            "experts), deterministic (the same bits every time), eager (not compiled), with commas."
         ),
     ] = "none",
     steps: Annotated[int, typer.Option(help="Timed steps of a turn; medians are shown.")] = 10,
@@ -357,10 +357,15 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="Show where a step's time goes, by kind of kernel.")
     ] = False,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Measure what a step must do, each part alone: the least it can take.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the trainer's own steps on this device: tokens/s, MFU (attention counted full), peak memory.
+    """Time the trainer's own steps on this device: tokens/s, MFU, peak memory.
+
+    MFU counts attention full, and of experts those that a token visits.
 
     Tokens are made up; the rest is `fivefold train`, with its data and metrics.
     Systems take turns, each turn in a process of its own, from the same weights:
@@ -371,13 +376,15 @@ def train(
 
       fivefold bench train llama3-8b model.layers=12 train.batch=2 data.seq=8192 --against hf,fp8
 
+      fivefold bench train qwen3-30b-a3b model.layers=6 train.batch=4 data.seq=4096 --against hf --floor
+
       fivefold bench train llama3.2-3b train.batch=4 data.seq=8192 --checkpoint --profile
 
       fivefold bench train job.toml --json
     """
     from fivefold.bench.train import Extras, measure
 
-    extras = Extras(checkpoint, profile)
+    extras = Extras(checkpoint, profile, floor)
     _show(lambda told: [measure(words, against, steps, rounds, extras, told)], as_json, output)
 
 

@@ -60,7 +60,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # mixed: a GPU for as many ranks of a node as it has, the CPU for the others; gloo joins them all.
     device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
-    fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor
+    fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor; not those of experts
+    fp8_experts: bool = False  # those of experts, with a scale for each row; weights' gradients stay in bfloat16
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)
     eval_every: NoneOrMore = 0  # steps between looks at the held-out split; 0: only at the end
     eval_samples: NoneOrMore = 64  # held-out sequences per look
@@ -141,6 +142,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (not odd, f"train.fp8=true takes widths that are multiples of 16, not {', '.join(odd)}"),
         ]
 
+    def _fp8_experts(self) -> list[tuple[bool, str]]:
+        t, experts = self.train, self.model.experts
+        if not t.fp8_experts:
+            return []
+        if experts is None:
+            return [(False, f"train.fp8_experts=true is for experts, and {self.model.name} has none")]
+        widths = {"hidden": self.model.hidden, "experts.ffn": experts.ffn}
+        odd = [f"model.{name}={width}" for name, width in widths.items() if width % 16]
+        return [
+            (t.dtype == "bfloat16", f"train.fp8_experts=true rounds from train.dtype=bfloat16, not {t.dtype}"),
+            (not odd, f"train.fp8_experts=true takes widths that are multiples of 16, not {', '.join(odd)}"),
+        ]
+
     def _whole_matrices(self) -> list[tuple[bool, str]]:
         """A rule that reads whole matrices finds them where no rank holds a part."""
         sizes = {"tp": self.layout.tp - 1, "zero": self.layout.zero}
@@ -179,6 +193,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             (0 <= t.label_smoothing < 1, f"train.label_smoothing={t.label_smoothing} is a share: 0 <= it < 1"),
             (0 <= t.z_loss < math.inf, f"train.z_loss={t.z_loss} must not be negative; 0 turns it off"),
             *self._fp8(),
+            *self._fp8_experts(),
             *self._balance(),
             (
                 not learned or d.seq <= self.model.context,

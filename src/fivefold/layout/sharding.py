@@ -28,13 +28,15 @@ def chunk(length: int, parts: int, index: int) -> range:
     return range(min(length, index * size), min(length, (index + 1) * size))
 
 
-SLICE = 2**28  # logits at a time: half a GiB in bfloat16, and enough rows for a matmul to run at full pace
+SLICE = 2**28  # logits at a time, about: half a GiB in bfloat16, and enough rows for a matmul to run at full pace
+TILE = 256  # rows: those of a matmul's tiles
 
 
 def slices(tokens: int, words: int) -> list[range]:
-    """The tokens whose logits, over so many words, are held at a time."""
-    parts = max(1, -(-tokens * words // SLICE))
-    return [part for index in range(parts) if len(part := chunk(tokens, parts, index)) or not index]
+    """The tokens whose logits, over so many words, are held at a time: whole tiles of them, as even as these allow."""
+    tiles, parts = -(-tokens // TILE), max(1, round(tokens * words / SLICE))
+    rows = (chunk(tiles, parts, index) for index in range(parts))
+    return [range(part.start * TILE, min(part.stop * TILE, tokens)) for part in rows if len(part)] or [range(0)]
 
 
 def tensor_shard(parameter: Parameter, spec: ModelSpec, layout: Layout) -> TensorShard:

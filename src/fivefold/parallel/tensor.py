@@ -255,6 +255,7 @@ def ops_of(
     attention: AttentionOps | None = None,
     compiled: bool = False,
     fp8: bool = False,
+    fp8_experts: bool = False,
     dtype: torch.dtype | None = None,
 ) -> LocalOps:
     """The decoder's ops for a layout: tensor parallelism where tp > 1, context parallelism where cp > 1.
@@ -265,6 +266,7 @@ def ops_of(
     attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
     options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
     dispatch = options["dispatch"] = dispatch_of(spec, mesh, later, dtype)
+    dispatch.fp8 = fp8_experts
     # What a dispatch sends depends on the data: it stands between the graphs of a compiled block.
     options["breaks"] = mesh.layout.breaks_graphs or (spec.experts is not None and not dispatch.in_graph)
     if mesh.tp.size > 1:

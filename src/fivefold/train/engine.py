@@ -44,12 +44,13 @@ class Network:
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         if mesh.device.type == "cuda":
-            # Routers compute in float32. What they multiply was bfloat16, and that is exact in the tensor cores' format.
+            # Routers multiply in float32 what was bfloat16, and that is exact in the tensor cores' own format.
             torch.backends.cuda.matmul.allow_tf32 = compute == torch.bfloat16
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = WeightGradQueue(), self.schedule.splits
-        put_off, fp8 = later if split else None, job.train.fp8
-        self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, fp8=fp8, dtype=compute)
+        narrow = {"fp8": job.train.fp8, "fp8_experts": job.train.fp8_experts, "dtype": compute}
+        put_off = later if split else None
+        self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, **narrow)
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
         self.buffers = self._buffers(wide(compute))

@@ -97,8 +97,9 @@ def verify(
         job = msgspec.structs.replace(job, model=model)
     given = {one.partition("=")[0] for one in changes}
     job = with_balance(job, given)
-    rounding = "train.fp8=true rounds by what a rank sees, so layouts agree as far as 8 bits do; prove train.fp8=false"
-    if problems := job.problems() or ([rounding] if job.train.fp8 else proof_problems(job)):
+    narrow = next((key for key in ("fp8", "fp8_experts") if getattr(job.train, key)), None)
+    rounding = f"train.{narrow}=true makes layouts agree as far as 8 bits do; prove train.{narrow}=false"
+    if problems := job.problems() or ([rounding] if narrow else proof_problems(job)):
         raise UserError(problems)
     total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)

@@ -1,10 +1,18 @@
 """Grouped matmuls against a loop, forward and backward, with empty groups and none but one row."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from fivefold.model.experts.grouped import Groups, _runs, grouped_linear
+from fivefold.model.experts.grouped import GroupedLinear, Groups, PutOff, _runs
 from fivefold.model.recompute import recomputed
+
+
+def linear(x: Tensor, weight: Tensor, groups: Groups, put_off: Callable[[], PutOff | None] | None = None) -> Tensor:
+    return GroupedLinear.apply(x, weight, groups.ends, groups.sizes, put_off)
+
 
 SIZES = [(3, 0, 5, 1), (0, 0, 0, 4), (0, 0, 0, 0), (1, 0, 0, 0), (9, 9, 9, 9)]
 
@@ -22,7 +30,7 @@ def test_it_is_a_loop_over_groups(
     x = torch.randn(sum(sizes), width, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(len(sizes) * 8, width, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
     groups = Groups.of(sizes, x.device)
-    y = grouped_linear(x, weight, None, groups if known else Groups(groups.ends))
+    y = linear(x, weight, groups if known else Groups(groups.ends))
     gradient = torch.randn(y.shape, generator=random, dtype=torch.float64).to(dtype)
     y.backward(gradient)
     got = [y.detach(), x.grad, weight.grad]
@@ -41,7 +49,7 @@ def test_it_is_a_loop_over_groups(
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(30, 30, 16), (30, 16, 30), (7, 7, 7)])
 def test_as_many_rows_as_an_odd_width_are_no_exception(rows: int, inputs: int, outputs: int) -> None:
     x, weight = (torch.ones(n, inputs, requires_grad=True) for n in (rows, 2 * outputs))
-    grouped_linear(x, weight, None, Groups.of((rows - 1, 1), x.device)).sum().backward()
+    linear(x, weight, Groups.of((rows - 1, 1), x.device)).sum().backward()
     assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == [rows - 1.0] * outputs + [1.0] * outputs
 
@@ -49,7 +57,7 @@ def test_as_many_rows_as_an_odd_width_are_no_exception(rows: int, inputs: int, o
 def test_a_gradient_without_strides_is_taken() -> None:
     x = torch.ones(4, 16, requires_grad=True)
     weight = torch.ones(2 * 16, 16, requires_grad=True)
-    grouped_linear(x, weight, None, Groups.of((1, 3), x.device)).sum().backward()
+    linear(x, weight, Groups.of((1, 3), x.device)).sum().backward()
     assert weight.grad is not None
     assert weight.grad[0, 0] == 1.0
     assert weight.grad[-1, 0] == 3.0
@@ -59,7 +67,7 @@ def test_the_gradient_of_weights_can_be_put_off() -> None:
     works = []
     x = torch.ones(4, 16, requires_grad=True)
     weight = torch.ones(2 * 16, 16, requires_grad=True)
-    grouped_linear(x, weight, None, Groups.of((4, 0), x.device), lambda: works.append).sum().backward()
+    linear(x, weight, Groups.of((4, 0), x.device), lambda: works.append).sum().backward()
     assert weight.grad is None
     assert x.grad is not None
     (work,) = works
@@ -71,7 +79,7 @@ def test_the_trial_of_the_kernel_is_unseen_by_recomputation() -> None:
     x, weight = (torch.ones(n, 16, requires_grad=True) for n in (4, 32))
 
     def steps(x: torch.Tensor) -> torch.Tensor:
-        return grouped_linear(x, weight, None, Groups.of((1, 3), x.device)).square()
+        return linear(x, weight, Groups.of((1, 3), x.device)).square()
 
     recomputed("selective")(steps, x).sum().backward()
     assert weight.grad is not None

@@ -15,7 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.model.dtypes import wide
-from fivefold.model.experts.grouped import Groups, grouped_linear
+from fivefold.model.experts.fp8 import Fp8GroupedLinear
+from fivefold.model.experts.grouped import GroupedLinear, Groups, PutOff, added
 from fivefold.model.experts.host import Host
 from fivefold.model.experts.router import Routed
 
@@ -29,6 +30,7 @@ DISPATCH, COMBINE = "dispatch", "combine"  # tokens on their way to experts, and
 
 class LocalDispatch:
     in_graph = False  # whether a compiled block may have it inside
+    fp8 = False  # whether experts multiply 8-bit floats
     watch: Watch = staticmethod(lambda name: nullcontext())  # surrounds the two
     host = Host()
     travels = False  # whether tokens go to other ranks
@@ -71,7 +73,13 @@ class LocalDispatch:
 
     def linear(self, x: Tensor, linear: Any, groups: Groups) -> Tensor:
         """A linear of every expert, on the rows of each."""
-        return grouped_linear(x, linear.weight, linear.bias, groups)
+        product = Fp8GroupedLinear if self.fp8 else GroupedLinear
+        y = product.apply(x, linear.weight, groups.ends, groups.sizes, self.put_off(linear))
+        return added(y, linear.bias, groups)
+
+    def put_off(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
+        """What is asked in a backward pass: where a function goes that computes the weight's gradient; nowhere."""
+        return None
 
 
 def places(order: Tensor) -> Tensor:

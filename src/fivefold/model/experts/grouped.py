@@ -43,15 +43,14 @@ class Groups:
 PutOff = Callable[[Callable[[], Tensor]], None]  # is given a function that computes the weight's gradient, for later
 
 
-def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, put_off: Callable[[], PutOff | None] | None = None
-) -> Tensor:
-    """y = x W_g^T + b_g for the rows of each group g. Weights lie one below the other, [G * O, I], and so do biases."""
-    y = GroupedLinear.apply(x, weight, groups.ends, groups.sizes, put_off)
-    return y if bias is None else y + bias.unflatten(0, (groups.ends.shape[0], -1))[groups.numbers(x.shape[0])]
+def added(y: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+    """y [N, O] and the bias of each row's group; biases lie one below the other, [G * O]."""
+    return y if bias is None else y + bias.unflatten(0, (groups.ends.shape[0], -1))[groups.numbers(y.shape[0])]
 
 
 class GroupedLinear(Function):
+    """y = x W_g^T for the rows of each group g. Weights lie one below the other, [G * O, I]."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, sizes: Sizes | None, put_off: Callable[[], Any] | None

@@ -7,6 +7,7 @@ counted tp times. The router's gradients are then summands over tp; experts belo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk
 from fivefold.model.experts.dispatch import LocalDispatch
-from fivefold.model.experts.grouped import Groups, PutOff, grouped_linear
+from fivefold.model.experts.grouped import PutOff
 from fivefold.model.experts.mixture import StackedLinear
 from fivefold.model.recompute import again, kept
 from fivefold.parallel.collectives import all_gather, all_reduce, wait
@@ -71,12 +72,11 @@ class SlicedDispatch(LocalDispatch):
         (total,) = kept(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
         return total
 
-    def linear(self, x: Tensor, linear: Any, groups: Groups) -> Tensor:
-        put_off = None if self.later is None else lambda: self._put_off(linear)
-        return grouped_linear(x, linear.weight, linear.bias, groups, put_off)
+    def put_off(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
+        return None if self.later is None else partial(self._put_off, linear)
 
     def _put_off(self, linear: nn.Module) -> PutOff | None:
-        """While the queue collects: where a function goes that computes the weight's gradient."""
+        """While the queue collects."""
         later = self.later
         if later is None or (works := later.open) is None:
             return None
