@@ -35,6 +35,7 @@ _EXPENSIVE = {
 }
 
 _TILED = "flex_attention"  # the operator itself comes with the compiler, whose import takes seconds
+_OURS = ("fivefold.grouped_mm", "fivefold.fp8_grouped_mm")  # those of experts, in graphs
 
 # Between ranks; a compiled block has no other way to keep them than by name.
 _SUMS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
@@ -106,7 +107,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def _policy_of_a_graph(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    wanted = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED
+    wanted = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED or str(op).startswith(_OURS)
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -49,9 +49,21 @@ def _product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> T
     """x [N, I], weights [G, O, I] -> [N, O]."""
     (x8, x_by), (w8, w_by) = rounded(x), rounded(weights)
     if x.is_cuda and x.shape[0]:
-        return torch._scaled_grouped_mm(x8, w8.mT, x_by, w_by, offs=ends, out_dtype=x.dtype, use_fast_accum=True)
+        return _kernel(x8, w8, x_by, w_by, ends, x.dtype)
     exact = (x8.float() * x_by[:, None], (w8.float() * w_by[..., None]).mT)
     return product(*exact, ends, sizes).to(x.dtype)
+
+
+# An operator of our own: see `grouped.py`.
+@torch.library.custom_op("fivefold::fp8_grouped_mm", mutates_args=())
+def _kernel(x: Tensor, weights: Tensor, x_by: Tensor, weights_by: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    operands = x.contiguous(), weights.contiguous().mT, x_by.contiguous(), weights_by.contiguous()
+    return torch._scaled_grouped_mm(*operands, offs=ends, out_dtype=dtype, use_fast_accum=True)
+
+
+@_kernel.register_fake
+def _(x: Tensor, weights: Tensor, x_by: Tensor, weights_by: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[1], dtype=dtype)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

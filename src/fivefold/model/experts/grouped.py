@@ -73,6 +73,8 @@ class GroupedLinear(Function):
 
 def product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """x [N, I], weights [G, I, O] -> [N, O]."""
+    if torch.compiler.is_compiling():  # a graph is made only where there is a kernel
+        return _mm_in_graph(x, weights, ends)
     if _takes(x, *weights.shape[1:]):
         return _grouped_mm(x, weights, ends)
     return torch.cat([x[rows] @ weight for rows, weight in zip(_slices(ends, sizes), weights, strict=True)])
@@ -80,9 +82,33 @@ def product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Te
 
 def weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """gradient [N, O], x [N, I] -> [G, O, I]: zero where a group has no rows."""
+    if torch.compiler.is_compiling():
+        return _weight_gradient_in_graph(gradient, x, ends)
     if not _takes(x, gradient.shape[1], x.shape[1]):
         return torch.stack([gradient[rows].mT @ x[rows] for rows in _slices(ends, sizes)])
     return without_rows_zero(_grouped_mm(gradient.mT, x, ends), ends, sizes)
+
+
+# Operators of our own in graphs: the compiler of torch 2.11 hands PyTorch's other strides than it was given, with which
+# the kernel asks for groups of eight rows.
+@torch.library.custom_op("fivefold::grouped_mm", mutates_args=())
+def _mm_in_graph(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return _grouped_mm(x.contiguous(), weights, ends)
+
+
+@_mm_in_graph.register_fake
+def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[2])
+
+
+@torch.library.custom_op("fivefold::grouped_weight_gradient", mutates_args=())
+def _weight_gradient_in_graph(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return without_rows_zero(_grouped_mm(gradient.contiguous().mT, x.contiguous(), ends), ends, None)
+
+
+@_weight_gradient_in_graph.register_fake
+def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
 
 
 def without_rows_zero(found: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
@@ -103,8 +129,6 @@ def _slices(ends: Tensor, sizes: Sizes | None) -> list[slice]:
 
 def _takes(x: Tensor, *widths: int) -> bool:
     """Whether the kernel takes rows like these, there being some, where its operands have these widths."""
-    if torch.compiler.is_compiling():
-        return True  # a graph is made only where there is a kernel
     return x.shape[0] > 0 and has_kernel(x.device.type, x.dtype, *widths)
 
 

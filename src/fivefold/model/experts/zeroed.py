@@ -3,7 +3,6 @@
 A masked fill would pass over all gradients of experts, which are the largest of a model.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,14 +22,9 @@ def _zero(found, ends, size, BLOCK: tl.constexpr):
             tl.store(found + group.to(tl.int64) * size + at, zeros, mask=at < size)
 
 
-@torch.library.triton_op("fivefold::zero_empty_groups", mutates_args={"found"})
-def _zero_empty_groups(found: Tensor, ends: Tensor) -> None:
-    groups, size = found.shape[0], found.shape[1] * found.shape[2]
-    torch.library.wrap_triton(_zero)[(groups, min(64, triton.cdiv(size, _BLOCK)))](found, ends, size, BLOCK=_BLOCK)
-
-
 def zero_empty_groups(found: Tensor, ends: Tensor) -> Tensor:
     """`found` [G, O, I] in place; group g has the rows from the end before it to `ends`[g]."""
     assert found.is_contiguous()
-    _zero_empty_groups(found, ends)
+    groups, size = found.shape[0], found.shape[1] * found.shape[2]
+    _zero[(groups, min(64, triton.cdiv(size, _BLOCK)))](found, ends, size, BLOCK=_BLOCK)
     return found
