@@ -29,10 +29,10 @@ def mixture(layout: str, imbalance: float = 1.0) -> MixtureMemory:
 def test_what_a_mixture_keeps_is_the_page_s_table() -> None:
     """docs/experts.md; the rest is the router's weight, its scores, and the numbers of slots."""
     rest = 4 * X * E + 4 * T * X + 40 * T * K
-    table = 4 * T * E + 2 * T * K * E + 8 * T * K * F + 4 * T * K * E
+    table = 4 * T * E + 2 * T * K * E + 8 * T * K * F + 2 * T * K * E
     assert mixture("dp=8,ep=8").everything == table + rest
     gathered = mixture("dp=8,ep=8,dispatch=allgather").everything
-    assert gathered - mixture("dp=8,ep=8").everything == 4 * T * K * E
+    assert gathered - mixture("dp=8,ep=8").everything == 6 * T * K * E
 
 
 def test_the_fullest_rank_has_more_rows_and_no_more_slots() -> None:

@@ -5,8 +5,8 @@
 
 A rank routes n of the microbatch's tokens, fills K slots for each, and computes N rows of its own experts: the fullest
 rank `imbalance` times as many as it sends. Letters as in experts.py: E hidden, F an expert's width, X experts.
-This code weighs what experts said in float32, which is the largest part of it: a slot's E features, and twice as many
-in backward, the gradients of the slots and their products with the slots.
+This code weighs what experts said in float32: in backward that is the largest part of it, the gradients of the slots
+and their products with the slots.
 """
 
 from dataclasses import dataclass
@@ -66,8 +66,8 @@ class MixtureMemory(Routed):
 
     @property
     def said(self) -> float:
-        """Bytes of what experts said, widened: a row for each slot; where tokens are gathered, for each row here."""
-        return (self.rows if self.gathers else self.slots) * self.spec.hidden * self.widened
+        """Bytes of what experts said: a row for each slot; where tokens are gathered, for each row here, widened."""
+        return self.spec.hidden * (self.rows * self.widened if self.gathers else self.slots * self.wide)
 
     @property
     def router(self) -> float:
@@ -115,7 +115,7 @@ class MixtureMemory(Routed):
         """Bytes on top of `everything` while backward undoes the weighing; none of the block's gradients exist yet."""
         if not self.eager:
             return 0.0
-        return 2 * self.said + (0.0 if self.gathers else self.routed * self.spec.hidden * self.widened)
+        return 2 * (self.rows if self.gathers else self.slots) * self.spec.hidden * self.widened
 
     @property
     def weighed(self) -> float:
