@@ -18,7 +18,9 @@ from fivefold.plan.pictures.mesh import Panel, listed, mesh_scene
 from fivefold.report import Block, Result, Table, Text
 from fivefold.report.scene import Scene
 from fivefold.support.errors import UserError
+from fivefold.support.ranges import outside
 
+MOST = 65_536  # ranks
 SHOWN = ("tp", "cp", "pp", "dp", "ep", "replicate")  # the fastest first
 
 
@@ -89,6 +91,12 @@ class MeshResult(Result):
 def mesh(layout: str | Layout, cluster: str | Path | Cluster | None = None) -> MeshResult:
     """Where each rank of a layout stands. Without a cluster: nodes of eight H100s, or one node if fewer are enough."""
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if wrong := outside(layout, "layout"):
+        raise UserError(list(wrong.values()))
+    if layout.world > MOST:
+        raise UserError(f"{layout} has {layout.world} ranks, and a mesh of more than {MOST:,} is not drawn")
+    if layout.dp % layout.replicate:
+        raise UserError(f"replicate={layout.replicate} does not divide dp={layout.dp}")
     gpus = next(size for size in range(min(8, layout.world), 0, -1) if layout.world % size == 0)
     machines = Cluster.read(cluster or f"{layout.world // gpus}x{gpus}xH100")
     if machines.world != layout.world:
@@ -97,6 +105,7 @@ def mesh(layout: str | Layout, cluster: str | Path | Cluster | None = None) -> M
             f"{product} is {layout.world} ranks, and {machines} has {machines.world}; nearest: "
             f"dp={max(1, machines.world * layout.dp // layout.world)}, or a cluster of {layout.world}"
         )
-    if layout.size("stage") % layout.ep or layout.ezero < 1:
-        raise UserError(f"ep={layout.ep} does not divide the {layout.size('stage')} ranks of a stage")
+    if layout.size("stage") % (layout.ep * layout.replicate):
+        copies = f" x replicate={layout.replicate}" if layout.replicate > 1 else ""
+        raise UserError(f"ep={layout.ep}{copies} does not divide the {layout.size('stage')} ranks of a stage")
     return MeshResult(layout, machines)

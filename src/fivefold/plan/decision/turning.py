@@ -10,7 +10,7 @@ from msgspec import structs
 from fivefold.hardware.cluster import Accelerator, Cluster
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.time import Case
-from fivefold.plan.search.explain import RANKS_BY, difference, simplest
+from fivefold.plan.search.explain import ALIKE, RANKS_BY, difference, simplest
 from fivefold.plan.search.option import Option, evaluate
 from fivefold.plan.search.search import SURVIVORS, By, search
 from fivefold.support.errors import UserError
@@ -137,7 +137,9 @@ def _compared(chosen: Option, other: Option) -> str:
     stays = evaluate(replace(case, layout=layout))
     if not stays.fits:
         return f"{layout} does not fit there: it needs {stays.footprint.total / 1e9:.1f} GB"
-    return f"it {difference(stays, other)}, against staying"
+    little = abs(other.seconds / stays.seconds - 1) < ALIKE
+    noise = ", and so little is within the noise of measured runs" if little else ""
+    return f"against staying it {difference(stays, other)}{noise}"
 
 
 def _memory(case: Case, factor: float) -> Case:
