@@ -64,6 +64,7 @@ NEED_TORCH = {
     "bench steps": "llama3-8b", "bench overhead": "", "bench overlap": "", "bench peers": "", "bench scaling": "",
     "bench train": "tiny",
     "bench mixed": "",
+    "report verify": "--layout dp=2 -o {}/proof.html",
 }  # fmt: skip
 NEED_NOTHING = {
     "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "goodput": "tiny", "truth": "--sources",
@@ -72,7 +73,7 @@ NEED_NOTHING = {
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
     "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help",
     "bench schedules": "--help", "bench plan": "--help",
-    "resume": "--help", "ui": "--help",
+    "resume": "--help", "ui": "--help", "report plan": "tiny --cluster 2xCPU --batch 8 --seq 64 -o {}/plan.html",
 }  # fmt: skip
 
 

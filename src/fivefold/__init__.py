@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.train.trace import trace
     from fivefold.train.train import train
     from fivefold.truth.truth import truth
+    from fivefold.ui.report import report
     from fivefold.verify.curve import curve
     from fivefold.verify.verify import verify
 
@@ -59,6 +60,7 @@ __all__ = [
     "plan",
     "preset",
     "read_job",
+    "report",
     "schedule",
     "serve",
     "simulate",
@@ -87,6 +89,7 @@ _HOMES = {
     "plan": "fivefold.plan.plan",
     "preset": "fivefold.spec.presets",
     "read_job": "fivefold.job.config",
+    "report": "fivefold.ui.report",
     "schedule": "fivefold.schedule.result",
     "serve": "fivefold.plan.serving.serve",
     "simulate": "fivefold.plan.plan",

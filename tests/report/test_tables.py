@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -38,6 +39,7 @@ from fivefold.truth.result import SourceList, TruthResult
 from fivefold.truth.score import choices
 from fivefold.truth.sweeps import SweepsResult
 from fivefold.truth.truth import truth
+from fivefold.ui.report import Report
 from tests.layers import modules, pure_modules
 from tests.report import by_hand
 
@@ -114,6 +116,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "PlanResult of a layout": lambda: ff.plan("llama3-70b", "8x8xH100", layout="dp=2,tp=8,pp=4,sp,microbatches=64"),
     "SimulateResult": lambda: ff.simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
     "Decision": lambda: decide(ff.plan("tiny", "2xCPU", batch=16, seq=128), "fivefold plan tiny"),
+    "Report": lambda: Report(Path("plan.html"), "llama3-70b on 8x8xH100", ("plan",), 140_000),
     "MeshResult": lambda: ff.mesh("dp=4,tp=2,pp=2,cp=2,ep=4", "4x8xH100"),
     "MeshResult of 16,384 ranks": lambda: ff.mesh("dp=128,tp=8,pp=16,zero=1", "2048x8xH100"),
     "GoodputResult": lambda: ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T"),

@@ -32,6 +32,7 @@ from fivefold.cli import (
     mixed,
     models,
     plan,
+    report,
     schedules,
     trace,
     train,
@@ -79,6 +80,7 @@ app.command("draw", short_help=schedules.DRAW)(schedules.draw)
 app.command("zero", short_help=zero.SHORT)(zero.zero)
 app.command("context", short_help=context.SHORT)(context.context)
 app.command("mixed", short_help=mixed.SHORT)(mixed.mixed)
+app.add_typer(report.app, name="report", short_help=report.SHORT)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
 app.add_typer(hf.importing, name="import", short_help=hf.IMPORT)

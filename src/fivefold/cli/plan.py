@@ -60,6 +60,7 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write a job (.toml), the decision (.md, .html), a picture.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page of this plan, one file: plan.html.")] = None,
     inference: Annotated[bool, typer.Option("--inference", help="Plan serving instead of training.")] = False,
     prompt: Annotated[int, typer.Option(help="Serving: tokens per prompt.")] = 2048,
     answer: Annotated[int, typer.Option(help="Serving: tokens per answer.")] = 512,
@@ -82,7 +83,8 @@ def plan(
     and time) a picture is; .dark.svg and .dark.png are dark. With -o decision.md or .html
     the decision is written down for a design review: the math of the layout with its
     numbers, textbook shortcuts beside them, its neighbours, and at which memory, link and
-    batch another layout wins, found by planning again.
+    batch another layout wins, found by planning again. With --html plan.html, the page of
+    `fivefold ui` is written with this plan in it, as one file to send.
 
     [dim]Examples:[/]
 
@@ -104,6 +106,8 @@ def plan(
 
       fivefold plan llama3-70b --cluster 8x8xH100 -o decision.md
 
+      fivefold plan llama3-70b --cluster 8x8xH100 --html plan.html
+
       fivefold plan llama3-70b --cluster 8xH100 --inference
 
       fivefold plan deepseek-v3 --cluster 4x8xH100 --inference --precision fp8 --tpot 0.05
@@ -114,12 +118,13 @@ def plan(
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if inference:
         training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
-        training |= {"--tokens": tokens}
+        training |= {"--tokens": tokens, "--html": html}
         _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
         show(_served(words, cluster, prompt, answer, concurrent, precision, ttft, tpot, imbalance), as_json)
         return
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
     check_writable(output, ".toml", ".md", ".html", *PICTURES)
+    check_writable(html, ".html", ".htm")
     from fivefold.plan import plan as planning
     from fivefold.plan.training import TWENTY
 
@@ -129,10 +134,11 @@ def plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
-    said = "" if output is None else _written(found, output)
+    said = [] if output is None else [_written(found, output)]
+    said += [] if html is None else [_reported(found, html)]
     show(found, as_json)
     if said and not as_json:
-        typer.echo(f"\n{said}")
+        typer.echo("\n" + "\n".join(said))
 
 
 def _served(
@@ -161,6 +167,13 @@ def _written(found: "PlanResult", output: Path) -> str:
         return _write_decision(found, output)
     save(found.drawn(output.stem), output)
     return f"written to {output}"
+
+
+def _reported(found: "PlanResult", html: Path) -> str:
+    """Write the page of the plan, as `fivefold report plan` does."""
+    from fivefold.ui.report import report
+
+    return str(report(found, html, shlex.join(["fivefold", *sys.argv[1:]])))
 
 
 def _write_decision(found: "PlanResult", output: Path) -> str:

@@ -17,7 +17,7 @@ from fivefold.plan.cost.systems import SYSTEMS
 from fivefold.plan.cost.time import Case
 from fivefold.plan.nearest import moved, nearest, problems, steps
 from fivefold.plan.plan import option_of, plan, question
-from fivefold.plan.result import SimulateResult, simulated
+from fivefold.plan.result import PlanResult, SimulateResult, simulated
 from fivefold.plan.search.explain import CAUSES, difference, nearest_fit, neighbours
 from fivefold.plan.search.option import Option
 from fivefold.schedule.catalogue import CATALOGUE
@@ -40,9 +40,30 @@ def payload(ask: Ask) -> dict[str, Any]:
     wrong = problems(case, wanted)
     shown = nearest(case, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
     option = None if shown is None else option_of(case, shown)
+    return _page(case, _software(ask), wanted, wrong, option)
+
+
+def planned(found: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The payload and the parts of what `plan` has found, of whatever model and cluster it was asked for."""
+    if found.chosen.case.groups:
+        raise UserError(
+            f"{found.case.cluster} has unlike nodes, for which the page has no view; `fivefold plan -o decision.html` "
+            "writes the decision down"
+        )
+    option = found.explained
+    page = _page(found.case, found.case.stack.name, option.layout, [], option)
+    advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
+    against = None if found.given is None else difference(found.chosen, found.given)
+    told = {"advice": advice or None, "neighbours": [one.to_dict() for one in found.neighbours], "against": against}
+    return page, {"search": found.to_dict(), "why": told}
+
+
+def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:
+    """`option` is the layout that is shown: the wanted one, or the nearest that can run."""
+    shown = None if option is None else option.layout
     return {
-        "question": _described(case, ask),
-        "choices": _choices(case),
+        "question": _described(case, software),
+        "choices": _choices(case, software),
         "steps": steps(case, wanted),
         "wanted": _fields(wanted),
         "problems": wrong,
@@ -52,13 +73,13 @@ def payload(ask: Ask) -> dict[str, Any]:
         "ranks": [] if option is None else _ranks(option),
         "device_memory_bytes": case.memory_of(0),
         "causes": CAUSES,
-        "asks": _asks(case, ask, option),
+        "asks": _asks(case, software, option),
     }
 
 
-def _asks(case: Case, ask: Ask, option: Option | None) -> dict[str, dict[str, str]]:
+def _asks(case: Case, software: str, option: Option | None) -> dict[str, dict[str, str]]:
     """The words of the parts that belong to this payload."""
-    words = (case.spec.name, str(case.cluster), case.batch, case.seq, case.precision, _software(ask))
+    words = (case.spec.name, str(case.cluster), case.batch, case.seq, case.precision, software)
     asked = dict(zip(ASKED, map(str, words), strict=True))
     return {"search": asked} | ({} if option is None else {"why": asked | {"layout": str(option.layout)}})
 
@@ -152,7 +173,7 @@ def _ranks(option: Option) -> list[dict[str, float]]:
     return [footprint_of(option.case, rank).parts for rank in range(min(RANKS, option.layout.pp))]
 
 
-def _described(case: Case, ask: Ask) -> dict[str, Any]:
+def _described(case: Case, software: str) -> dict[str, Any]:
     spec, group = case.spec, case.cluster.groups[0]
     links = {name: {"name": link.name, "bytes_per_second": link.bandwidth} for name, link in
              (("inside", group.accelerator.inside), ("across", group.accelerator.across))}  # fmt: skip
@@ -162,18 +183,20 @@ def _described(case: Case, ask: Ask) -> dict[str, Any]:
         "experts": None if spec.experts is None else spec.experts.count,
         "cluster": str(case.cluster), "nodes": group.nodes, "gpus": group.gpus, "world": group.world,
         "accelerator": group.accelerator.name, "links": links,
-        "batch": case.batch, "seq": case.seq, "precision": case.precision, "software": _software(ask),
+        "batch": case.batch, "seq": case.seq, "precision": case.precision, "software": software,
     }  # fmt: skip
 
 
-def _choices(case: Case) -> dict[str, Any]:
-    """What the page's lists offer."""
-    peak = case.cluster.groups[0].accelerator.peak
+def _choices(case: Case, software: str) -> dict[str, Any]:
+    """What the page's lists offer; what a file described is one more choice."""
+    device, spec = case.cluster.groups[0].accelerator, case.spec
+    others = [] if spec.name in PRESETS else [{"name": spec.name, "parameters": spec.parameter_count}]
+    devices = {device.name: device} | ACCELERATORS if device.name not in ACCELERATORS else ACCELERATORS
     return {
-        "models": _models(),
-        "accelerators": [{"name": one.name, "memory_bytes": one.memory} for one in ACCELERATORS.values()],
-        "precisions": [name for name in PRECISIONS if getattr(peak, name) is not None],
-        "software": list(SYSTEMS),
+        "models": [*_models(), *others],
+        "accelerators": [{"name": one.name, "memory_bytes": one.memory} for one in devices.values()],
+        "precisions": [name for name in PRECISIONS if getattr(device.peak, name) is not None],
+        "software": list(dict.fromkeys((*SYSTEMS, software))),
         "schedules": [{"name": one.name, "needs": one.needs} for one in CATALOGUE.values()],
     }
 

@@ -10,14 +10,14 @@ import base64
 import html
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from fivefold.ui.ask import Ask
-from fivefold.ui.views import answer, view_of
+from fivefold.ui.views import View, answer, view_of
 
 STATIC = Path(__file__).parent / "static"
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data: blob:"
@@ -38,23 +38,29 @@ _HEAD = """<!doctype html>
 """
 
 
+def view(of: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A view with what it shows."""
+    one = of if isinstance(of, View) else view_of(of)
+    return {"name": one.name, "title": one.title, "says": one.says, "payload": payload, "parts": dict(parts or {})}
+
+
 def held(name: str, ask: Ask, parts: Sequence[str] | None = None) -> dict[str, Any]:
     """A view with its payload and its parts, all or those that are named; the payload `asks` for them."""
-    view, payload = view_of(name), answer(name, "", ask)
+    payload = answer(name, "", ask)
     asks = {part: words for part, words in payload.get("asks", {}).items() if parts is None or part in parts}
     found = {part: answer(name, part, Ask(words, ask.runs)) for part, words in asks.items()}
-    return {"name": view.name, "title": view.title, "says": view.says, "payload": payload, "parts": found}
+    return view(name, payload, found)
 
 
-def whole(title: str, views: Sequence[dict[str, Any]]) -> str:
-    """The page of these views, each as `held` has it."""
+def whole(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
+    """The page of these views, each as `view` or `held` has it; `made`: by what, by which command, on which day."""
     names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
     modules = {f"fivefold/{name}": _data("text/javascript", _by_name(name)) for name in sorted(names)}
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
     icon = _data("image/svg+xml", (STATIC / "icon.svg").read_text())
     head = _HEAD.format(
         policy=POLICY, title=html.escape(title), style=(STATIC / "style.css").read_text(),
-        modules=_json({"imports": modules}), payload=_json({"views": list(views)}),
+        modules=_json({"imports": modules}), payload=_json({"title": title, "made": made, "views": list(views)}),
     )  # fmt: skip
     return f"{head}<body>{body.replace('icon.svg', icon)}"
 
@@ -74,5 +80,8 @@ def _data(kind: str, text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """As the text of a script element: nothing in it can end that element."""
-    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
+    """As the text of a script element: nothing in it can end that element, or a line of a script."""
+    text = msgspec.json.encode(value).decode()
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text

@@ -7,10 +7,14 @@ import { themeSwitch } from "./lib/theme.js";
 const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
 let mounted = null;  // { name, unmount }
+let of = "";  // what a page that stands for itself is about
 
 function notice(sentence, kind = "bad") {
   main.replaceChildren(element("p", { class: `notice ${kind}`, role: "alert", "data-testid": "notice" }, sentence));
 }
+
+const colophon = ({ by, command, on }) => element("footer", { class: "colophon dim small", "data-testid": "made" },
+  `Made by ${by} on ${on}${command ? ": " : ""}`, command && element("code", { class: "mono" }, command));
 
 async function show(views) {
   const named = state.read().view;
@@ -21,7 +25,7 @@ async function show(views) {
   }
   if (mounted && mounted.name === view.name) return;
   if (mounted && mounted.unmount) mounted.unmount();
-  document.title = `${view.title} · Fivefold`;
+  document.title = [view.title, of, "Fivefold"].filter(Boolean).join(" · ");
   main.replaceChildren();
   const root = main.appendChild(element("div", { class: `view view-${view.name}`, "data-testid": `view-${view.name}` }));
   mounted = { name: view.name, unmount: null };
@@ -41,6 +45,8 @@ async function start() {
   let views;
   if (held) {
     views = held.views.map(view => ({ ...view, source: frozen(view) }));
+    of = held.title || "";
+    if (held.made) document.body.append(colophon(held.made));
   } else {
     takeToken();
     try {

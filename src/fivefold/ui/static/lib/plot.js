@@ -60,9 +60,9 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
     if (row.note) drawn.push(shape("text", { x: x(start) + 6, y: y + thick / 2 + 4, class: "note" }, row.note));
   });
   marks.forEach((mark, at) => {
-    const end = x(mark.value) > width / 2;  // the first mark is named on its free side, the second on the other
+    const left = marks.length > 1 ? at === 0 : x(mark.value) > width / 2;  // of two the lower is named on its left, so that names do not meet
     drawn.push(shape("line", { x1: x(mark.value), x2: x(mark.value), y1: top - 6, y2: bottom, class: mark.hard ? "mark hard" : "mark" }));
-    drawn.push(shape("text", { x: x(mark.value) + (end ? -4 : 4) * (at ? -1 : 1), y: top - 10, class: "marklabel", "text-anchor": end !== Boolean(at) ? "end" : "start" }, mark.label));
+    drawn.push(shape("text", { x: x(mark.value) + (left ? -4 : 4), y: top - 10, class: "marklabel", "text-anchor": left ? "end" : "start" }, mark.label));
   });
   return shape("svg", { width, height: bottom + foot, role: "img", "aria-label": label }, drawn);
 }

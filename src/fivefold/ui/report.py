@@ -1,0 +1,97 @@
+"""`report`: what a command has found, as one HTML file to send to a colleague. It needs no server and no network.
+
+report(plan("llama3-70b", "8x8xH100"), "plan.html")
+report(verify("dp=2,tp=2"), "proof.html")
+report(Path("verify.json"), "proof.html")       # what `verify --json` printed
+"""
+
+import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold import __version__
+from fivefold.plan.result import PlanResult
+from fivefold.report import Block, Result, Text
+from fivefold.report.show import check_writable
+from fivefold.support.documents import path_of
+from fivefold.support.errors import UserError
+from fivefold.support.files import write
+from fivefold.support.formatting import bytes_text
+from fivefold.ui.proof import read, shown
+from fivefold.ui.views import View
+from fivefold.ui.whole import view, whole
+from fivefold.verify.result import VerifyResult
+
+LARGEST = 3_000_000  # bytes of a report: what every mail passes on
+HTML = ".html"
+VERIFY = View("verify", "Verify", "a layout against one process")  # a page that is served has nothing to prove
+
+
+@dataclass(frozen=True)
+class Report(Result):
+    """A file that was written."""
+
+    file: Path
+    title: str
+    views: tuple[str, ...]
+    size: int  # bytes
+
+    def blocks(self) -> Iterator[Block]:
+        yield Text(f"{self.title}: written to {self.file}, {bytes_text(self.size)}; a browser opens it")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"file": str(self.file), "title": self.title, "views": list(self.views), "bytes": self.size}
+
+
+def report(found: Result | str | Path, output: str | Path, command: str = "") -> Report:
+    """Write a result, or what a path holds, as one file; `command` is what the file says that it was made by."""
+    path = path_of(output)
+    check_writable(path, HTML, ".htm")
+    title, views = seen(found)
+    made = {
+        "by": f"Fivefold {__version__}",
+        "command": command,
+        "on": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    }
+    text = whole(title, views, made).encode()
+    if len(text) > LARGEST:
+        raise UserError(f"the report of {title} has {bytes_text(len(text))}, and {bytes_text(LARGEST)} is the most")
+    write(path, text.decode())
+    return Report(path, title, tuple(one["name"] for one in views), len(text))
+
+
+def seen(found: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
+    """A title, and the views that show it."""
+    if isinstance(found, str | Path):
+        return _of_path(path_of(found))
+    for kind, views in KINDS.items():
+        if isinstance(found, kind):
+            return views(found)
+    names = ", ".join(kind.__name__ for kind in KINDS)
+    raise UserError(f"there is no report of a {type(found).__name__}; there are reports of {names}, and of a run")
+
+
+def _of_plan(found: PlanResult) -> tuple[str, list[dict[str, Any]]]:
+    from fivefold.ui.api_plan import planned
+
+    return f"{found.case.spec.name} on {found.case.cluster}", [view("plan", *planned(found))]
+
+
+def _of_verify(found: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
+    return _proof(shown(found.to_dict()))
+
+
+def _of_path(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    return _proof(read(path))
+
+
+def _proof(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    return payload["title"], [view(VERIFY, payload)]
+
+
+KINDS: dict[type[Result], Callable[[Any], tuple[str, list[dict[str, Any]]]]] = {
+    PlanResult: _of_plan,
+    VerifyResult: _of_verify,
+}

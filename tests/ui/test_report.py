@@ -1,0 +1,163 @@
+"""`report`: one file that holds all it shows, fetches nothing, and has the figures of the command."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fivefold as ff
+from fivefold.cli import app
+from fivefold.support.errors import UserError
+from fivefold.ui import report as reporting
+from fivefold.ui.proof import shown
+
+QUESTION = ("tiny", "2xCPU")
+SMALL = {"batch": 8, "seq": 64}
+
+
+def held(path: Path) -> Any:
+    (text,) = re.findall(r'<script type="application/json" id="payload">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(text)
+
+
+def nothing_is_fetched(page: str) -> bool:
+    outside = re.sub(r"data:[\w/+]+;base64,[\w+/=]+", "", page)
+    return not re.findall(r'(?:src|href)="(?!#)[^"]+"|@import|url\(', outside) and "default-src 'none'" in page
+
+
+def proof(layout: str = "dp=2", **more: Any) -> dict[str, Any]:
+    worst = {"name": "embedding", "step": 1, "error": 1e-16, "note": "", "holds": True}
+    sent = {"calls": 3, "payload": 10, "wire": 10}
+    return {
+        "layout": layout, "model": "tiny", "variant": "", "dtype": "float64", "passed": True, "problems": [],
+        "details": "", "bound": 1e-10, "losses": [{"layout": 5.5, "reference": 5.5}], "norms": [], "seconds": 0.5,
+        "worst_gradient": worst, "worst_parameter": worst, "routing_replayed": False, "peak_bytes": 1.0,
+        "traffic_per_step": [{"axis": "dp", "kind": "all-reduce", "counted": sent, "expected": sent, "holds": True}],
+        "held": [{"rank": 0, "name": "parameters", "expected": 8, "counted": 8, "holds": True}],
+    } | more  # fmt: skip
+
+
+def test_a_plan_is_reported_as_it_was_found(tmp_path: Path) -> None:
+    found = ff.plan(*QUESTION, **SMALL)
+    written = ff.report(found, tmp_path / "plan.html", "fivefold plan tiny")
+    page = held(tmp_path / "plan.html")
+    (view,) = page["views"]
+    assert view["parts"]["search"] == json.loads(json.dumps(found.to_dict()))
+    assert view["payload"]["figures"] == view["parts"]["search"]["best"] | {"memory_limit_bytes": found.chosen.limit}
+    assert view["parts"]["why"]["neighbours"] == view["parts"]["search"]["neighbours"]
+    assert page["made"]["command"] == "fivefold plan tiny"
+    assert written.to_dict() == {
+        "file": str(tmp_path / "plan.html"), "title": "tiny on 2xCPU", "views": ["plan"],
+        "bytes": (tmp_path / "plan.html").stat().st_size,
+    }  # fmt: skip
+    assert nothing_is_fetched((tmp_path / "plan.html").read_text())
+
+
+def test_a_layout_that_was_given_is_held_against_the_choice(tmp_path: Path) -> None:
+    found = ff.plan(*QUESTION, layout="tp=2,microbatches=8", **SMALL)
+    ff.report(found, tmp_path / "plan.html")
+    (view,) = held(tmp_path / "plan.html")["views"]
+    assert view["payload"]["shown"]["text"] == "tp=2,microbatches=8"
+    assert "%" in view["parts"]["why"]["against"]
+
+
+def test_a_model_of_a_file_is_one_more_choice(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('[model]\npreset = "tiny"\nlayers = 3\n')
+    ff.report(ff.plan(tmp_path / "job.toml", "2xCPU", software="nemo", **SMALL), tmp_path / "plan.html")
+    page = held(tmp_path / "plan.html")["views"][0]["payload"]
+    assert page["question"]["layers"] == 3
+    assert page["question"]["model"] in [one["name"] for one in page["choices"]["models"]]
+    assert page["question"]["software"] in page["choices"]["software"]
+
+
+def test_unlike_nodes_are_refused_with_another_way(tmp_path: Path) -> None:
+    found = ff.plan("llama3.2-1b", "1x8xH100+1x8xA100-80", layout="tp=8,pp=2,microbatches=8", batch=64, seq=1024)
+    with pytest.raises(UserError, match=r"decision\.html"):
+        ff.report(found, tmp_path / "plan.html")
+
+
+def test_the_largest_question_is_small_enough_to_send(tmp_path: Path) -> None:
+    fix = "tp=8,pp=128,cp=1,zero=1,sp=true,recompute=full,schedule=1f1b"
+    found = ff.plan("llama3-405b", "2048x8xH100", batch=2048, seq=8192, top=12, fix=fix)
+    assert ff.report(found, tmp_path / "plan.html").size < reporting.LARGEST == 3_000_000
+
+
+def test_a_proof_is_what_verify_says(tmp_path: Path) -> None:
+    (tmp_path / "verify.json").write_text(json.dumps(proof()))
+    assert ff.report(tmp_path / "verify.json", tmp_path / "proof.html").title == "dp=2 of tiny"
+    (view,) = held(tmp_path / "proof.html")["views"]
+    (one,) = view["payload"]["proofs"]
+    assert {name: one[name] for name in ("layout", "bound", "held")} == {
+        name: proof()[name] for name in ("layout", "bound", "held")
+    }
+
+
+def test_a_sweep_keeps_a_row_for_each_and_tells_failures_in_full(tmp_path: Path) -> None:
+    failing = proof("tp=2", passed=False, problems=["</script><script>alert(1)</script>\u2028"])
+    sweep = {"passed": False, "sampled": 3001, "total": 4000, "pairs_met": 1.0, "with_experts": 0, "failed": 1}
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep | {"layouts": [proof()] * 3000 + [failing]}))
+    written = ff.report(tmp_path / "sweep.json", tmp_path / "sweep.html")
+    assert written.size < reporting.LARGEST
+    page = held(tmp_path / "sweep.html")["views"][0]["payload"]
+    assert len(page["sweep"]["rows"]) == 3001
+    assert page["proofs"][0]["layout"] == "tp=2"
+    text = (tmp_path / "sweep.html").read_text()
+    assert "alert(1)</script>" not in text
+    assert "\u2028" not in text
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"layouts": 3}', '{"layout": 3}', "nothing"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=r"x\.json"):
+        ff.report(tmp_path / "x.json", tmp_path / "x.html")
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no report of a ModelList"):
+        ff.report(ff.models(), tmp_path / "x.html")
+    with pytest.raises(UserError, match=r"should end in \.html"):
+        ff.report(ff.plan(*QUESTION, **SMALL), tmp_path / "x.pdf")
+
+
+def test_a_report_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "LARGEST", 1000)
+    with pytest.raises(UserError, match="is the most"):
+        ff.report(ff.plan(*QUESTION, **SMALL), tmp_path / "x.html")
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_the_result_of_verify_has_the_form_that_is_read() -> None:
+    """Its own classes, so that neither can change alone."""
+    from fivefold.job.config import read_job
+    from fivefold.verify.compare import Error
+    from fivefold.verify.layouts import LayoutCase
+    from fivefold.verify.result import VerifyResult
+    from fivefold.verify.verdict import Verdict
+
+    job = read_job()
+    verdict = Verdict(job, 0.5, [(1.0, 1.0)], [(1.0, float("nan"))], [Error("loss", "", 1, 0.0, 1e-10)])
+    for result in (VerifyResult([(LayoutCase(job, ""), verdict)], total) for total in (None, 7)):
+        assert shown(result.to_dict())["proofs"][0]["losses"] == [{"layout": 1.0, "reference": 1.0}]
+
+
+def test_the_commands_write_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["tiny", "--cluster", "2xCPU", "--batch", "8", "--seq", "64"]
+    said = CliRunner().invoke(app, ["report", "plan", *words, "--json"])
+    assert json.loads(said.stdout)["file"] == "plan.html"
+    said = CliRunner().invoke(app, ["plan", *words, "--top", "12", "--html", "other.html"])
+    assert "written to other.html" in said.stdout
+    assert held(tmp_path / "plan.html")["views"] == held(tmp_path / "other.html")["views"]
+
+
+def test_report_verify_takes_a_file_or_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.json").write_text(json.dumps(proof()))
+    assert "verify.html" in CliRunner().invoke(app, ["report", "verify", "v.json"]).stdout
+    for words in ([], ["v.json", "--layout", "dp=2"]):
+        assert "give either" in str(CliRunner().invoke(app, ["report", "verify", *words]).exception)
