@@ -23,12 +23,17 @@ class Shot(NamedTuple):
     height: int = 860
     dark: bool = False
     clicks: tuple[str, ...] = ()  # selectors, one after the other
+    hovers: tuple[tuple[str, float, float], ...] = ()  # selectors, and where in them the pointer rests
     whole: bool = False  # the whole page, and not only what a window shows
 
 
 PLAN = "plan?model=llama3-70b&cluster=8x8xH100"
 BIG = "plan?model=llama3-405b&cluster=2048x8xH100&batch=2048&seq=8192"
 RANKED, JUDGED = '[data-testid="ranking"]', '[data-testid="neighbours-table"]'
+SCHEDULE = "schedule?schedule=zb-v&pp=8&microbatches=16&times=comm=0.1"
+TIMELINE = '[data-testid="timeline"]'
+ZOOM = '[data-testid="zoom-in"]'
+EVERY = '[data-testid="take-auto"]'
 SHOTS = {
     "plan": Shot(PLAN, JUDGED),
     "plan-dark": Shot(f"{BIG}&layout=dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32", JUDGED, dark=True),
@@ -36,6 +41,12 @@ SHOTS = {
     "plan-cannot-run": Shot(f"{PLAN}&layout=dp=8,tp=16,pp=2,zero=1,sp,microbatches=16", JUDGED),
     "plan-phone": Shot(PLAN, JUDGED, width=390, height=844, whole=True),
     "plan-phone-dark": Shot(PLAN, JUDGED, width=390, height=844, dark=True),
+    "schedule": Shot(SCHEDULE, EVERY, height=1000, clicks=(ZOOM, ZOOM), hovers=((TIMELINE, 0.47, 0.3),)),
+    "schedule-dark": Shot(
+        "schedule?schedule=dualpipe-v&pp=16&microbatches=64&times=comm=0.05,ep=0.5", EVERY, dark=True
+    ),
+    "schedule-slow": Shot(f"{SCHEDULE}&slow=3=1.5", EVERY, whole=True),
+    "schedule-phone": Shot(SCHEDULE, EVERY, width=390, height=844, whole=True),
 }
 
 
@@ -94,6 +105,9 @@ def take(chrome: Any, address: str, shot: Shot, path: Path) -> list[str]:
     for selector in shot.clicks:
         page.click(selector)
     page.evaluate("scrollTo(0, 0)")
+    for selector, across, down in shot.hovers:
+        size = page.locator(selector).bounding_box()
+        page.mouse.move(size["x"] + across * size["width"], size["y"] + down * size["height"])
     page.wait_for_timeout(400)
     page.screenshot(path=str(path), full_page=shot.whole)
     context.close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -79,6 +79,8 @@ class Query:
         given = {option: value for option, value in self.options().items() if record.takes(option)} | self.untaken()
         if wrong := size_problem(self.pp * given.get("chunks", record.chunks), self.microbatches):
             raise UserError(wrong)
+        if not record.weighs:
+            return _proven(name, self.pp, self.microbatches, tuple(given.items()))
         costs = self.times.costs(record.placement(self.pp, given.get("chunks", 0)))
         return prove(build(name, self.pp, self.microbatches, costs=costs, **given))
 
@@ -102,6 +104,11 @@ class Query:
         return {option: n for option, n in self.options().items() if not any(one.takes(option) for one in records)}
 
 
+@lru_cache(maxsize=32)  # whoever moves a duration asks for the same schedule again, and proving takes most of the time
+def _proven(name: str, p: int, m: int, given: tuple[tuple[str, int], ...]) -> Schedule:
+    return prove(build(name, p, m, **dict(given)))
+
+
 # ---- drawn -------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +126,7 @@ class DrawResult(Result):
         yield Drawing(lambda _, colour: legend(self.simulations, colour))
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [_figures(simulation) | _details(simulation) for simulation in self.simulations]
+        rows = [figures_of(simulation) | _details(simulation) for simulation in self.simulations]
         return rows[0] if len(rows) == 1 else {"schedules": rows}
 
     def scene(self) -> Scene:
@@ -221,7 +228,7 @@ class CompareResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
-            (_figures(one) if isinstance(one, Simulation) else {"schedule": name, "refused": str(one)})
+            (figures_of(one) if isinstance(one, Simulation) else {"schedule": name, "refused": str(one)})
             | {"needs": CATALOGUE[name].needs}
             for name, one in self.results.items()
         ]
@@ -307,7 +314,7 @@ def _summary(simulation: Simulation) -> str:
     )
 
 
-def _figures(simulation: Simulation) -> dict[str, Any]:
+def figures_of(simulation: Simulation) -> dict[str, Any]:
     """The numbers of one schedule. Bubbles are fractions of what they are measured over; peaks are per rank, in A."""
     schedule = simulation.schedule
     return {

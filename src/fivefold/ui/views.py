@@ -23,7 +23,10 @@ class View(NamedTuple):
     slow: tuple[str, ...] = ()  # of the parts (or "payload"): computed in a process of their own, which can be stopped
 
 
-VIEWS = (View("plan", "Plan", "a layout's memory, time and traffic", parts=("search", "why"), slow=("search", "why")),)
+VIEWS = (
+    View("plan", "Plan", "a layout's memory, time and traffic", parts=("search", "why"), slow=("search", "why")),
+    View("schedule", "Schedule", "who computes what when", parts=("every", "made"), slow=("every", "made")),
+)
 NAMED = {view.name: view for view in VIEWS}
 
 

@@ -17,6 +17,8 @@ const ORDER = ["blue", "orange", "green", "purple", "sky", "red"];
 export const axis = name => plain(AXES[name] || "slate");
 export const cause = name => CAUSES[name] || plain("slate");
 export const action = kind => plain(ACTIONS[kind] || "slate");
+/** Of an action in a chunk: full for the first, lighter chunk by chunk, as in schedule/draw/palette.py. */
+export const chunk = (kind, number, chunks) => softer(ACTIONS[kind] || "slate", chunks > 1 ? Math.round(68 * number / (chunks - 1)) : 0);
 /** A component of memory; the worst moment of a step, which has many names, is red. */
 export function memory(name) {
   const kind = KINDS.indexOf(name.replace("activations: ", ""));

@@ -49,3 +49,6 @@ export function range(ends, write) {
 
 /** +4.3%, −2.1% of a change; ×19.1 of a large one */
 export const signed = (share, digits = 1) => share >= 2 ? `×${digits3(1 + share)}` : `${share < 0 ? "−" : "+"}${percent(Math.abs(share), digits)}`;
+
+/** Of a schedule, in the unit in which its durations are given: at most four digits that count. */
+export const time = value => Number(value.toPrecision(4)).toString();

@@ -1,0 +1,155 @@
+"""The Schedule view: a pipeline schedule on the clock, as `fivefold draw` and `fivefold schedules` have it.
+
+payload(Ask({"schedule": "zb-v", "pp": "8", "microbatches": "16", "times": "f=1,i=1,w=1,comm=0.1", "slow": "2=1.5"}))
+
+The words are those of the command line. Schedules are those of the catalogue; files belong to the command line.
+"""
+
+from typing import Any
+
+from fivefold.schedule.catalogue import CATALOGUE
+from fivefold.schedule.draw.palette import NAMES
+from fivefold.schedule.needs import needs
+from fivefold.schedule.result import CompareResult, Query, figures_of
+from fivefold.schedule.simulate import Simulation
+from fivefold.schedule.times import Times, parse_slow
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
+from fivefold.ui.ask import Ask
+
+ASKED = ("pp", "microbatches", "chunks", "times", "slow")
+SCHEDULE, PP, MICROBATCHES = "1f1b", 8, 16  # what the page begins with
+USUAL = {"f": 1.0, "i": 1.0, "w": 1.0, "comm": 0.0, "ep": 0.0}
+MOST = 1 << 13  # pipeline ranks x microbatches that a page can draw
+LAST = float("inf")
+FINE = 4000  # steps of time in a small picture
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+
+
+def payload(ask: Ask) -> dict[str, Any]:
+    """One schedule: its figures, what every rank does when, what each action waits for, and the memory it holds.
+
+    A schedule that is made for the durations at hand takes longer: it is the part `made`.
+    """
+    ask.only("schedule", *ASKED)
+    name = ask.text("schedule", SCHEDULE)
+    if name not in CATALOGUE:  # a name may be a file's, and a page reads none
+        raise UserError(f"unknown schedule {name[:60]!r}; {did_you_mean(name[:60], list(CATALOGUE))}")
+    query = _query(ask, name)
+    asked = {"pp": str(query.pp), "microbatches": str(query.microbatches)}
+    asked |= {key: ask.text(key) for key in ASKED if ask.text(key)}
+    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].weighs else _one(query, name)
+    return {
+        "asked": _asked(query, name),
+        "steps": _steps(query),
+        "schedules": [{"name": one.name, "needs": one.needs, "made": one.weighs} for one in CATALOGUE.values()],
+        "kinds": {str(kind): name for kind, name in NAMES.items()},
+        "asks": {"every": asked, "made": asked},
+    } | drawn
+
+
+def every(ask: Ask) -> dict[str, Any]:
+    """The schedules for the same numbers, the quickest first, each as a small picture; or why one is refused."""
+    ask.only(*ASKED)
+    query = _query(ask, *(name for name, one in CATALOGUE.items() if not one.weighs))
+    return {"schedules": sorted(_rows(query), key=lambda row: row.get("makespan", LAST)), "fine": FINE}
+
+
+def made(ask: Ask) -> dict[str, Any]:
+    """The schedule that is made for the durations at hand, as `payload` has others."""
+    ask.only(*ASKED)
+    (name,) = (name for name, one in CATALOGUE.items() if one.weighs)
+    return {"schedule": name} | _one(_query(ask, name), name)
+
+
+def _one(query: Query, name: str) -> dict[str, Any]:
+    try:
+        return {"drawn": _drawn(query.simulate(name)), "refused": None}
+    except UserError as error:
+        return {"drawn": None, "refused": str(error)}
+
+
+def _rows(query: Query) -> list[dict[str, Any]]:
+    """As `fivefold schedules --json` has them, and beside the figures what is drawn."""
+    found: dict[str, Simulation | UserError] = {}
+    for name in query.names:
+        try:
+            found[name] = query.simulate(name)
+        except UserError as error:
+            found[name] = error
+    rows = CompareResult(query, found).to_dict()["schedules"]
+    drawn = {name: _small(one) if isinstance(one, Simulation) else [] for name, one in found.items()}
+    return [row | {"lanes": drawn[row["schedule"]]} for row in rows]
+
+
+def _query(ask: Ask, *names: str) -> Query:
+    pp, m = ask.whole("pp") or PP, ask.whole("microbatches") or MICROBATCHES
+    if pp * m > MOST:
+        raise UserError(f"pp={pp} x microbatches={m} is more than the {MOST} that a page draws; `fivefold draw` may")
+    times = Times(Times.parse(ask.text("times")).values, parse_slow(ask.text("slow")))
+    chunks = ask.whole("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
+    return Query(names, pp, m, chunks, times=times)
+
+
+def _asked(query: Query, name: str) -> dict[str, Any]:
+    """What the controls show."""
+    values = query.times.values
+    times = {key: values[key][0] if key in values else usual for key, usual in USUAL.items()}
+    slow = next(iter(query.times.slow.items()), (None, 1.5))
+    return {
+        "schedule": name, "pp": query.pp, "microbatches": query.microbatches, "chunks": query.chunks,
+        "times": times, "slow": slow[0], "factor": slow[1], "said": str(query.times),
+        "takes_chunks": CATALOGUE[name].any_chunks, "usual_chunks": CATALOGUE[name].chunks,
+    }  # fmt: skip
+
+
+def _steps(query: Query) -> dict[str, list[Any]]:
+    """The values of the sliders. The messages of experts are a part of the shorter of F and I."""
+    assert query.pp is not None
+    assert query.microbatches is not None
+    values = query.times.values
+    shortest = min(min(values.get(key, (1.0,))) for key in ("f", "i"))
+    tenths = [n / 10 for n in range(1, 31)]
+    return {
+        "pp": [n for n in RANKS if n * query.microbatches <= MOST],
+        "microbatches": [n for n in COUNTS if n * query.pp <= MOST],
+        "chunks": [2, 3, 4, 6, 8],
+        "f": tenths,
+        "i": tenths,
+        "w": tenths,
+        "comm": [n / 20 for n in range(21)],
+        "ep": [n / 20 for n in range(61) if n / 20 <= shortest],
+        "slow": list(range(query.pp)),
+        "factor": [n / 20 for n in range(21, 61)],
+    }
+
+
+def _drawn(simulation: Simulation) -> dict[str, Any]:
+    schedule = simulation.schedule
+    lanes = [list(simulation.shown(rank)) for rank in range(schedule.p)]
+    return {
+        "figures": figures_of(simulation),
+        "ranks": [rank._asdict() for rank in simulation.ranks],
+        "owner": schedule.placement.owner,
+        "chunk": schedule.placement.chunk,
+        # Of every rank what is drawn: [kind, stage, microbatch, start, end], and of a pair in one box the other half.
+        "lanes": [
+            [(*one.action[:3], one.start, one.end, *(one.beside[:3] if one.beside else ())) for one in lane]
+            for lane in lanes
+        ],
+        "needs": needs(schedule, lanes),
+        "memory": simulation.memory,
+    }
+
+
+def _small(simulation: Simulation) -> list[dict[str, Any]]:
+    """Of every rank the kinds, the chunks, and the starts and ends in steps of the makespan."""
+    chunk, scale = simulation.schedule.placement.chunk, FINE / simulation.makespan
+    found = []
+    for rank in range(simulation.schedule.p):
+        shown = list(simulation.shown(rank))
+        kinds = "".join("P" if one.beside else one.action.kind[0] for one in shown)
+        ends = [round(scale * time) for one in shown for time in (one.start, one.end)]
+        found.append({"kinds": kinds, "chunks": [chunk[one.action.stage] for one in shown], "ends": ends})
+    return found

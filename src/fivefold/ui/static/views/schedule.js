@@ -1,0 +1,100 @@
+// Schedule: a pipeline schedule on the clock, its sliders, its memory, and all the others small beside each other.
+import { card, element } from "../lib/dom.js";
+import * as format from "../lib/format.js";
+import { newest, replacing } from "../lib/source.js";
+import * as state from "../lib/state.js";
+import { table } from "../lib/table.js";
+import { drawEvery } from "./schedule_every.js";
+import { scheduleControls, wordsOf } from "./schedule_controls.js";
+import { drawTimeline } from "./schedule_timeline.js";
+
+const PAUSE = 200;  // ms without a move after which all others are asked for
+const NAMES = ["schedule", "pp", "microbatches", "chunks", "times", "slow"];
+
+function figure(name, testid, about) {
+  const value = element("span", { "data-testid": testid }), unit = element("span", { class: "unit" }), more = element("div", { class: "about" }, about);
+  return {
+    element: element("div", { class: "figure" }, element("div", { class: "name" }, name), element("div", { class: "value" }, value, " ", unit), more),
+    show(text, measure = "", said = about) { value.textContent = text; unit.textContent = measure; more.textContent = said; },
+  };
+}
+
+export function mount(root, source) {
+  let words = { ...state.read().words }, timer = 0, others = "", shown = null;
+  const controls = scheduleControls({ onMove: move, live: source.live });
+  const every = drawEvery({ onTake: name => move({ schedule: name }), live: source.live });
+  const timeline = drawTimeline();
+  const makespan = figure("Makespan", "makespan", "from the first start to the last end"), bubble = figure("Bubble", "bubble", "of all ranks' time until the last end");
+  const span = figure("Bubble of the span", "bubble-span", "of the rank that waits longest, while it is at work"), peak = figure("Peak memory", "peak", "");
+  const notice = element("p", { class: "notice bad", role: "alert", hidden: true, "data-testid": "refused" });
+  const ranks = element("div");
+  root.append(element("div", { class: "split" }, element("div", { class: "side stack" }, controls.element),
+    element("div", { class: "stack" }, notice,
+      element("div", { class: "figures" }, makespan.element, bubble.element, span.element, peak.element),
+      timeline.element, every.element, card("What each rank's time goes to", { "data-testid": "ranks-card" }, ranks))));
+
+  const asking = newest(asked => source.payload(asked), show, fail);
+  const listing = replacing((asked, signal) => source.part("every", asked, { signal }), answer => every.show(answer), error => every.fail(error));
+  const making = replacing((asked, signal) => source.part("made", asked, { signal }), made, error => every.fail(error));
+
+  function move(changed) {
+    words = wordsOf(shown.asked, changed);
+    asking(words);
+  }
+
+  function fail(error) {
+    notice.textContent = error.problems.length ? error.problems.join(" · ") : error.message;
+    notice.hidden = false;
+  }
+
+  function show(payload, asked, stale) {
+    shown = payload;
+    words = Object.fromEntries(NAMES.map(name => [name, asked[name] ?? ""]));
+    controls.show(payload, stale);
+    if (source.live) state.write("schedule", { ...words, schedule: payload.asked.schedule, pp: payload.asked.pp, microbatches: payload.asked.microbatches });
+    every.mark(payload.asked.schedule);
+    const made = payload.schedules.find(one => one.name === payload.asked.schedule).made;
+    if (!made) draw(payload);
+    else timeline.wait();
+    const wanted = JSON.stringify(payload.asks.every);
+    if (wanted !== others) {
+      others = wanted;
+      every.wait();
+      clearTimeout(timer);
+      timer = setTimeout(() => { listing(payload.asks.every); making(payload.asks.made); }, source.live ? PAUSE : 0);
+    } else if (made) {
+      making(payload.asks.made);
+    }
+  }
+
+  function made(answer) {
+    every.add(answer);
+    if (shown.asked.schedule === answer.schedule) draw({ ...shown, drawn: answer.drawn, refused: answer.refused });
+  }
+
+  function draw(payload) {
+    notice.hidden = !payload.refused;
+    if (payload.refused) notice.textContent = `${payload.asked.schedule} is refused: ${payload.refused}`;
+    timeline.show(payload);
+    const { drawn } = payload;
+    if (!drawn) {
+      for (const one of [makespan, bubble, span, peak]) one.show("–");
+      ranks.replaceChildren();
+      return;
+    }
+    const { figures } = drawn, most = Math.max(...figures.peak_activations), fullest = figures.peak_activations.indexOf(most);
+    makespan.show(format.time(figures.makespan));
+    bubble.show(format.percent(figures.bubble_makespan, 2));
+    span.show(format.percent(figures.bubble_span, 2));
+    peak.show(format.time(most), "A", `on rank ${fullest}; A is what a microbatch keeps on a rank`);
+    ranks.replaceChildren(table([">rank", ">computes", ">waits in between", ">before and after", ">peak, A"],
+      drawn.ranks.map((rank, at) => [String(at), ...[rank.busy, rank.wait, rank.idle, figures.peak_activations[at]].map(format.time)]), { testid: "ranks" }));
+  }
+
+  const listening = state.onChange(() => {
+    const now = state.read();
+    if (now.view === "schedule") asking({ ...now.words });
+  });
+  asking(Object.fromEntries(NAMES.map(name => [name, words[name] ?? ""])));
+  return () => { listening(); clearTimeout(timer); };
+}
