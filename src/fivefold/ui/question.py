@@ -1,0 +1,121 @@
+"""The question of a page: a model, a cluster, a batch and a layout, read from the words of its address.
+
+case = case_of(Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))
+layout_asked(case, ask)         # of "layout", and of "move" the one field that a slider changes
+
+Models, accelerators and schedules are those of the catalogues. Files belong to the command line.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from fivefold.hardware.accelerators import ACCELERATORS, PRECISIONS
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.plan.cost.systems import SYSTEMS
+from fivefold.plan.cost.time import Case
+from fivefold.plan.nearest import moved, nearest
+from fivefold.plan.plan import question
+from fivefold.schedule.catalogue import CATALOGUE
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
+from fivefold.ui.ask import Ask
+
+MODEL, CLUSTER = "llama3-70b", "8x8xH100"  # what the page begins with
+ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
+
+
+def words_of(case: Case, software: str) -> dict[str, str]:
+    """As the address would have them."""
+    words = (case.spec.name, str(case.cluster), case.batch, case.seq, case.precision, software)
+    return dict(zip(ASKED, map(str, words), strict=True))
+
+
+def case_of(ask: Ask) -> Case:
+    """The question, of names alone."""
+    model, cluster = ask.text("model", MODEL), ask.text("cluster", CLUSTER)
+    if model not in PRESETS:
+        raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}")
+    if ".toml" in cluster.lower() or "/" in cluster:
+        raise UserError(f"cluster={cluster[:60]!r} is a file, and the page reads none; `fivefold plan --cluster` does")
+    if "+" in cluster:
+        raise UserError(
+            f"cluster={cluster[:60]!r} has unlike nodes, for which there are no sliders; `fivefold plan` has them"
+        )
+    return _question(
+        model, cluster, ask.whole("batch"), ask.whole("seq"), ask.text("precision"), software_of(ask)
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _question(model: str, cluster: str, batch: int | None, seq: int | None, precision: str, software: str) -> Case:
+    return question(preset(model), Cluster.parse(cluster), (), batch, seq, precision, software)
+
+
+def software_of(ask: Ask) -> str:
+    return ask.text("software", "fivefold")
+
+
+def layout_of(text: str) -> Layout:
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, and a page must not
+            raise UserError(f"unknown schedule {value[:60]!r}; {did_you_mean(value[:60], list(CATALOGUE))}")
+    return Layout.parse(text)
+
+
+def layout_asked(case: Case, ask: Ask) -> Layout:
+    """The layout that is asked for; without one, plain data parallelism with everything sharded, or what is near it."""
+    if not ask.text("layout"):
+        start = Layout(dp=case.cluster.world, zero=3, microbatches=max(1, case.batch // case.cluster.world))
+        layout = nearest(case, start) or start
+    else:
+        layout = layout_of(ask.text("layout"))
+    field, equals, value = ask.text("move").partition("=")
+    if not field:
+        return layout
+    if not equals or field not in Layout.__struct_fields__ or field == "split":
+        raise UserError(f"move={ask.text('move')[:60]!r} is no field of a layout and its value; write move=tp=8")
+    if field == "schedule":
+        layout_of(f"schedule={value}")
+    return moved(case, layout, field, value)
+
+
+def fields_of(layout: Layout) -> dict[str, Any]:
+    fields = {name: getattr(layout, name) for name in layout.__struct_fields__}
+    return {"text": str(layout), "world": layout.world, "fields": fields}
+
+
+def described(case: Case, software: str) -> dict[str, Any]:
+    spec, group = case.spec, case.cluster.groups[0]
+    links = {name: {"name": link.name, "bytes_per_second": link.bandwidth} for name, link in
+             (("inside", group.accelerator.inside), ("across", group.accelerator.across))}  # fmt: skip
+    return {
+        "model": spec.name, "parameters": spec.parameter_count, "active_parameters": spec.active_parameters,
+        "layers": spec.layers, "heads": spec.heads, "context": spec.context,
+        "experts": None if spec.experts is None else spec.experts.count,
+        "cluster": str(case.cluster), "nodes": group.nodes, "gpus": group.gpus, "world": group.world,
+        "accelerator": group.accelerator.name, "links": links,
+        "batch": case.batch, "seq": case.seq, "precision": case.precision, "software": software,
+    }  # fmt: skip
+
+
+def choices(case: Case, software: str) -> dict[str, Any]:
+    """What the page's lists offer; what a file described is one more choice."""
+    device, spec = case.cluster.groups[0].accelerator, case.spec
+    others = [] if spec.name in PRESETS else [{"name": spec.name, "parameters": spec.parameter_count}]
+    devices = {device.name: device} | ACCELERATORS if device.name not in ACCELERATORS else ACCELERATORS
+    return {
+        "models": [*_models(), *others],
+        "accelerators": [{"name": one.name, "memory_bytes": one.memory} for one in devices.values()],
+        "precisions": [name for name in PRECISIONS if getattr(device.peak, name) is not None],
+        "software": list(dict.fromkeys((*SYSTEMS, software))),
+        "schedules": [{"name": one.name, "needs": one.needs} for one in CATALOGUE.values()],
+    }
+
+
+@lru_cache(maxsize=1)
+def _models() -> list[dict[str, Any]]:
+    specs = [preset(name) for name in PRESETS]
+    return [{"name": spec.name, "parameters": spec.parameter_count} for spec in specs]
