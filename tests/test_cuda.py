@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fivefold.checkpoint.host_staging import Staging
 from fivefold.checkpoint.state import written
@@ -17,6 +19,8 @@ from fivefold.model import random
 from fivefold.model.compiled import compilation, compiled
 from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.deterministic_attention import Tiles
+from fivefold.model.experts.fp8 import Fp8GroupedLinear
+from fivefold.model.experts.grouped import GroupedLinear, Groups
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
@@ -200,6 +204,53 @@ def test_8_bit_products_on_the_gpu_are_those_of_their_definition() -> None:
         results.append([one.float().cpu() for one in (y, *(one.grad for one in given if one.grad is not None))])
     for found, wanted in zip(results[1], results[0], strict=True):
         assert (found - wanted).norm() / wanted.norm() < 2**-8  # the results themselves are rounded to bfloat16
+
+
+@pytest.mark.parametrize("sizes", [(100, 0, 3, 921), (0, 0, 0, 1024), (64,) * 16])
+@pytest.mark.parametrize("product", [GroupedLinear, Fp8GroupedLinear])
+def test_products_of_experts_in_a_graph_are_those_of_a_loop(product: Any, sizes: tuple[int, ...]) -> None:
+    """Groups of any size, also none; what nobody has written is not read."""
+    random, kind = torch.Generator().manual_seed(0), torch.bfloat16
+    x, weight = torch.randn(1024, 256, generator=random), torch.randn(len(sizes) * 128, 256, generator=random)
+    results = []
+    for device in ("cpu", "cuda"):
+        ends = Groups.of(sizes, torch.device(device)).ends
+        given = [one.to(device, kind).requires_grad_() for one in (x, weight)]
+
+        def steps(x: Tensor, weight: Tensor, ends: Tensor = ends) -> Tensor:
+            return torch.nn.functional.silu(product.apply(2 * x, weight, ends, None, None))
+
+        y = (compiled(steps) if device == "cuda" else steps)(*given)
+        y.float().square().sum().backward()
+        results.append([one.float().cpu() for one in (y, *(one.grad for one in given if one.grad is not None))])
+    for found, wanted in zip(results[1], results[0], strict=True):
+        assert (found - wanted).norm() / wanted.norm() < 2**-6  # three roundings to bfloat16, and fast sums
+    none = torch.tensor([not size for size in sizes])
+    assert not results[1][2].unflatten(0, (len(sizes), -1))[none].any()
+
+
+def test_a_sum_of_squares_is_the_same_every_time_and_exact() -> None:
+    from fivefold.optimizers.fused_norm import sum_of_squares
+
+    random = torch.Generator("cuda").manual_seed(0)
+    kinds = (torch.bfloat16, torch.float32)
+    given = [torch.randn(n, device="cuda", generator=random).to(kind) for n in (5, 4096, 300_001) for kind in kinds]
+    found = sum_of_squares(given)
+    exact = torch.stack([one.double().square().sum() for one in given]).sum()
+    assert found.dtype == torch.float64
+    assert abs(found / exact - 1).item() < 1e-6
+    assert found.item() == sum_of_squares(given).item()
+
+
+def test_compiled_mixtures_have_no_breaks_and_narrow_gradients(tmp_path: Path) -> None:
+    words = ["model=tiny-moe", f"data.path={stdlib_corpus(tmp_path)}", "train.dtype=bfloat16", "train.batch=4"]
+    losses = []
+    for compile in ("off", "on"):
+        job = read_job(None, [*words, f"train.compile={compile}", "train.steps=3", "train.balance_loss=0.01"])
+        trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device("cuda"), spec=job.model))
+        losses.append([trainer.step(step, read()).loss for step, read in enumerate(trainer.reads(), start=1)])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert not compilation()[1]
 
 
 def test_sums_of_bf16_products_are_kept_in_float32() -> None:

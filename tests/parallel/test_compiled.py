@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.job.config import Job, read_job
@@ -84,5 +85,30 @@ def graphs_of_a_step(rank: ranks.Rank, job: Job) -> tuple[int, dict[str, int]]:
 @pytest.mark.parametrize("layers", [9, pytest.param(2, marks=pytest.mark.slow)])
 def test_layers_share_a_graph(layers: int) -> None:
     for made, breaks, eager, quick in run_ranks(2, graphs, layers):
-        assert (made, breaks) == (3, {})
+        assert (made, breaks) == (4, {})
         assert abs(eager - quick) < 1e-4 * eager
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
+    """No break, whatever is kept; and the numbers of eager blocks, what they counted included."""
+    words = ["model=tiny-moe", "data.seq=32", "train.batch=2", "train.dtype=bfloat16", "train.balance_loss=0.01"]
+    job = read_job(None, [*words, f"layout=recompute={recompute}"])
+    [(made, breaks, apart)] = ranks.run(1, f"{__name__}:{mixture_twice.__name__}", job, timeout=240)
+    assert breaks == {}
+    assert 0 < made <= 4
+    assert apart == 0.0
+
+
+def mixture_twice(rank: ranks.Rank, job: Job) -> tuple[int, dict[str, int], float]:
+    """Graphs and breaks of a compiled step, and how far its loss, gradients and counts are from an eager one's."""
+    compiled.BACKEND = "aot_eager"
+    found = []
+    for how in ("off", "on"):
+        its = structs.replace(job, train=structs.replace(job.train, compile=how))
+        engine = Engine(its, Mesh.of(its.layout, torch.device("cpu"), spec=its.model))
+        loss = engine.accumulate(plain_batch(its.model.vocab, 2, 32))
+        assert engine.loads is not None
+        found.append([loss, engine.loads.counted(), *engine.gradients().values()])
+    apart = max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
+    return (*compiled.compilation(), apart)

@@ -24,11 +24,11 @@ class Product:
     rows: int
     inputs: int
     outputs: int
-    times: int
+    times: float
     groups: int = 0
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         return 6 * self.rows * self.inputs * self.outputs * self.times
 
 
@@ -59,7 +59,7 @@ def products(job: Job) -> list[Product]:
             rows = tokens * max(1, one.chosen)
             found.append(Product(part, rows, one.inputs, one.outputs, layers * count, one.experts))
     top, parts = head(model), slices(tokens, model.vocab)
-    times = round(count * tokens / len(parts[0]))
+    times = count * tokens / len(parts[0])
     return [*found, Product("products of the head", len(parts[0]), top.inputs, top.outputs, times)]
 
 

@@ -6,6 +6,7 @@ global batch -> this dp rank's samples -> microbatches -> this cp rank's tokens 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Network:
             torch.backends.cuda.matmul.allow_tf32 = compute == torch.bfloat16
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = WeightGradQueue(), self.schedule.splits
-        narrow = {"fp8": job.train.fp8, "fp8_experts": job.train.fp8_experts, "dtype": compute}
+        narrow: Any = {"fp8": job.train.fp8, "fp8_experts": job.train.fp8_experts, "dtype": compute}
         put_off = later if split else None
         self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, **narrow)
         self.stages = self._stages()

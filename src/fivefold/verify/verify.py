@@ -97,9 +97,12 @@ def verify(
         job = msgspec.structs.replace(job, model=model)
     given = {one.partition("=")[0] for one in changes}
     job = with_balance(job, given)
-    narrow = next((key for key in ("fp8", "fp8_experts") if getattr(job.train, key)), None)
-    rounding = f"train.{narrow}=true makes layouts agree as far as 8 bits do; prove train.{narrow}=false"
-    if problems := job.problems() or ([rounding] if narrow else proof_problems(job)):
+    rounding = [
+        f"train.{key}=true makes layouts agree as far as 8 bits do; prove train.{key}=false"
+        for key in ("fp8", "fp8_experts")
+        if getattr(job.train, key)
+    ]
+    if problems := job.problems() or rounding or proof_problems(job):
         raise UserError(problems)
     total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)
