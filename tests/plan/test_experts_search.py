@@ -58,7 +58,7 @@ def test_a_plan_says_why_not_its_neighbours_in_ep():
     assert "tokens on their way to experts" in changes["ep=16"]
     assert "because ep then leaves the node" in changes["ep=16"]
     text = to_text(found.blocks(), 400)
-    assert "3.353B parameters that are active" in text
+    assert "3.042B parameters that a token is multiplied with" in text
     assert f"{IMBALANCE} times the mean" in text
     assert found.to_dict()["best"]["imbalance"] == IMBALANCE
 

@@ -348,11 +348,11 @@ def _experts(option: Option) -> Iterator[Text]:
     case = option.case
     if case.spec.experts is None:
         return
-    active = si(case.spec.active_parameters, 4)
+    active = si(case.spec.matmul_parameters, 4)
     why = f", {SOURCE}" if case.imbalance == IMBALANCE else ""
     uneven = f"the fullest rank has {case.imbalance:g} times the mean of the tokens{why} (--imbalance)"
     yield Text(
-        f"MFU counts the {active} parameters that are active for a token; "
+        f"MFU counts the {active} parameters that a token is multiplied with; "
         + (uneven if option.layout.ep > 1 else "every rank has all experts, so that none is fuller than another")
     )
     whole, shared, paired = option.estimate.travelled
