@@ -2,8 +2,8 @@
 # make check   lint, types, pure tests and two ranks: what to run while working, in about a minute.
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
-#              and on Slurm; make extras-test: a server of object storage; make recipes: the jobs of recipes/, dry-run;
-#              make contributing: CONTRIBUTING's recipes, followed.
+#              and on Slurm; make extras-test: a server of object storage; make browser-test: the page in a Chromium;
+#              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed.
 #              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,8 +11,8 @@ KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test wheel-test \
-	recipes contributing clean
+.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test browser-test \
+	wheel-test recipes contributing clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -34,7 +34,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared alone prove cluster-test extras-test: export OMP_NUM_THREADS = 1
+pure smoke shared alone prove cluster-test extras-test browser-test: export OMP_NUM_THREADS = 1
 
 # The tests of rooms that need no torch; tests/conftest.py says which.
 pure: install
@@ -49,9 +49,9 @@ pytest:
 	@$(MAKE) --no-print-directory shared
 	@$(MAKE) --no-print-directory alone
 shared: install
-	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster and not extras"
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster and not extras and not browser"
 alone: install
-	$(BIN)/python -m pytest -m "alone and not slow and not cluster and not extras"
+	$(BIN)/python -m pytest -m "alone and not slow and not cluster and not extras and not browser"
 
 # Run these before a change of what they prove lands, and commit the transcripts.
 prove: install
@@ -70,6 +70,13 @@ wheel-test: install
 extras-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
 	$(KEEP) extras $(BIN)/python -m pytest -vv --no-header tests/extras
+
+# The page in a real browser. What cannot be installed is said by the tests that are skipped.
+browser-test: install
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[browser-test]"
+	-@test -n "$$CHROMIUM" || command -v chromium chromium-browser > /dev/null || \
+		{ echo "installing Debian's chromium"; apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium; }
+	$(KEEP) browser $(BIN)/python -m pytest -vv --no-header -rs tests/browser
 
 recipes: install
 	$(KEEP) recipes $(BIN)/python tools/recipes.py

@@ -1,0 +1,156 @@
+"""The Plan view in a browser: sliders and keys change its figures to what the Python API says of that layout."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import fivefold as ff
+from tests.browser.window import Window
+
+Opening = Callable[..., Window]
+SMALL = ("plan", "llama3-8b", "8xH100", "dp=8,zero=3,microbatches=16", 128, 8192)
+LARGE = ("plan", "llama3-405b", "2048x8xH100", "dp=128,tp=8,pp=16,zero=1,sp,microbatches=16", 2048, 8192)
+EXPERTS = ("plan", "qwen3-30b-a3b", "2x8xH100", "dp=16,ep=8,zero=1,microbatches=8", 128, 4096)
+
+
+def address(case: tuple[Any, ...]) -> str:
+    view, model, cluster, layout, batch, seq = case
+    return f"{view}?model={model}&cluster={cluster}&batch={batch}&seq={seq}&layout={layout}"
+
+
+def three(value: float) -> str:
+    """As the page writes a figure: three digits that count."""
+    return f"{round(value):,}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def figures(case: tuple[Any, ...], layout: str) -> dict[str, str]:
+    """What the page should say, of what `simulate` says."""
+    _, model, cluster, _, batch, seq = case
+    found = ff.simulate(model, layout, cluster, batch=batch, seq=seq).to_dict()
+    seconds, size = found["step_seconds"], found["memory_bytes"]
+    return {
+        "step": three(seconds) if seconds >= 1 else three(1e3 * seconds),
+        "rate": f"{found['tokens_per_second_per_gpu']:,.0f}",
+        "mfu": f"{100 * found['mfu']:.1f}",
+        "memory": f"{size / 1e9:.{2 if size < 99.5e9 else 1}f}",
+    }
+
+
+def shown(page: Window) -> tuple[str, dict[str, str]]:
+    """The layout whose figures these are, as the address has it; and the figures."""
+    words = page.page.evaluate("() => Object.fromEntries(new URLSearchParams(location.hash.split('?')[1]))")
+    return words["layout"], {name: page.text(name) for name in ("step", "rate", "mfu", "memory")}
+
+
+def agrees(page: Window, case: tuple[Any, ...]) -> str:
+    """The layout that is shown, whose figures are those of Python to the last digit."""
+    layout, found = shown(page)
+    assert found == figures(case, layout), layout
+    return layout
+
+
+@pytest.mark.parametrize("case", [SMALL, LARGE, EXPERTS], ids=lambda case: case[1])
+def test_sliders_bring_the_figures_of_simulate(window: Opening, case: tuple[Any, ...]) -> None:
+    page, choose = window(address(case)), random.Random(case[1])
+    sliders = ["tp", "pp", "cp", "zero", "microbatches", "recompute", *(["ep"] if case is EXPERTS else [])]
+    met = set()
+    for _ in range(8):
+        slider = page.one(f"slider-{choose.choice(sliders)}")
+        if slider.is_enabled():
+            right = slider.input_value() != slider.get_attribute("max") and choose.random() < 0.7
+            slider.press("ArrowRight" if right else "ArrowLeft")
+        page.settle()
+        met.add(agrees(page, case))
+    assert len(met) >= 4
+    assert page.wrong == []
+
+
+def test_a_drag_ends_at_the_last_value(window: Opening) -> None:
+    """Many moves one after the other: answers that come late must not win."""
+    page = window(address(LARGE))
+    slider = page.one("slider-tp")
+    box = slider.bounding_box()
+    page.page.mouse.move(box["x"] + 3, box["y"] + box["height"] / 2)
+    page.page.mouse.down()
+    for step in range(1, 20):
+        page.page.mouse.move(box["x"] + step * box["width"] / 20, box["y"] + box["height"] / 2)
+    page.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + box["height"] / 2)
+    page.page.mouse.up()
+    page.settle()
+    agrees(page, LARGE)
+    steps = page.page.evaluate("() => document.querySelector('[data-testid=\"slider-tp\"]').max")
+    assert 0 < int(slider.input_value()) < int(steps)
+
+
+def test_a_layout_that_cannot_run_says_so_and_can_be_left(window: Opening) -> None:
+    case = ("plan", "llama3-70b", "8x8xH100", "dp=2,tp=8,pp=4,zero=1,sp,microbatches=256", 512, 8192)
+    page = window(address(case))
+    agrees(page, case)
+    page.one("slider-tp").press("End")
+    page.settle()
+    assert "This cannot run." in page.text("problems")
+    assert page.one("slider-tp").get_attribute("aria-invalid") == "true"
+    assert agrees(page, case) == page.text("nearest")
+    page.one("take-nearest").click()
+    page.settle()
+    agrees(page, case)
+    assert page.one("problems").count() == 0
+    assert page.one("slider-tp").get_attribute("aria-invalid") == "false"
+
+
+def test_the_keyboard_reaches_everything_in_order(window: Opening) -> None:
+    page = window(address(SMALL))
+    page.page.keyboard.press("Tab")
+    assert page.focused() == "skip"
+    page.page.keyboard.press("Enter")
+    assert page.focused() == "main"
+    met = []
+    for _ in range(17):
+        page.page.keyboard.press("Tab")
+        met.append(page.focused())
+        ring = "() => getComputedStyle(document.activeElement).outlineStyle"
+        assert page.page.evaluate(ring) != "none", met[-1]
+    question = ["select-model", "number-nodes", "number-gpus", "select-accelerator", "number-batch", "number-seq"]
+    question += ["select-precision", "select-software"]
+    sliders = [f"slider-{name}" for name in ("dp", "tp", "pp", "cp", "zero", "replicate", "microbatches", "recompute")]
+    assert met[: len(question)] == question
+    assert met[len(question) : len(question) + len(sliders)] == sliders
+
+
+@pytest.mark.parametrize("key", ["ArrowRight", "ArrowLeft", "Home", "End"])
+def test_keys_move_a_slider_and_are_spoken(window: Opening, key: str) -> None:
+    page = window(address(SMALL).replace("microbatches=16", "microbatches=4"))
+    slider = page.one("slider-microbatches")
+    before = int(slider.input_value())
+    slider.press(key)
+    page.settle()
+    after, most = int(slider.input_value()), int(slider.get_attribute("max"))
+    assert after == {"ArrowRight": before + 1, "ArrowLeft": before - 1, "Home": 0, "End": most}[key]
+    assert slider.get_attribute("aria-valuetext") == page.text("microbatches-value")
+    assert page.one("verdict").get_attribute("aria-live") == "polite"
+
+
+def test_back_leads_to_the_question_before(window: Opening) -> None:
+    page = window(address(SMALL))
+    page.page.evaluate("hash => { location.hash = hash }", address(EXPERTS))
+    page.settle()
+    assert "qwen3-30b-a3b" in page.page.url
+    page.page.go_back()
+    page.settle()
+    assert "llama3-8b" in page.page.url
+    assert agrees(page, SMALL) == SMALL[3]
+
+
+def test_the_ranking_compares_two(window: Opening) -> None:
+    page = window("plan?model=llama3.2-1b&cluster=2xH100&batch=64&seq=8192")
+    ranked = ff.plan("llama3.2-1b", "2xH100", batch=64, seq=8192, top=12).to_dict()
+    rows = page.one("ranking").locator("tbody tr")
+    assert rows.count() == len(ranked["options"])
+    assert shown(page)[0] == ranked["best"]["layout"]
+    for at in (0, 1):
+        page.one(f"compare-{at}").press("Space")
+    text = page.text("comparison")
+    for at in (0, 1):
+        assert f"{ranked['options'][at]['memory_bytes'] / 1e9:.2f}" in text

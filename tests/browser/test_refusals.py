@@ -1,0 +1,60 @@
+"""Who is refused, tried in a browser: a foreign name for this machine, another token, a page of another origin."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.browser.conftest import FOREIGN
+from tests.browser.window import Window
+from tests.ui.serving import TOKEN, Server
+
+ASK = """async ({ port, token }) => {
+  try {
+    const headers = { Authorization: `Bearer ${token}` };
+    return (await fetch(`http://127.0.0.1:${port}/api/plan?model=tiny`, { headers })).status;
+  } catch (error) {
+    return String(error);
+  }
+}"""
+
+
+def test_another_token_is_refused_with_a_sentence(chrome: Any, server: Server) -> None:
+    page = chrome.new_page()
+    for hash in ("#token=another-token", ""):
+        page.goto("about:blank")
+        page.goto(f"http://127.0.0.1:{server.port}/{hash}")
+        notice = page.wait_for_selector('[data-testid="notice"]')
+        assert "open the address that `fivefold ui` printed" in notice.inner_text()
+        assert page.query_selector("#tabs a") is None
+    page.close()
+
+
+def test_a_foreign_name_for_this_machine_gets_nothing(chrome: Any, server: Server) -> None:
+    """As a page has it whose name is made to resolve to 127.0.0.1: the browser sends that name as the Host."""
+    page = chrome.new_page()
+    for path in ("", "app.js", "api"):
+        answer = page.goto(f"http://{FOREIGN}:{server.port}/{path}")
+        assert answer.status == 403
+        assert "own address only" in answer.text()
+    page.close()
+
+
+def test_a_page_of_another_origin_gets_nothing_even_with_the_token(chrome: Any, server: Server) -> None:
+    page = chrome.new_page()
+    page.goto("data:text/html,<p>another origin")
+    assert "Failed to fetch" in str(page.evaluate(ASK, {"port": server.port, "token": TOKEN}))
+    page.close()
+
+
+def test_the_token_leaves_the_address_and_stays_out_of_requests(window: Callable[..., Window], server: Server) -> None:
+    found = window("plan?model=tiny&cluster=2xCPU&batch=8&seq=64")
+    assert TOKEN not in found.page.url
+    assert not [address for address in found.asked if TOKEN in address]
+    assert found.page.evaluate("() => document.cookie") == ""
+
+
+def test_the_page_of_the_server_cannot_be_framed(chrome: Any, server: Server) -> None:
+    page = chrome.new_page()
+    page.set_content(f'<iframe src="http://127.0.0.1:{server.port}/"></iframe>')
+    page.wait_for_timeout(1500)
+    assert all("Fivefold" not in frame.content() for frame in page.frames[1:])
+    page.close()

@@ -1,0 +1,83 @@
+"""Every view, served and as one file: a quiet console, nothing asked of others, readable, named, not too wide."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.ui.ask import Ask
+from fivefold.ui.views import VIEWS
+from fivefold.ui.whole import held, whole
+from tests.browser.window import Window
+from tests.ui.serving import Server
+
+Opening = Callable[..., Window]
+NAMES = [view.name for view in VIEWS]
+
+
+def sound(found: Window) -> dict[str, list[str]]:
+    """What is wrong, by kind."""
+    return found.audit("contrast", "names", "wide") | ({"console": found.wrong} if found.wrong else {})
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("view", NAMES)
+def test_a_view_is_sound(window: Opening, server: Server, view: str, width: int, dark: bool) -> None:
+    found = window(view, width=width, dark=dark)
+    assert sound(found) == {}
+    assert found.one(f"tab-{view}").get_attribute("aria-current") == "page"
+    assert all(address.startswith(f"http://127.0.0.1:{server.port}/") for address in found.asked)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("view", NAMES)
+def test_a_view_is_sound_as_one_file(window: Opening, tmp_path: Path, view: str, width: int) -> None:
+    file = tmp_path / "view.html"
+    file.write_text(whole(view, [held(view, Ask())]))
+    assert file.stat().st_size < 3_000_000
+    found = window(file=file, width=width)
+    assert sound(found) == {}
+    assert [address for address in found.asked if not address.startswith("data:")] == [f"file://{file}"]
+
+
+@pytest.mark.parametrize("view", NAMES)
+def test_nothing_moves_for_those_who_want_no_motion(window: Opening, view: str) -> None:
+    found = window(view, still=True)
+    assert found.audit("moving") == {}
+
+
+def test_the_switch_overrules_the_system_and_is_kept(window: Opening) -> None:
+    found = window("plan", dark=False)
+    paper = "() => getComputedStyle(document.body).backgroundColor"
+    light = found.page.evaluate(paper)
+    found.one("theme").click()
+    assert (found.text("theme"), found.page.evaluate(paper)) == ("Theme: light", light)
+    found.one("theme").click()
+    dark = found.page.evaluate(paper)
+    assert (found.text("theme"), dark == light) == ("Theme: dark", False)
+    found.page.reload()
+    found.settle()
+    assert found.page.evaluate(paper) == dark
+
+
+FAULTS = """<html><body style="background:#fff">
+<p style="color:#999">pale</p><button></button><svg width=9 height=9></svg>
+<svg aria-label=x><rect width=99 height=30 fill="#00f"></rect><text y=20 fill="#222">over a bar</text></svg>
+<p style="width:5000px">wide</p><p style="transition:opacity 2s">moves</p>
+<a href="#" tabindex=3>first</a><p id=a></p><p id=a></p>"""
+
+
+def test_the_audit_finds_what_is_wrong(chrome: Any) -> None:
+    found = Window(chrome.new_page())
+    found.page.set_content(FAULTS)
+    wrong = found.audit("contrast", "names", "wide", "moving")
+    assert [said[:22] for said in wrong["contrast"]] == ['2.85 to 1: "pale" in <', '1.85 to 1: "over a bar']
+    assert [said.partition(":")[0] for said in wrong["names"]] == [
+        "no name", "jumps the order", "a picture without a name", "the id a is there twice",
+        "the page does not say its language",
+    ]  # fmt: skip
+    assert wrong["wide"][0].startswith("the page is 50")
+    assert wrong["moving"] == ["<p >"]
+    found.page.close()
