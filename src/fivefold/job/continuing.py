@@ -30,7 +30,7 @@ RULES = {
     "data.path": FREE,  # the same tokens may lie elsewhere; other tokens are refused by their fingerprint
     "optimizer": MEANT,
     "optimizer.schedule_steps": RATE,
-    "train": MEANT,  # batch, seed, dtype, fp8, fp8_experts, label_smoothing, z_loss, what keeps the load of experts even
+    "train": MEANT,  # batch, seed, dtype, fp8, label_smoothing, z_loss, what keeps the load of experts even
     "train.steps": RATE,
     **dict.fromkeys(("train.device", "train.compile", "train.deterministic"), FREE),  # rounding, as layouts do
     **dict.fromkeys(("train.eval_every", "train.eval_samples", "train.log_every", "train.count"), FREE),  # only look
