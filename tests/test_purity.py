@@ -73,7 +73,9 @@ NEED_NOTHING = {
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
     "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help",
     "bench schedules": "--help", "bench plan": "--help",
-    "resume": "--help", "ui": "--help", "report plan": "tiny --cluster 2xCPU --batch 8 --seq 64 -o {}/plan.html",
+    "resume": "--help", "ui": "--help",
+    "report schedule": "1f1b --pp 2 -m 2 -o {}/s.html",
+    "report plan": "tiny --cluster 2xCPU --batch 8 --seq 64 -o {}/plan.html",
 }  # fmt: skip
 
 

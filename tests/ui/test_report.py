@@ -12,6 +12,10 @@ import fivefold as ff
 from fivefold.cli import app
 from fivefold.support.errors import UserError
 from fivefold.ui import report as reporting
+from fivefold.ui import whole as file
+from fivefold.ui.api_plan import payload as planning
+from fivefold.ui.api_schedule import every, made, payload
+from fivefold.ui.ask import Ask
 from fivefold.ui.proof import shown
 
 QUESTION = ("tiny", "2xCPU")
@@ -79,10 +83,55 @@ def test_unlike_nodes_are_refused_with_another_way(tmp_path: Path) -> None:
         ff.report(found, tmp_path / "plan.html")
 
 
-def test_the_largest_question_is_small_enough_to_send(tmp_path: Path) -> None:
-    fix = "tp=8,pp=128,cp=1,zero=1,sp=true,recompute=full,schedule=1f1b"
-    found = ff.plan("llama3-405b", "2048x8xH100", batch=2048, seq=8192, top=12, fix=fix)
-    assert ff.report(found, tmp_path / "plan.html").size < reporting.LARGEST == 3_000_000
+def test_the_largest_question_is_small_enough_to_send() -> None:
+    """Of its parts, the ranking is as long for the smallest."""
+    words = {"model": "llama3-405b", "cluster": "2048x8xH100", "batch": "2048", "seq": "8192"}
+    layout = {"layout": "dp=16,tp=8,pp=128,zero=1,sp,microbatches=128,recompute=full"}
+    assert len(file.whole("405B", [file.view("plan", planning(Ask(words | layout)))])) < reporting.LARGEST / 2
+
+
+def test_a_schedule_stands_beside_the_others_for_its_numbers(tmp_path: Path) -> None:
+    found = ff.draw("zb-v", pp=4, microbatches=8, times="f=1,i=1,w=1,comm=0.1", slow="1=1.5")
+    ff.report(found, tmp_path / "s.html")
+    (view,) = held(tmp_path / "s.html")["views"]
+    figures = {key: found.to_dict()[key] for key in ("makespan", "bubble_makespan", "peak_activations")}
+    assert {key: view["payload"]["drawn"]["figures"][key] for key in figures} == figures
+    words = {"schedule": "zb-v", "pp": "4", "microbatches": "8", "times": "f=1,i=1,w=1,comm=0.1", "slow": "1=1.5"}
+    served = json.loads(json.dumps(payload(Ask(words))))
+    for key in ("asked", "steps", "kinds", "drawn"):
+        assert view["payload"][key] == served[key], key
+    words.pop("schedule")
+    assert view["parts"]["every"] == json.loads(json.dumps(every(Ask(words))))
+    assert view["parts"]["made"] == json.loads(json.dumps(made(Ask(words))))
+
+
+def test_several_schedules_have_a_tab_each_and_may_be_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    list(ff.draw("1f1b", pp=2, microbatches=4).save(file))
+    file.write_text(file.read_text().replace("schedule 1f1b", "schedule mine"))
+    found = ff.draw("gpipe", "auto", file, pp=2, microbatches=4)
+    assert ff.report(found, tmp_path / "s.html").title == "gpipe, auto, mine: p=2, m=4"
+    views = held(tmp_path / "s.html")["views"]
+    assert [(view["module"], view["title"]) for view in views] == [
+        ("schedule", "gpipe"), ("schedule", "auto"), ("schedule", "mine")
+    ]  # fmt: skip
+    for view, one in zip(views, found.simulations, strict=True):
+        assert view["payload"]["drawn"]["figures"]["makespan"] == one.makespan
+    assert [row["schedule"] for row in views[0]["parts"]["every"]["schedules"]] == ["gpipe", "auto"]
+    assert views[0]["parts"]["made"]["schedule"] == "mine"
+    ff.report(ff.draw(file), tmp_path / "one.html")
+    (view,) = held(tmp_path / "one.html")["views"]
+    assert "mine" in [row["schedule"] for row in view["parts"]["every"]["schedules"]]
+
+
+def test_a_schedule_that_a_page_cannot_draw_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="more than the 8192"):
+        ff.report(ff.draw("gpipe", pp=16, microbatches=1024), tmp_path / "s.html")
+
+
+def test_the_largest_schedule_of_the_page_is_small_enough_to_send(tmp_path: Path) -> None:
+    found = ff.draw("zb-v", "1f1b", pp=16, microbatches=64)
+    assert ff.report(found, tmp_path / "s.html").size < reporting.LARGEST
 
 
 def test_a_proof_is_what_verify_says(tmp_path: Path) -> None:
@@ -153,6 +202,15 @@ def test_the_commands_write_the_same_page(tmp_path: Path, monkeypatch: pytest.Mo
     said = CliRunner().invoke(app, ["plan", *words, "--top", "12", "--html", "other.html"])
     assert "written to other.html" in said.stdout
     assert held(tmp_path / "plan.html")["views"] == held(tmp_path / "other.html")["views"]
+
+
+def test_draw_writes_the_page_of_report_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["1f1b", "--pp", "2", "--microbatches", "2"]
+    said = CliRunner().invoke(app, ["draw", *words, "-o", "drawn.html"])
+    assert "written to drawn.html" in said.stdout
+    CliRunner().invoke(app, ["report", "schedule", *words])
+    assert held(tmp_path / "drawn.html")["views"] == held(tmp_path / "schedule.html")["views"]
 
 
 def test_report_verify_takes_a_file_or_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

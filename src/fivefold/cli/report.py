@@ -9,6 +9,7 @@ import typer
 
 from fivefold.cli.job_args import whole_layout
 from fivefold.cli.plan import Batch, ClusterText, Imbalance, Json, Precision, Seq, Software, Words
+from fivefold.cli.schedules import Chunks, Group, Memory, Microbatches, Overlap, Ranks, Sends, Slow, TimesText
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,6 +71,37 @@ def plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, top=TOP,
         precision=precision, software=software, imbalance=imbalance,
     )  # fmt: skip
+    write_report(found, output, as_json)
+
+
+@app.command("schedule", short_help="A schedule.  [dim]fivefold report schedule zb-v --pp 4 --microbatches 8[/]")
+def schedule(
+    schedules: Annotated[list[str], typer.Argument(help="Names of schedules, or files; each gets a tab.")],
+    pp: Ranks = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    group: Group = None,
+    memory: Memory = None,
+    times: TimesText = "",
+    slow: Slow = "",
+    sends: Sends = "eager",
+    overlap: Overlap = True,
+    output: Output = Path("schedule.html"),
+    as_json: Json = False,
+) -> None:
+    """Write a schedule: who computes what when, what waits for what, memory, and the other schedules beside it.
+
+    [dim]Examples:[/]
+
+      fivefold report schedule zb-v --pp 4 --microbatches 8
+
+      fivefold report schedule 1f1b zb-h1 mine.txt --pp 4 --microbatches 8 --slow 1=1.5 -o compared.html
+    """
+    from fivefold.schedule.result import draw
+
+    _check(output)
+    found = draw(*schedules, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
+                 slow=slow, sends=sends, overlap=overlap)  # fmt: skip
     write_report(found, output, as_json)
 
 

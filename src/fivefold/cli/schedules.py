@@ -32,7 +32,8 @@ Sends = Annotated[
 Overlap = Annotated[bool, typer.Option(help="Whether messages travel while the receiver computes.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help=".svg, .png: the picture; .txt, .json: the schedule.")
+    Path | None,
+    typer.Option("--output", "-o", help="A picture: .svg, .png; a page: .html; the schedule: .txt, .json."),
 ]
 
 
@@ -71,6 +72,8 @@ def draw(
 
       fivefold draw 1f1b zb-h1 auto --pp 4 --microbatches 8 --slow 1=1.5 -o compare.png
 
+      fivefold draw zb-v --pp 4 --microbatches 8 -o zb-v.html
+
       fivefold draw my-schedule.txt
 
       fivefold draw mesh --layout dp=2,tp=4,pp=2 --cluster 2x8xH100 -o mesh.svg
@@ -88,6 +91,11 @@ def draw(
     check_output(output, len(schedule))
     result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
                   slow=slow, sends=sends, overlap=overlap)  # fmt: skip
+    if output is not None and output.suffix.lower() == ".html":
+        from fivefold.cli.report import write_report
+
+        write_report(result, output, as_json)
+        return
     said = None if output is None else list(result.save(output))
     if as_json or said is None:
         show(result, as_json)

@@ -117,6 +117,7 @@ class DrawResult(Result):
     """Schedules on a clock: `simulations` has the timeline, the bubble and the memory of each."""
 
     simulations: tuple[Simulation, ...]
+    query: Query | None = None  # what was asked, where it was
 
     def blocks(self) -> Iterator[Block]:
         for simulation in self.simulations:
@@ -170,7 +171,7 @@ def draw(
         raise UserError("there is no schedule to draw; give a name, for example '1f1b', a file or a Schedule")
     names = tuple(str(one) for one in schedules if not isinstance(one, Schedule))
     query = Query(names, pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
-    return DrawResult(tuple(map(query.simulate, schedules)))
+    return DrawResult(tuple(map(query.simulate, schedules)), query)
 
 
 def schedule(name: str | Path, pp: int | None = None, microbatches: int | None = None, **options: Any) -> Schedule:
@@ -179,12 +180,14 @@ def schedule(name: str | Path, pp: int | None = None, microbatches: int | None =
 
 
 def check_output(path: Path | None, schedules: int) -> None:
-    """Refuse a file that `DrawResult.save` cannot write, before minutes are spent on its content."""
+    """Refuse a file that can be neither picture, schedule nor page, before minutes are spent on its content."""
     if path is None:
         return
     suffix = path.suffix.lower()
-    if suffix not in (*PICTURES, *SUFFIXES):
-        raise UserError(f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SUFFIXES)} for data")
+    if suffix not in (*PICTURES, *SUFFIXES, ".html"):
+        raise UserError(
+            f"{path} should end in {', '.join((*PICTURES, '.html'))} for a picture, {', '.join(SUFFIXES)} for data"
+        )
     if suffix in SUFFIXES and schedules > 1:
         raise UserError(f"{path} can hold one schedule, and {schedules} are given; write them one by one")
     check_writable(path)

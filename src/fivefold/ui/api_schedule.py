@@ -5,12 +5,13 @@ payload(Ask({"schedule": "zb-v", "pp": "8", "microbatches": "16", "times": "f=1,
 The words are those of the command line. Schedules are those of the catalogue; files belong to the command line.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.schedule.draw.palette import NAMES
 from fivefold.schedule.needs import needs
-from fivefold.schedule.result import CompareResult, Query, figures_of
+from fivefold.schedule.result import CompareResult, DrawResult, Query, figures_of
 from fivefold.schedule.simulate import Simulation
 from fivefold.schedule.times import Times, parse_slow
 from fivefold.support.errors import UserError
@@ -40,13 +41,57 @@ def payload(ask: Ask) -> dict[str, Any]:
     asked = {"pp": str(query.pp), "microbatches": str(query.microbatches)}
     asked |= {key: ask.text(key) for key in ASKED if ask.text(key)}
     drawn = {"drawn": None, "refused": None} if CATALOGUE[name].weighs else _one(query, name)
+    schedules = [{"name": one.name, "needs": one.needs, "made": one.weighs} for one in CATALOGUE.values()]
+    return _page(query, name, schedules, asked) | drawn
+
+
+def drawn(found: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of every schedule that `draw` has drawn its name, its payload and its parts: several stand beside each other, and
+    one beside all of the catalogue."""
+    query, first = found.query, found.simulations[0].schedule
+    asked = query or Query((), first.p, first.m)
+    if (most := max(one.schedule.p * one.schedule.m for one in found.simulations)) > MOST:
+        raise UserError(f"{most} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture")
+    if len(found.simulations) > 1:
+        *others, last = found.simulations
+        parts = {"every": {"schedules": [_row(one) for one in others], "fine": FINE}, "made": _made(last)}
+    else:
+        parts = _beside(asked, found.simulations[0])
+    pages = []
+    for one in found.simulations:
+        name, own = one.schedule.name, replace(asked, pp=one.schedule.p, microbatches=one.schedule.m)
+        schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
+        pages.append((name, _page(own, name, schedules, {}) | {"drawn": _drawn(one), "refused": None}, parts))
+    return pages
+
+
+def _beside(query: Query, one: Simulation) -> dict[str, Any]:
+    """The catalogue for the same numbers, with a schedule that is not of it; and the one that is made for them."""
+    name, p, m = one.schedule.name, one.schedule.p, one.schedule.m
+    asked = replace(query, names=tuple(CATALOGUE), pp=p, microbatches=m)
+    (maker,) = (name for name, record in CATALOGUE.items() if record.weighs)
+    listed = replace(asked, names=tuple(name for name in CATALOGUE if name != maker), memory=None)
+    rows = [*_rows(listed), *([] if name in CATALOGUE else [_row(one)])]
+    made = _made(one) if name == maker else {"schedule": maker} | _one(replace(asked, chunks=None, group=None), maker)
+    return {"every": {"schedules": sorted(rows, key=lambda row: row.get("makespan", LAST)), "fine": FINE}, "made": made}
+
+
+def _made(one: Simulation) -> dict[str, Any]:
+    return {"schedule": one.schedule.name, "drawn": _drawn(one), "refused": None}
+
+
+def _row(one: Simulation) -> dict[str, Any]:
+    return figures_of(one) | {"needs": "", "lanes": _small(one)}
+
+
+def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:
     return {
         "asked": _asked(query, name),
         "steps": _steps(query),
-        "schedules": [{"name": one.name, "needs": one.needs, "made": one.weighs} for one in CATALOGUE.values()],
+        "schedules": schedules,
         "kinds": {str(kind): name for kind, name in NAMES.items()},
         "asks": {"every": asked, "made": asked},
-    } | drawn
+    }
 
 
 def every(ask: Ask) -> dict[str, Any]:
@@ -100,7 +145,8 @@ def _asked(query: Query, name: str) -> dict[str, Any]:
     return {
         "schedule": name, "pp": query.pp, "microbatches": query.microbatches, "chunks": query.chunks,
         "times": times, "slow": slow[0], "factor": slow[1], "said": str(query.times),
-        "takes_chunks": CATALOGUE[name].any_chunks, "usual_chunks": CATALOGUE[name].chunks,
+        "takes_chunks": name in CATALOGUE and CATALOGUE[name].any_chunks,
+        "usual_chunks": CATALOGUE[name].chunks if name in CATALOGUE else 1,
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from fivefold import __version__
 from fivefold.plan.result import PlanResult
 from fivefold.report import Block, Result, Text
 from fivefold.report.show import check_writable
+from fivefold.schedule.result import DrawResult
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
@@ -79,6 +80,20 @@ def _of_plan(found: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     return f"{found.case.spec.name} on {found.case.cluster}", [view("plan", *planned(found))]
 
 
+def _of_draw(found: DrawResult) -> tuple[str, list[dict[str, Any]]]:
+    from fivefold.ui.api_schedule import drawn
+
+    shown, views = found.simulations[0].schedule, drawn(found)
+    names = [name for name, _, _ in views]
+    title = f"{', '.join(names)}: p={shown.p}, m={shown.m}"
+    if len(views) == 1:
+        return title, [view("schedule", *views[0][1:])]
+    return title, [
+        view("schedule", *one) | {"module": "schedule", "name": f"schedule-{at}", "title": name}
+        for at, (name, *one) in enumerate(views)
+    ]
+
+
 def _of_verify(found: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
     return _proof(shown(found.to_dict()))
 
@@ -93,5 +108,6 @@ def _proof(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
 
 KINDS: dict[type[Result], Callable[[Any], tuple[str, list[dict[str, Any]]]]] = {
     PlanResult: _of_plan,
+    DrawResult: _of_draw,
     VerifyResult: _of_verify,
 }

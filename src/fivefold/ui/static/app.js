@@ -27,11 +27,12 @@ async function show(views) {
   if (mounted && mounted.unmount) mounted.unmount();
   document.title = [view.title, of, "Fivefold"].filter(Boolean).join(" · ");
   main.replaceChildren();
-  const root = main.appendChild(element("div", { class: `view view-${view.name}`, "data-testid": `view-${view.name}` }));
+  const module = view.module || view.name;  // a file may have one view several times
+  const root = main.appendChild(element("div", { class: `view view-${module}`, "data-testid": `view-${view.name}` }));
   mounted = { name: view.name, unmount: null };
   try {
-    const module = await import(`./views/${view.name}.js`);
-    if (mounted.name === view.name) mounted.unmount = module.mount(root, view.source) || null;
+    const { mount } = await import(`./views/${module}.js`);
+    if (mounted.name === view.name) mounted.unmount = mount(root, view.source) || null;
   } catch (error) {
     console.error(error);
     notice(`The view ${view.title} could not be shown: ${error.message}`);
