@@ -17,7 +17,7 @@ all-reduces of BSE a layer; pp, BSE forward and BSE back per microbatch and boun
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from fivefold.layout.buckets import MINIMUM, Held, buckets, held
@@ -85,6 +85,17 @@ class _Step:
         return self.tokens * self.spec.hidden * self.narrow
 
     @property
+    def latents(self) -> int:
+        """Bytes of what all heads read in latent attention: queries' latents, keys' and values', the key of positions."""
+        mla = self.spec.mla
+        return 0 if mla is None else self.tokens * (mla.q_rank + mla.kv_rank + mla.rope_dim) * self.narrow
+
+    @property
+    def squares(self) -> int:
+        """Bytes of a token's squares of q and of k, where their norms are over all heads."""
+        return 2 * self.tokens * self.wide if self.spec.qk_norm and self.spec.qk_norm_over == "all" else 0
+
+    @property
     def shared(self) -> bool:
         """Whether two ranks hold the copies of tied parameters."""
         return self.layout.size("ends") > 1
@@ -124,14 +135,8 @@ def expected(
 ) -> list[Traffic]:
     """One step of one rank. `rows` are those that it sends to experts and receives; None: as many each way, to any.
     `splits`: whether the schedule has backward passes in two halves; None: as its name says."""
-    tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    every = stages_of(spec, layout, seq)
-    stages = tuple(every[number] for number in layout.placement.of_rank[seat.pp])
-    # `auto` splits the backward passes where its stages call for it; of the others one knows.
-    split = layout.splits_backward if splits is None else splits
-    if splits is None and layout.record.weighs:
-        split = schedule_of(spec, layout, seq).splits
-    step = _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
+    step = _step_of(spec, layout, seq, batch, dtype, seat, minimum, smoothing, splits)
+    stages, tokens = step.stages, step.tokens
     sent = [*_numbers(spec), *(_fully_sharded(step) if layout.fully_shards(spec) else _replicated(step))]
     for axis, kind, calls, payload in (*_tensor(step), *_context(step), *_pipeline(step)):
         sent.append((axis, kind, calls * layout.microbatches, payload))
@@ -144,6 +149,56 @@ def expected(
         for axis, kind, calls, payload in sent
         if (size := layout.size(axis)) > 1 and calls
     )
+
+
+def _step_of(
+    spec: ModelSpec,
+    layout: Layout,
+    seq: int,
+    batch: int,
+    dtype: str,
+    seat: Seat,
+    minimum: int,
+    smoothing: bool,
+    splits: bool | None,
+) -> _Step:
+    tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
+    every = stages_of(spec, layout, seq)
+    stages = tuple(every[number] for number in layout.placement.of_rank[seat.pp])
+    # `auto` splits the backward passes where its stages call for it; of the others one knows.
+    split = layout.splits_backward if splits is None else splits
+    if splits is None and layout.record.weighs:
+        split = schedule_of(spec, layout, seq).splits
+    return _Step(spec, layout, seat, stages, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum, smoothing)
+
+
+class LayerBytes(NamedTuple):
+    """What the collectives of one layer carry; `in_order.py` has the order in which a microbatch meets them."""
+
+    states: int  # the residual stream of a microbatch on this rank
+    latents: int
+    squares: int
+    context: list[_Sent]  # of a microbatch
+    experts: list[_Sent]
+    parameters: list[_Sent]  # of a step
+    message: int  # to the next pipeline rank
+
+
+def of_layer(
+    spec: ModelSpec, layout: Layout, seq: int, batch: int, dtype: str, layer: int, minimum: int = MINIMUM
+) -> LayerBytes:
+    """Of the first rank that has the layer."""
+    stage = next(one for one in stages_of(spec, layout, seq) if layer in one.layers)
+    seat = Seat(pp=layout.placement.owner[stage.index])
+    step = _step_of(spec, layout, seq, batch, dtype, seat, minimum, smoothing=False, splits=None)
+    one = replace(step, stages=(Stage(stage.index, range(layer, layer + 1), first=False, last=False),))
+    experts: list[_Sent] = []
+    if spec.experts is not None and not spec.dense(layer):
+        rows = even_rows(spec, layout, step.tokens, [layer], 0)[:1]
+        experts = list(dispatched(spec, layout, dtype, rows, step.tokens, batch // layout.size("batch"), False))
+    parameters = _fully_sharded(one) if layout.fully_shards(spec) else _replicated(step, layer)
+    message = next(payload for _, _, _, payload in _pipeline(step))
+    return LayerBytes(step.states, step.latents, step.squares, list(_context(one)), experts, list(parameters), message)
 
 
 def _tensor(step: _Step) -> Iterator[_Sent]:
@@ -166,13 +221,12 @@ def _tensor(step: _Step) -> Iterator[_Sent]:
     yield "tp", sums, rows * forwards + groups + ends, step.states
     if step.layout.sp:
         yield "tp", "all-gather", groups * (forwards + 1) + rows + ends, step.states
-    if mla:  # what all heads read: queries' latents, keys' and values', the key of positions
-        latents = step.tokens * (mla.q_rank + mla.kv_rank + mla.rope_dim) * step.narrow
-        yield "tp", sums, layers, latents
+    if mla:
+        yield "tp", sums, layers, step.latents
         if step.layout.sp:
-            yield "tp", "all-gather", layers * forwards, latents
-    if step.spec.qk_norm and step.spec.qk_norm_over == "all":  # a token's squares of q and of k, and their gradients
-        yield "tp", "all-reduce", layers * (forwards + 1), 2 * step.tokens * step.wide
+            yield "tp", "all-gather", layers * forwards, step.latents
+    if step.squares:  # and their gradients
+        yield "tp", "all-reduce", layers * (forwards + 1), step.squares
     # The cross-entropy, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and
     # its target's logit, and for label smoothing the sum of its logits.
     for part in slices(step.tokens, -(-step.spec.vocab // step.layout.tp)):
@@ -208,13 +262,15 @@ def _context(step: _Step) -> Iterator[_Sent]:
         yield "cp", "all-to-all", layers * (step.forwards + 1), head * heads * step.narrow
 
 
-def _replicated(step: _Step) -> Iterator[_Sent]:
+def _replicated(step: _Step, layer: int | None = None) -> Iterator[_Sent]:
     """Buckets, each stage's its own. Shares are padded to the longest, so a reduce-scatter or all-gather is handed N
     times that. Summands of other tp ranks and of the other end's embedding are added up once a step, in the share that
-    is left."""
+    is left. `layer`: only of the buckets that have parameters of that layer."""
     layout = step.layout
     for mine in step.held():
         for bucket in buckets(mine, step.minimum, step.split, step.shared):
+            if layer is not None and layer not in bucket.units:
+                continue
             axis, parts = bucket.zero_axis, layout.size(bucket.zero_axis)
             stage = layout.zero if parts > 1 else 0
             if stage == 0:
