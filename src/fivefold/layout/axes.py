@@ -14,6 +14,7 @@ To add an axis: a field and its place in `ORDER`, a line in `AXES`, and its name
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -165,7 +166,12 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def group(self, axis: str, rank: int) -> list[int]:
         """The ranks along an axis that a rank communicates with, itself among them; empty where it has no part."""
-        return next((ranks for ranks in self.groups(axis) if rank in ranks), [])
+        if axis == "ends":
+            return next((ranks for ranks in self.groups(axis) if rank in ranks), [])
+        strides, index, ranks = self._strides(self.grid_of(axis)), self._by_stage(rank), self.by_stage()
+        inner = [(getattr(self, factor), strides[factor]) for factor in self.factors(axis)]
+        first = index - sum(index // stride % size * stride for size, stride in inner)
+        return [ranks[first + step] for step in _offsets(inner)]
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group of an axis, in the axis's order; all ranks list them in the same order."""
@@ -191,7 +197,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     def by_stage(self) -> list[int]:
         """The ranks' numbers stage by stage: the order in which grids factor them."""
         strides = self._strides(ORDER)
-        return _offsets([(getattr(self, axis), strides[axis]) for axis in STAGES])
+        return list(_numbered(tuple((getattr(self, axis), strides[axis]) for axis in STAGES)))
 
     def _by_stage(self, rank: int) -> int:
         """A rank's place in that order."""
@@ -202,6 +208,11 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         """How far apart neighbours along each factor are."""
         sizes = [getattr(self, factor) for factor in factors]
         return {factor: math.prod(sizes[place + 1 :]) for place, factor in enumerate(factors)}
+
+
+@lru_cache(maxsize=32)  # who asks for one group asks for others
+def _numbered(dimensions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    return tuple(_offsets(list(dimensions)))
 
 
 def _offsets(dimensions: list[tuple[int, int]]) -> list[int]:

@@ -55,22 +55,27 @@ class MeshResult(Result):
             return f"{many}, within a node: {device.inside.name}, {device.inside.bandwidth / 1e9:.3g} GB/s"
         return f"{many}, each over {nodes:,} nodes: {device.across.name}, {device.across.bandwidth / 1e9:.3g} GB/s"
 
-    def to_dict(self) -> dict[str, Any]:
+    @cached_property
+    def axes(self) -> list[dict[str, Any]]:
+        """The axes of more than one rank, for JSON."""
         reaches = Wires(Device.of(self.cluster.groups[0].accelerator), self.cluster.groups[0].gpus, self.layout).reaches
+        return [
+            {
+                "axis": one.axis,
+                "ranks": one.ranks,
+                "in_a_node": reaches[one.axis].together,
+                "of_rank_0": list(one.group),
+            }
+            for one in self.panels
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
         where = {rank: number for number, node in enumerate(self.nodes) for rank in node}
         return {
             "layout": str(self.layout),
             "cluster": str(self.cluster),
             "world": self.layout.world,
-            "axes": [
-                {
-                    "axis": one.axis,
-                    "ranks": one.ranks,
-                    "in_a_node": reaches[one.axis].together,
-                    "of_rank_0": list(one.group),
-                }
-                for one in self.panels
-            ],
+            "axes": self.axes,
             "ranks": [
                 {"rank": rank, "node": where[rank]} | self.layout.coordinates(rank) for rank in range(self.layout.world)
             ],

@@ -25,6 +25,7 @@ class View(NamedTuple):
 
 VIEWS = (
     View("plan", "Plan", "a layout's memory, time and traffic", parts=("search", "why"), slow=("search", "why")),
+    View("mesh", "Mesh", "every rank, what it has and whom it talks to", parts=("rank", "ranks"), slow=("ranks",)),
     View("schedule", "Schedule", "who computes what when", parts=("every", "made"), slow=("every", "made")),
 )
 NAMED = {view.name: view for view in VIEWS}

@@ -86,7 +86,7 @@ class _Step:
 
     @property
     def latents(self) -> int:
-        """Bytes of what all heads read in latent attention: latents of queries, of keys and values, the positions' key."""
+        """What all heads read in latent attention: the latents of queries, of keys and values, the key of positions."""
         mla = self.spec.mla
         return 0 if mla is None else self.tokens * (mla.q_rank + mla.kv_rank + mla.rope_dim) * self.narrow
 
