@@ -31,6 +31,13 @@ PLAN = "plan?model=llama3-70b&cluster=8x8xH100"
 BIG = "plan?model=llama3-405b&cluster=2048x8xH100&batch=2048&seq=8192"
 RANKED, JUDGED = '[data-testid="ranking"]', '[data-testid="neighbours-table"]'
 SCHEDULE = "schedule?schedule=zb-v&pp=8&microbatches=16&times=comm=0.1"
+MESH = "mesh?model=llama3-8b&cluster=2x8xH100&batch=64&layout=dp=2,tp=4,pp=2,zero=1,sp,microbatches=8&rank=5"
+MESHES = "mesh?model=llama3-405b&cluster=2048x8xH100&batch=2048&seq=8192"
+MANY = f"{MESHES}&layout=dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32&rank=4203"
+EXPERTS = (
+    "mesh?model=qwen3-30b-a3b&cluster=8x8xH100&batch=512&layout=dp=16,tp=2,pp=2,ep=8,zero=1,sp,microbatches=8&rank=9"
+)
+LIT, STEP = '[data-testid="collectives"]', '[data-testid="step"]'
 TIMELINE = '[data-testid="timeline"]'
 ZOOM = '[data-testid="zoom-in"]'
 EVERY = '[data-testid="take-auto"]'
@@ -41,6 +48,10 @@ SHOTS = {
     "plan-cannot-run": Shot(f"{PLAN}&layout=dp=8,tp=16,pp=2,zero=1,sp,microbatches=16", JUDGED),
     "plan-phone": Shot(PLAN, JUDGED, width=390, height=844, whole=True),
     "plan-phone-dark": Shot(PLAN, JUDGED, width=390, height=844, dark=True),
+    "mesh": Shot(MESH, LIT, height=1000, clicks=(STEP, STEP)),
+    "mesh-dark": Shot(MANY, LIT, height=1000, dark=True, clicks=('[data-testid="colour-pp"]',)),
+    "mesh-experts": Shot(EXPERTS, LIT, whole=True, clicks=('[data-testid="collective-3"]',)),
+    "mesh-phone": Shot(MESH, LIT, width=390, height=844, whole=True),
     "schedule": Shot(SCHEDULE, EVERY, height=1000, clicks=(ZOOM, ZOOM), hovers=((TIMELINE, 0.47, 0.3),)),
     "schedule-dark": Shot(
         "schedule?schedule=dualpipe-v&pp=16&microbatches=64&times=comm=0.05,ep=0.5", EVERY, dark=True

@@ -33,7 +33,7 @@ def payload(ask: Ask) -> dict[str, Any]:
     """The map, one rank of it, and the collectives of one layer."""
     ask.only(*ASKED, "layout", "move", *CHOSEN)
     question = case_of(ask)
-    wanted = layout_asked(question, ask)
+    wanted = layout_asked(question, ask) if ask.text("layout") else _usual(question)
     wrong = problems(question, wanted)
     shown = nearest(question, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
     page = {
@@ -56,6 +56,15 @@ def payload(ask: Ask) -> dict[str, Any]:
         "layer": _layer(case, ask.whole("layer"), number),
         "asks": {"ranks": asked | {"layout": str(shown), "rank": str(number)}},
     }
+
+
+def _usual(case: Case) -> Layout:
+    """What the page begins with: something of every axis that the model and the cluster have room for."""
+    world, gpus = case.cluster.world, case.cluster.groups[0].gpus
+    tp, ep = min(4, gpus), 1 if case.spec.experts is None else 8
+    pp = 2 if world >= 2 * tp else 1
+    start = Layout(dp=max(1, world // (tp * pp)), tp=tp, pp=pp, ep=ep, zero=1, sp=tp > 1, microbatches=2 * pp)
+    return nearest(case, start) or start
 
 
 def rank(ask: Ask) -> dict[str, Any]:
