@@ -10,7 +10,7 @@ from fivefold.ui.ask import Ask
 from fivefold.ui.views import VIEWS
 from fivefold.ui.whole import held, whole
 from tests.browser.window import Window
-from tests.ui.serving import Server
+from tests.ui.serving import TOKEN, Server
 
 Opening = Callable[..., Window]
 NAMES = [view.name for view in VIEWS]
@@ -46,6 +46,25 @@ def test_a_view_is_sound_as_one_file(window: Opening, tmp_path: Path, view: str,
 def test_nothing_moves_for_those_who_want_no_motion(window: Opening, view: str) -> None:
     found = window(view, still=True)
     assert found.audit("moving") == {}
+
+
+def test_a_view_that_was_left_does_not_take_the_address_back(chrome: Any, server: Server) -> None:
+    """Its answer was on the way when the user went to another."""
+    found = Window(chrome.new_page())
+    held: list[Any] = []
+    found.page.route("**/api/plan*", held.append)
+    found.page.goto(f"http://127.0.0.1:{server.port}/#token={TOKEN}")
+    found.page.wait_for_selector('[data-testid="view-plan"]')
+    while not held:
+        found.page.wait_for_timeout(20)
+    found.one("tab-schedule").click()
+    found.page.wait_for_selector('[data-testid="view-schedule"]')
+    for route in held:
+        route.continue_()
+    found.settle()
+    assert "#schedule" in found.page.url
+    assert found.one("view-schedule").count() == 1
+    found.page.close()
 
 
 def test_the_switch_overrules_the_system_and_is_kept(window: Opening) -> None:

@@ -13,13 +13,15 @@ export const address = view => latest[view] || `#${view}`;
 /** The words with which another view was left: last("plan").layout */
 export const last = view => Object.fromEntries(new URLSearchParams((latest[view] || "").split(/\?(.*)/s)[1] || ""));
 
-/** Write a view's words. While a slider moves they replace each other; `push` makes a step that Back undoes. */
+/** Write a view's words. While a slider moves they replace each other; `push` makes a step that Back undoes. A view that
+ * was left while its answer was on the way keeps its words for later, and the address stays that of the view that is shown. */
 export function write(view, words, push = false) {
   const kept = Object.entries(words).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const query = new URLSearchParams(kept).toString().replaceAll("%3D", "=").replaceAll("%2C", ",");
   const hash = `#${view}${query ? `?${query}` : ""}`;
   latest[view] = hash;
-  if (hash === location.hash) return;
+  const shown = location.hash.replace(/^#/, "").split("?")[0];
+  if (hash === location.hash || (shown && shown !== view)) return;
   if (push) history.pushState(null, "", hash);
   else history.replaceState(null, "", hash);
 }
