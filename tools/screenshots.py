@@ -1,7 +1,8 @@
 """Pictures of every view of `fivefold ui`, made by Chromium: python tools/screenshots.py [--to FOLDER] [NAME ...]
 
 Needs playwright from the package index and a Chromium (Debian's, or the one that CHROMIUM names). A view adds lines to
-SHOTS. The page is asked on this machine alone; an error on its console fails the command.
+SHOTS. Those of runs need `--runs`, and the runs that tools/demo_runs.py makes. The page is asked on this machine alone;
+an error on its console fails the command.
 """
 
 import argparse
@@ -24,7 +25,9 @@ class Shot(NamedTuple):
     dark: bool = False
     clicks: tuple[str, ...] = ()  # selectors, one after the other
     hovers: tuple[tuple[str, float, float], ...] = ()  # selectors, and where in them the pointer rests
+    picks: tuple[tuple[str, str], ...] = ()  # of lists: their selectors, and what is chosen
     whole: bool = False  # the whole page, and not only what a window shows
+    to: str = ""  # a selector that the window is moved to
 
 
 PLAN = "plan?model=llama3-70b&cluster=8x8xH100"
@@ -41,6 +44,9 @@ LIT, STEP = '[data-testid="collectives"]', '[data-testid="step"]'
 TIMELINE = '[data-testid="timeline"]'
 ZOOM = '[data-testid="zoom-in"]'
 EVERY = '[data-testid="take-auto"]'
+BOTH = "run?runs=pipeline,slower-rate"  # of tools/demo_runs.py
+FOLLOWED = '.view-run[data-loaded] [data-testid="trace-plot"] svg'
+PREDICTED = ".view-truth [data-loaded]"  # half a minute: all published runs
 SHOTS = {
     "plan": Shot(PLAN, JUDGED),
     "plan-dark": Shot(f"{BIG}&layout=dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32", JUDGED, dark=True),
@@ -58,6 +64,16 @@ SHOTS = {
     ),
     "schedule-slow": Shot(f"{SCHEDULE}&slow=3=1.5", EVERY, whole=True),
     "schedule-phone": Shot(SCHEDULE, EVERY, width=390, height=844, whole=True),
+    "run": Shot(BOTH, FOLLOWED, height=900),
+    "run-trace": Shot("run?runs=moe", FOLLOWED, height=620, dark=True, to='[data-testid="load-card"]'),
+    "run-whole": Shot(BOTH, FOLLOWED, whole=True),
+    "run-moe-whole": Shot("run?runs=moe", FOLLOWED, whole=True, dark=True),
+    "run-phone": Shot("run?runs=pipeline", FOLLOWED, width=390, height=844, whole=True),
+    "truth": Shot("truth", PREDICTED, height=900),
+    "truth-dark": Shot("truth", PREDICTED, height=900, dark=True),
+    "truth-times": Shot("truth", PREDICTED, height=900, picks=(('[data-testid="select-truth-shape"]', "step times"),)),
+    "truth-whole": Shot("truth?kind=experts", PREDICTED, whole=True),
+    "truth-phone": Shot("truth?source=torchtitan", PREDICTED, width=390, height=844, whole=True),
 }
 
 
@@ -111,14 +127,18 @@ def take(chrome: Any, address: str, shot: Shot, path: Path) -> list[str]:
     page.wait_for_selector("#tabs a")
     page.evaluate("hash => { location.hash = hash }", shot.hash)
     page.wait_for_timeout(300)
-    page.wait_for_selector(shot.ready, timeout=60_000)
+    page.wait_for_selector(shot.ready, timeout=180_000)
     page.wait_for_function("() => !document.querySelector('.busy')", timeout=60_000)
     for selector in shot.clicks:
         page.click(selector)
+    for selector, value in shot.picks:
+        page.select_option(selector, value)
     page.evaluate("scrollTo(0, 0)")
     for selector, across, down in shot.hovers:
         size = page.locator(selector).bounding_box()
         page.mouse.move(size["x"] + across * size["width"], size["y"] + down * size["height"])
+    if shot.to:
+        page.evaluate("to => scrollTo(0, document.querySelector(to).getBoundingClientRect().top - 70)", shot.to)
     page.wait_for_timeout(400)
     page.screenshot(path=str(path), full_page=shot.whole)
     context.close()
@@ -134,7 +154,9 @@ def main() -> None:
     asked.to.mkdir(parents=True, exist_ok=True)
     wrong = []
     with served(*asked.runs) as address, browser() as chrome:
-        for name in asked.names or SHOTS:
+        for name in asked.names or [
+            name for name, shot in SHOTS.items() if asked.runs or not shot.hash.startswith("run")
+        ]:
             path = asked.to / f"{name}.png"
             found = take(chrome, address, SHOTS[name], path)
             print(f"{path}: {'; '.join(found) or 'fine'}")

@@ -30,14 +30,15 @@ _PER_AXIS = 100  # lanes an axis may have
 _COLOURS = {"dispatch": "good", "combine": "bad"}  # Chrome's names of green and orange; others colour by the name
 
 
-def write(summary: Summary, path: Path) -> None:
-    """Write the whole file, or none."""
+def write(summary: Summary, path: Path, figures: dict[str, Any] | None = None) -> None:
+    """Write the whole file, or none; with the figures of the summary, if they are given."""
     trace, painter = summary.trace, _Painter(summary)
-    facts = {
+    facts: dict[str, Any] = {
         "layout": trace.layout,
         "schedule": trace.schedule.name,
         "clock_error_us": round(1e6 * max(rank.clock_error for rank in trace.ranks), 3),
     }
+    facts |= {"summary": figures} if figures else {}
     events = [event for rank in trace.ranks for event in painter.rank(rank)]
     document = {"displayTimeUnit": "ms", "otherData": facts, "traceEvents": events}
     part = path.with_name(path.name + ".part")

@@ -83,6 +83,10 @@ class TraceResult(Result):
         return Table(["rank", *(f">{name}" for name in heads)], rows, totals=[mean, *dim])
 
     def to_dict(self) -> dict[str, Any]:
+        return self.figures() | {"file": str(self.file)}
+
+    def figures(self) -> dict[str, Any]:
+        """What the file itself holds, too."""
         summary, trace = self.summary, self.summary.trace
         ranks = [
             {"rank": rank.rank, "place": rank.name} | _row(time, summary.bubble_of(rank))
@@ -99,7 +103,6 @@ class TraceResult(Result):
             "mean": _row(summary.total, summary.bubble),
             "sent": axes,
             "experts": summary.parts,
-            "file": str(self.file),
         }
 
 
@@ -112,7 +115,7 @@ class TraceFile:
 
     def __call__(self, trace: Trace) -> None:
         self.result = TraceResult(Summary(trace), self.path)
-        write(self.result.summary, self.path.expanduser())
+        write(self.result.summary, self.path.expanduser(), self.result.figures())
 
     def show(self, console: Console) -> None:
         if self.result is not None:

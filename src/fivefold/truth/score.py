@@ -185,15 +185,21 @@ def line_of(row: Row) -> str:
     return f"{row.file}{EXPERTS}" if is_mixture(row) else row.file
 
 
-def null_error(runs: Sequence[Measured]) -> float:
-    """The error of a model that knows the best single hardware utilisation per source, and nothing else."""
+def null_seconds(runs: Sequence[Measured]) -> list[float]:
+    """What a model predicts that knows the best single hardware utilisation of these runs, and nothing else."""
     ideal = []  # seconds at the peak rate, recomputation counted
     for case in (run.case for run in runs):
         again = 4 / 3 if case.layout.recompute == "full" else 1.0
         ideal.append(case.flops() * again / case.on.accelerator.rate(case.precision) / case.layout.world)
     ratio = np.array([run.seconds for run in runs]) / ideal
     # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
-    return min(float(np.mean(np.abs(inverse / ratio - 1))) for inverse in ratio)
+    best = min(ratio, key=lambda inverse: float(np.mean(np.abs(inverse / ratio - 1))))
+    return [float(best * one) for one in ideal]
+
+
+def null_error(runs: Sequence[Measured]) -> float:
+    """The mean error of that model."""
+    return fmean(abs(seconds / (run.seconds or 1.0) - 1) for seconds, run in zip(null_seconds(runs), runs, strict=True))
 
 
 ENOUGH = 3  # layouts of a sweep

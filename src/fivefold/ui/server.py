@@ -39,6 +39,7 @@ PAGE = "x-page"  # the header in which a page names itself: its newer question r
 def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
     """The whole server as an ASGI application."""
     workers = Workers(runs)
+    kept: dict[bytes, bytes] = {}  # by questions that had an answer, of which there are few
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -52,7 +53,12 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
             words = _words(request)
             if (part or "payload") in view_of(view, part).slow:
                 lane = f"{request.headers.get(PAGE, '')[:64]} {view} {part}"
-                return _json(await workers.ask(lane, Question(view, part, words)))
+                question = Question(view, part, words)
+                answered = kept.get(key := msgspec.json.encode(question))
+                if answered is None:
+                    answered = await workers.ask(lane, question)
+                    kept.update({key: answered} if part in view_of(view).kept else {})
+                return _json(answered)
             return _json(msgspec.json.encode(await run_in_threadpool(answer, view, part, Ask(words, runs))))
         except UserError as error:
             return _error(404 if isinstance(error, Nothing) else 400, error.problems)

@@ -21,12 +21,15 @@ class View(NamedTuple):
     says: str  # what it shows, in a few words
     parts: tuple[str, ...] = ()  # functions of its module beside `payload`
     slow: tuple[str, ...] = ()  # of the parts (or "payload"): computed in a process of their own, which can be stopped
+    kept: tuple[str, ...] = ()  # of the slow: the same for the same words as long as the server lives
 
 
 VIEWS = (
     View("plan", "Plan", "a layout's memory, time and traffic", parts=("search", "why"), slow=("search", "why")),
     View("mesh", "Mesh", "every rank, what it has and whom it talks to", parts=("rank", "ranks"), slow=("ranks",)),
     View("schedule", "Schedule", "who computes what when", parts=("every", "made"), slow=("every", "made")),
+    View("run", "Run", "training runs, live", parts=("tail", "trace"), slow=("trace",)),
+    View("truth", "Truth", "predicted against measured step times", parts=("rows",), slow=("rows",), kept=("rows",)),
 )
 NAMED = {view.name: view for view in VIEWS}
 

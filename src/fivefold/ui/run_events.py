@@ -1,0 +1,168 @@
+"""The life of a run, as its directory tells it: starts, checkpoints, faults, stops. Logs and names are read, no tensor.
+
+events(run)[0]      # {"kind": "start", "step": 0, "time": 1789651826.0, "text": "2 ranks on node-1", ...}
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
+from fivefold.support.errors import UserError
+from fivefold.support.files import open_regular
+from fivefold.support.formatting import bytes_text, counted
+from fivefold.ui.run_files import Run
+
+LOGS, RANKS = 1 << 21, 16  # bytes of a log's end, and logs, that are read
+CHECKPOINTS, EVENTS = 100, 400  # the newest
+_START = re.compile(r"={20} (\S+) rank (\d+) of (\d+) on (\S+), pid \d+(?:, start (\d+))?")  # of launch/logs.py
+_RESUMES = re.compile(r"resumes from .*, after step (\d+)")
+_STOPPED = re.compile(r"stopped by (.+) after step (\d+)")
+_DONE = re.compile(r"\d+ steps in [\d.]+ s; job, metrics")
+_FATAL = re.compile(r"(?:error: |Fatal Python error: )(.*)")
+_STEP = re.compile(r"\bstep\s+(\d+)")
+_LATER = (0.0, 0, 0)  # the place of an event in its log is not known yet
+_NOTE = re.compile(r"note(?:  |: )(.*)")
+
+
+class Event(NamedTuple):
+    kind: str  # start | restart | checkpoint | aside | fault | stop | end | note
+    step: int | None  # steps that were done, where that is known
+    time: float | None  # seconds since 1970
+    text: str
+    order: tuple[float, int, int]  # about when, in which start of the run, and where in it
+
+
+def events(run: Run) -> list[dict[str, Any]]:
+    """In the order in which they happened."""
+    found = sorted([*_checkpoints(run), *_logged(run)], key=lambda one: one.order)
+    return [{"kind": one.kind, "step": one.step, "time": one.time, "text": one.text} for one in found[-EVENTS:]]
+
+
+def signature(run: Run) -> str:
+    """Another one when there may be new events."""
+    found = []
+    for name in ("checkpoints", "checkpoints/latest", "logs", "logs/rank-0.log"):
+        try:
+            known = os.lstat(run.path / name)
+            found.append(
+                f"{known.st_mtime_ns:x}.{known.st_size:x}" if name != "logs/rank-0.log" else f"{known.st_size:x}"
+            )
+        except OSError:
+            found.append("")
+    return "-".join(found)
+
+
+def _checkpoints(run: Run) -> Iterator[Event]:
+    folder = run.inside("checkpoints")
+    if folder is None or not folder.is_dir():
+        return
+    store = Store(folder)
+    for checkpoint in store.complete()[:CHECKPOINTS]:
+        name = str(getattr(checkpoint.path, "name", ""))
+        if run.inside("checkpoints", name, MANIFEST) is None:
+            continue
+        time = os.lstat(folder / name / MANIFEST).st_mtime
+        yield Event("checkpoint", checkpoint.step, time, _described(checkpoint), (time, -1, 0))
+    for aside in store.aside():
+        path = folder / str(aside.name)
+        time, step = os.lstat(path).st_mtime, re.search(r"step-(\d+)", path.name)
+        word = "damaged" if ".damaged" in path.name else "incomplete"
+        yield Event(
+            "aside", int(step[1]) if step else None, time, f"{path.name}: a {word} checkpoint, set aside", (time, -1, 0)
+        )
+
+
+def _described(checkpoint: Checkpoint) -> str:
+    try:
+        return f"{bytes_text(checkpoint.bytes)} in {counted(len(checkpoint.manifest.files), 'file')}"
+    except UserError as error:
+        return error.problems[0].replace(str(checkpoint.path), checkpoint.path.name)
+
+
+def _logged(run: Run) -> Iterator[Event]:
+    folder = run.inside("logs")
+    if folder is None or not folder.is_dir():
+        return
+    ranks = sorted(
+        int(found[1]) for name in os.listdir(folder) if (found := re.fullmatch(r"rank-(\d{1,7})\.log", name))
+    )
+    for rank in ranks[:RANKS]:
+        text, last = _end_of(run, f"rank-{rank}.log")
+        yield from _of_log(text, rank, last)
+
+
+def _end_of(run: Run, name: str) -> tuple[str, float]:
+    path = run.inside("logs", name)
+    try:
+        if path is None:
+            return "", 0.0
+        with open_regular(path) as stream:
+            known = os.fstat(stream.fileno())
+            data = os.pread(stream.fileno(), LOGS, max(0, known.st_size - LOGS))
+            return data.decode(errors="replace"), known.st_mtime
+    except OSError:
+        return "", 0.0
+
+
+def _of_log(text: str, rank: int, last: float) -> Iterator[Event]:
+    """Each start has a header with its time; what ends it has none, and is sorted before the next header."""
+    lines = text.splitlines()
+    headers = [found for found in map(_START.match, lines) if found]
+    times = [_seconds(found[1]) for found in headers]
+    ends = [*times[1:], last]
+    at, step, traceback = -1, None, False
+    for line in lines:
+        if found := _START.match(line):
+            at, step, traceback = at + 1, None, False
+            if rank == 0:
+                yield _started(found, times[at], at, lines)
+            continue
+        end, begin = (ends[at], times[at]) if at >= 0 else (last, last)
+        if seen := re.match(r"step\s+(\d+)/", line):
+            step = int(seen[1])
+        for event in _of_line(line, rank, step, traceback):
+            moment = (begin, at, 1) if event.kind == "note" else (end, at, 2)
+            yield event._replace(
+                order=moment, time=last if event.kind in ("stop", "end") and at == len(times) - 1 else None
+            )
+        traceback = (traceback and line.startswith(" ")) or line.startswith("Traceback (most recent call last)")
+
+
+def _started(header: re.Match[str], time: float, at: int, lines: list[str]) -> Event:
+    number = int(header[5] or 1)
+    here = lines.index(header[0]) if header[0] in lines else 0
+    after = next((line for line in lines[here + 1 :] if _RESUMES.match(line) or _START.match(line)), "")
+    resumed = _RESUMES.match(after)
+    step = int(resumed[1]) if resumed else 0 if at == 0 and number == 1 else None
+    where = f"{counted(int(header[3]), 'rank')}, rank 0 on {header[4]}"
+    again = f"resumes after step {resumed[1]}; " if resumed else ""
+    return Event("restart" if number > 1 or at > 0 or resumed else "start", step, time, again + where, (time, at, 0))
+
+
+def _of_line(line: str, rank: int, step: int | None, traceback: bool) -> Iterator[Event]:
+    if found := _STOPPED.match(line):
+        yield Event("stop", int(found[2]), None, f"stopped by {found[1]}", _LATER)
+    elif _DONE.match(line):
+        yield Event("end", step, None, line.partition(";")[0], _LATER)
+    elif found := _FATAL.match(line):
+        seen = _STEP.search(line)
+        yield Event("fault", int(seen[1]) if seen else step, None, _named(rank, found[1]), _LATER)
+    elif traceback and line.strip() and not line.startswith(" "):
+        yield Event("fault", step, None, _named(rank, line), _LATER)
+    elif found := _NOTE.match(line):
+        yield Event("note", step, None, found[1].strip(), _LATER)
+
+
+def _named(rank: int, sentence: str) -> str:
+    short = sentence.strip()[:300]
+    return short if f"rank {rank}" in short else f"rank {rank}: {short}"
+
+
+def _seconds(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0
