@@ -40,7 +40,7 @@ MANY = f"{MESHES}&layout=dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32&rank=42
 EXPERTS = (
     "mesh?model=qwen3-30b-a3b&cluster=8x8xH100&batch=512&layout=dp=16,tp=2,pp=2,ep=8,zero=1,sp,microbatches=8&rank=9"
 )
-LIT, STEP = '[data-testid="collectives"]', '[data-testid="step"]'
+LIT, STEP, PLAY = '[data-testid="collectives"]', '[data-testid="step"]', '[data-testid="play"]'
 TIMELINE = '[data-testid="timeline"]'
 ZOOM = '[data-testid="zoom-in"]'
 EVERY = '[data-testid="take-auto"]'
@@ -54,7 +54,7 @@ SHOTS = {
     "plan-cannot-run": Shot(f"{PLAN}&layout=dp=8,tp=16,pp=2,zero=1,sp,microbatches=16", JUDGED),
     "plan-phone": Shot(PLAN, JUDGED, width=390, height=844, whole=True),
     "plan-phone-dark": Shot(PLAN, JUDGED, width=390, height=844, dark=True),
-    "mesh": Shot(MESH, LIT, height=1000, clicks=(STEP, STEP)),
+    "mesh": Shot(MESH, LIT, height=1000, clicks=(STEP, STEP, PLAY)),
     "mesh-dark": Shot(MANY, LIT, height=1000, dark=True, clicks=('[data-testid="colour-pp"]',)),
     "mesh-experts": Shot(EXPERTS, LIT, whole=True, clicks=('[data-testid="collective-3"]',)),
     "mesh-phone": Shot(MESH, LIT, width=390, height=844, whole=True),

@@ -320,6 +320,7 @@ def _summary(simulation: Simulation) -> str:
 def figures_of(simulation: Simulation) -> dict[str, Any]:
     """The numbers of one schedule. Bubbles are fractions of what they are measured over; peaks are per rank, in A."""
     schedule = simulation.schedule
+    messages = schedule.count(*SENDS)
     return {
         "schedule": schedule.name,
         "pp": schedule.p,
@@ -329,8 +330,8 @@ def figures_of(simulation: Simulation) -> dict[str, Any]:
         "bubble_makespan": simulation.bubble_makespan,
         "bubble_span": simulation.bubble_span,
         "peak_activations": simulation.peak_activations,
-        "messages": schedule.count(*SENDS),
-        "bytes_sent": schedule.count(*SENDS) * simulation.costs.link.message,
+        "messages": messages,
+        "bytes_sent": messages * simulation.costs.link.message,
         "buffers": schedule.buffers,
     }
 

@@ -18,6 +18,7 @@ export function under(x, y, width, p, view) {
 export function paint(context, width, { drawn, asked }, view, chosen) {
   const p = drawn.lanes.length, high = laneHeight(p), end = width - RIGHT;
   const at = { x: time => LEFT + (end - LEFT) * (time - view.from) / (view.to - view.from), y: rank => TOP + rank * high, high: high - (high > 12 ? 2 : 1), end, scale: (end - LEFT) / (view.to - view.from) };
+  const palette = paletteOf(drawn.figures.chunks);
   labels(context, p, high, asked, chosen);
   context.save();
   context.beginPath();
@@ -27,7 +28,7 @@ export function paint(context, width, { drawn, asked }, view, chosen) {
     context.globalAlpha = 1;
     context.fillStyle = colour("var(--track)");
     context.fillRect(LEFT, at.y(rank), Math.min(end, at.x(drawn.figures.makespan)) - LEFT, at.high);
-    paintLane(context, drawn, lane, rank, at, view, chosen);
+    paintLane(context, drawn, lane, rank, at, view, chosen, palette);
   });
   if (chosen) lines(context, drawn, chosen, at);
   const bottom = TOP + p * high;
@@ -50,8 +51,14 @@ function labels(context, p, high, asked, chosen) {
   }
 }
 
-function paintLane(context, drawn, lane, rank, at, view, chosen) {
-  const chunks = drawn.figures.chunks, y = at.y(rank);
+/** By kind and chunk: what an action is painted with, and the ink on it. Asked for thousands of times, looked up once. */
+function paletteOf(chunks) {
+  const each = Array.from({ length: chunks }, (_, chunk) => chunk);
+  return Object.fromEntries([..."FBIWS"].map(kind => [kind, each.map(chunk => { const paper = colours.chunk(kind, chunk, chunks); return [colour(paper), inkOn(paper)]; })]));
+}
+
+function paintLane(context, drawn, lane, rank, at, view, chosen, palette) {
+  const y = at.y(rank);
   context.textAlign = "center";
   context.font = `600 ${Math.min(11.5, at.high - 3)}px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif`;
   lane.forEach((one, place) => {
@@ -59,17 +66,18 @@ function paintLane(context, drawn, lane, rank, at, view, chosen) {
     if (stop < view.from || start > view.to) return;
     const x = at.x(start), wide = (stop - start) * at.scale, seam = wide > 4 ? 1 : wide > 1.5 ? 0.4 : 0;
     context.globalAlpha = !chosen || chosen.near.has(`${rank} ${place}`) ? 1 : 0.42;
-    const halves = other ? [[kind, stage, microbatch], [other, otherStage, otherMicrobatch]] : [[kind, stage, microbatch]];
-    const thick = at.high / halves.length;
-    halves.forEach(([name, of, number], half) => {
-      const paper = colours.chunk(name[0], drawn.chunk[of], chunks);
-      context.fillStyle = colour(paper);
+    const thick = at.high / (other ? 2 : 1);
+    const part = (name, of, number, half) => {
+      const [paper, ink] = palette[name[0]][drawn.chunk[of]];
+      context.fillStyle = paper;
       context.fillRect(x, y + half * thick, Math.max(0.5, wide - seam), thick);
       const text = wide > 40 && thick > 14 ? `${name}${number}` : String(number);
       if (thick < 10 || wide < 9 || x < LEFT - 6 || wide < context.measureText(text).width + 4) return;
-      context.fillStyle = inkOn(paper);
+      context.fillStyle = ink;
       context.fillText(text, x + (wide - seam) / 2, y + (half + 0.53) * thick);
-    });
+    };
+    part(kind, stage, microbatch, 0);
+    if (other) part(other, otherStage, otherMicrobatch, 1);
   });
   context.globalAlpha = 1;
 }

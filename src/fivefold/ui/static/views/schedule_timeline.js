@@ -9,8 +9,15 @@ import { heightOf, LEFT, paint, RIGHT, under } from "./schedule_paint.js";
 
 const HELP = "Point at an action, or focus the picture and use the arrow keys; + and − zoom, 0 shows all.";
 
+/** Who waits for whom, the other way round. */
+function turned(lanes, needs) {
+  const feeds = lanes.map(lane => lane.map(() => []));
+  needs.forEach((lane, rank) => lane.forEach((reads, place) => reads.forEach(([r, k]) => feeds[r][k].push([rank, place]))));
+  return feeds;
+}
+
 export function drawTimeline() {
-  let payload = null, view = { from: 0, to: 1 }, chosen = null, pinned = false, feeds = [], drag = null;
+  let payload = null, view = { from: 0, to: 1 }, chosen = null, pinned = false, feeds = null, drag = null;
   const picture = painting((context, width) => { if (payload?.drawn) paint(context, width, payload, view, chosen); }, {
     height: () => payload?.drawn ? heightOf(payload.drawn.lanes.length) : 0, tabindex: 0, role: "application", "data-testid": "timeline",
     "aria-roledescription": "timeline", "aria-describedby": "timeline-said" });
@@ -40,6 +47,7 @@ export function drawTimeline() {
 
   function choose(rank, place) {
     const { lanes, needs } = payload.drawn;
+    feeds ||= turned(lanes, needs);
     if (chosen?.rank === rank && chosen.place === place) return;
     const reads = needs[rank][place], fed = feeds[rank][place], near = new Set([[rank, place], ...reads, ...fed].map(([r, k]) => `${r} ${k}`));
     if (place) near.add(`${rank} ${place - 1}`);
@@ -123,13 +131,13 @@ export function drawTimeline() {
       box.classList.remove("busy");
       box.hidden = !next.drawn;
       if (!next.drawn) return;
-      const { figures, lanes, needs, chunk } = next.drawn;
+      const { figures, lanes, chunk } = next.drawn;
       view = { from: share[0] * figures.makespan, to: share[1] * figures.makespan };
-      feeds = lanes.map(lane => lane.map(() => []));
-      needs.forEach((lane, rank) => lane.forEach((reads, place) => reads.forEach(([r, k]) => feeds[r][k].push([rank, place]))));
+      feeds = null;
       title.textContent = `${figures.schedule}: ${figures.pp} ranks, ${figures.microbatches} microbatches`;
       canvas.setAttribute("aria-label", `Timeline of ${figures.schedule}, makespan ${format.time(figures.makespan)}, bubble ${format.percent(figures.bubble_makespan, 2)}, ${figures.pp} ranks`);
-      const used = new Set(lanes.flat().flatMap(one => [one[0], one[5]]).filter(Boolean));
+      const used = new Set();
+      for (const lane of lanes) for (const one of lane) { used.add(one[0]); used.add(one[5]); }
       keys.replaceChildren(legend([...Object.entries(next.kinds).filter(([kind]) => used.has(kind)).map(([kind, text]) => ({ name: kind, text, colour: colours.action(kind[0]) })),
         ...(Math.max(...chunk) ? [{ name: "lighter", text: "later chunk of the rank", colour: colours.chunk("F", 1, 2) }] : []), { name: "idle", colour: "var(--track)" }]));
       said.textContent = HELP;
