@@ -48,19 +48,24 @@ def test_nothing_moves_for_those_who_want_no_motion(window: Opening, view: str) 
     assert found.audit("moving") == {}
 
 
+HELD = """(() => {
+  const ask = fetch, gate = new Promise(open => { window.open_gate = open; });
+  window.fetch = async (address, more) => {
+    if (/^api.plan/.test(address)) { window.waits = true; await gate; }
+    return ask(address, more);
+  };
+})()"""
+
+
 def test_a_view_that_was_left_does_not_take_the_address_back(chrome: Any, server: Server) -> None:
     """Its answer was on the way when the user went to another."""
     found = Window(chrome.new_page())
-    held: list[Any] = []
-    found.page.route("**/api/plan*", held.append)
+    found.page.add_init_script(HELD)
     found.page.goto(f"http://127.0.0.1:{server.port}/#token={TOKEN}")
-    found.page.wait_for_selector('[data-testid="view-plan"]')
-    while not held:
-        found.page.wait_for_timeout(20)
+    found.page.wait_for_function("() => window.waits")
     found.one("tab-schedule").click()
     found.page.wait_for_selector('[data-testid="view-schedule"]')
-    for route in held:
-        route.continue_()
+    found.page.evaluate("() => window.open_gate()")
     found.settle()
     assert "#schedule" in found.page.url
     assert found.one("view-schedule").count() == 1
