@@ -16,6 +16,7 @@ class ExpertKernels(Struct, frozen=True, kw_only=True):
     once: bool = False  # a token travels once to each rank, and to each node, that has experts of it (DeepEP)
     fused_casts: bool = False  # narrow matmuls' inputs are cast by the kernels that make them
     graphs: bool = False  # a whole step is one CUDA graph: no layer waits for the host
+    alone: "ExpertKernels | None" = None  # those where every expert is on the rank, if they are others
 
 
 # Transformer Engine and Megatron-Core up to 2026: a product for each expert, over a few streams; tokens by DeepEP or
@@ -30,6 +31,13 @@ PLAIN_EXPERTS = ExpertKernels(grouped=False)
 
 # This code's, operator by operator (model/experts/): a row is read and written for each rearranging; its gradient is
 # added up in float32. What experts said is widened, weighted and summed, each by itself; scores are sorted, stably.
+# Where all experts are here, they are part of their block's graph: a pass reads a row, or writes it; backward reads the
+# gradients of gate and up, and of what experts said the row, the token's gradient, and writes one.
 FIVEFOLD_EXPERTS = ExpertKernels(
-    rearranged=(4.0, 8.0), summed=(18.0, 30.0), scores=120.0, kernels=40, host=1.0, wide_router=True
+    rearranged=(4.0, 8.0),
+    summed=(18.0, 30.0),
+    scores=120.0,
+    kernels=40,
+    wide_router=True,
+    alone=ExpertKernels(rearranged=(4.0, 4.5), summed=(2.5, 6.0), scores=120.0),
 )

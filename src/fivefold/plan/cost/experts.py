@@ -19,6 +19,7 @@ from msgspec import structs
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage
 from fivefold.plan.cost.dispatch import Routed, dispatched
+from fivefold.plan.cost.expert_stack import ExpertKernels
 from fivefold.plan.cost.kernels import Device
 from fivefold.plan.cost.links import Wires
 from fivefold.plan.cost.memory import dtype_of
@@ -107,6 +108,11 @@ class Mixture(Routed):
     precision: str
     imbalance: float = 1.0
 
+    @property
+    def kernels(self) -> ExpertKernels:
+        own = self.stack.experts
+        return own.alone if own.alone is not None and self.layout.ep == 1 else own
+
     @cached_property
     def products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
@@ -120,7 +126,7 @@ class Mixture(Routed):
     def matmuls(self) -> tuple[float, float, float]:
         """Seconds of the experts' products and of the router's: forward, and backward for inputs and weights."""
         m, n, k = self.routed, self.experts.count, self.spec.hidden
-        kind = "fp32" if self.stack.experts.wide_router and self.wide == 2 else self._wide_precision
+        kind = "fp32" if self.kernels.wide_router and self.wide == 2 else self._wide_precision
         shapes = ((m, n, k), (m, k, n), (n, k, m))
         forward, inputs, weights = (
             own + self.device.gemm(*shape, kind) for own, shape in zip(self.computing, shapes, strict=True)
@@ -144,7 +150,7 @@ class Mixture(Routed):
         return "bf16" if self.precision in CAST else self.precision
 
     def _grouped(self, m: int, n: int, k: int, groups: int) -> float:
-        if not self.stack.experts.grouped:
+        if not self.kernels.grouped:
             return groups * self.device.gemm(m, n, k, self.precision)
         launch = self.device.reached.launch
         return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED + launch
@@ -153,7 +159,7 @@ class Mixture(Routed):
     def memory(self) -> tuple[float, float]:
         """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
         the experts' activation what the fullest rank has more of than the mean."""
-        kernels, stack = self.stack.experts, self.stack
+        kernels, stack = self.kernels, self.stack
         moved = MOVED[stack.pointwise]
         inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
         more = self.rows - self.slots
@@ -172,7 +178,7 @@ class Mixture(Routed):
 
     def _summed(self, at: int) -> float:
         """Bytes, of 2-byte activations, of adding up what experts said: forward, and backward."""
-        return self.stack.experts.summed[at] * self.slots * self.spec.hidden
+        return self.kernels.summed[at] * self.slots * self.spec.hidden
 
     @property
     def summing(self) -> tuple[float, float]:
@@ -217,7 +223,7 @@ class Mixture(Routed):
         """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
         leave them: those of several experts are copied where they arrive."""
         reach = self.wires.reaches["ep"]
-        if not self.stack.experts.once:
+        if not self.kernels.once:
             return self.wires.time("all-to-all", "ep", payload)
         ranks, nodes = (payload * self._visited(many) / self.experts.top_k for many in (reach.ranks, reach.nodes))
         if reach.nodes == 1:
