@@ -106,7 +106,8 @@ class Query:
 
 @lru_cache(maxsize=32)  # whoever moves a duration asks for the same schedule again, and proving takes most of the time
 def _proven(name: str, p: int, m: int, given: tuple[tuple[str, int], ...]) -> Schedule:
-    return prove(build(name, p, m, **dict(given)))
+    options: dict[str, Any] = dict(given)
+    return prove(build(name, p, m, **options))
 
 
 # ---- drawn -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 export function drawLayer({ onShow, onLayer, live }) {
   let layer = null, now = -1, playing = false, frame = 0, began = 0;
   const which = slider({ name: "layer", label: "Layer", hint: "Whose collectives are shown", onInput: onLayer });
-  const play = button("▶ Play", { class: "main", "data-testid": "play", onClick: () => playing ? pause() : start() });
+  const play = button("Play", { class: "main", "data-testid": "play", onClick: () => playing ? pause() : start() });
   const controls = element("div", { class: "row" }, button("‹ Back", { "data-testid": "step-back", onClick: () => { pause(); go(now <= 0 ? layer.sent.length - 1 : now - 1); } }), play,
     button("Step ›", { "data-testid": "step", onClick: () => { pause(); go(now + 1); } }), button("Clear", { class: "quiet", onClick: () => { pause(); go(-1); } }));
   const said = element("p", { class: "boxed", "aria-live": "polite", "data-testid": "collective" }), rows = element("div");
@@ -42,7 +42,7 @@ export function drawLayer({ onShow, onLayer, live }) {
   function start() {
     if (!layer.sent.length) return;
     playing = true;
-    play.textContent = "⏸ Pause";
+    play.textContent = "Pause";
     began = performance.now();
     if (now < 0) go(0);
     frame = requestAnimationFrame(tick);
@@ -50,7 +50,7 @@ export function drawLayer({ onShow, onLayer, live }) {
   function pause() {
     playing = false;
     cancelAnimationFrame(frame);
-    play.textContent = "▶ Play";
+    play.textContent = "Play";
   }
 
   function drawStrip(width) {

@@ -60,7 +60,9 @@ function paletteOf(chunks) {
 function paintLane(context, drawn, lane, rank, at, view, chosen, palette) {
   const y = at.y(rank);
   context.textAlign = "center";
-  context.font = `600 ${Math.min(11.5, at.high - 3)}px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif`;
+  const narrow = at.scale * Math.min(...lane.map(one => one[4] - one[3])), digits = String(drawn.figures.microbatches - 1).length;
+  const fitting = Math.max(8.5, (narrow - 3) / (0.64 * digits));  // so that none of a lane's numbers is left out while others are not
+  context.font = `600 ${Math.min(11.5, at.high - 3, fitting)}px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif`;
   lane.forEach((one, place) => {
     const [kind, stage, microbatch, start, stop, other, otherStage, otherMicrobatch] = one;
     if (stop < view.from || start > view.to) return;
@@ -72,7 +74,7 @@ function paintLane(context, drawn, lane, rank, at, view, chosen, palette) {
       context.fillStyle = paper;
       context.fillRect(x, y + half * thick, Math.max(0.5, wide - seam), thick);
       const text = wide > 40 && thick > 14 ? `${name}${number}` : String(number);
-      if (thick < 10 || wide < 9 || x < LEFT - 6 || wide < context.measureText(text).width + 4) return;
+      if (thick < 10 || wide < 9 || x < LEFT - 6 || wide < context.measureText(text).width + 2.5) return;
       context.fillStyle = ink;
       context.fillText(text, x + (wide - seam) / 2, y + (half + 0.53) * thick);
     };
