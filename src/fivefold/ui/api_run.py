@@ -168,17 +168,15 @@ def _listed(run: Run) -> dict[str, Any]:
         written: float | None = os.lstat(path).st_mtime
     except OSError:
         written = None
-    model, train = (job.get(name) if isinstance(job.get(name), dict) else {} for name in ("model", "train"))
-    assert isinstance(model, dict)
-    assert isinstance(train, dict)
+    model, train = _section(job, "model"), _section(job, "train")
     about = {"model": str(model.get("name", "")), "layout": _layout(job), "steps": train.get("steps")}
     return {"name": run.name, "directory": str(run.path), "written": written, **about}
 
 
 def _layout(job: dict[str, Any]) -> str:
     """As its job has it, without what is usual. A schedule's file is named, and not opened."""
-    table, usual = job.get("layout"), Layout()
-    if not isinstance(table, dict):
+    table, usual = _section(job, "layout"), Layout()
+    if not table:
         return ""
     words = []
     for name in Layout.__struct_fields__:
@@ -186,3 +184,8 @@ def _layout(job: dict[str, Any]) -> str:
         if name in table and value != getattr(usual, name) and value not in ([], None):
             words.append(name if value is True else f"{name}={Path(value).name if name == 'schedule' else value}")
     return ",".join(words) or "dp=1"
+
+
+def _section(job: dict[str, Any], name: str) -> dict[str, Any]:
+    found = job.get(name)
+    return found if isinstance(found, dict) else {}

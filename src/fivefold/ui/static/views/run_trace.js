@@ -18,7 +18,8 @@ function lanesOf(rank) {
 }
 
 export function lanesPicture(width, { ranks, microseconds }, zoom) {
-  const left = 112, right = 10, whole = Math.max(width, left + right + (width - left - right) * zoom), most = Math.max(microseconds, ...ranks.flatMap(rank => rank.lanes.flatMap(lane => lane.slices.map(one => one[0] + one[1]))));
+  const left = 112, right = 10, whole = Math.max(width, left + right + (width - left - right) * zoom);
+  const most = ranks.flatMap(rank => rank.lanes.flatMap(lane => lane.slices)).reduce((end, one) => Math.max(end, one[0] + one[1]), microseconds);
   const x = at => left + (whole - left - right) * at / most;
   const drawn = [], rough = most / (whole / 110), size = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].map(one => one * size).find(one => one >= rough);
   let y = 6;

@@ -66,7 +66,7 @@ export function mount(root, source) {
 
   function list() {
     sorting.set(orders, order);
-    listed.replaceChildren(rowTable(chosen(), { order, shown, at, onPick: pick, onMore: more => { shown = more; list(); } }));
+    listed.replaceChildren(rowTable(chosen(), { order, shown, at, onPick: pick, onTake: one => { pick(one); row.element.scrollIntoView({ block: "center" }); }, onMore: more => { shown = more; list(); } }));
   }
 
   function draw() {

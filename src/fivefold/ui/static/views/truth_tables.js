@@ -73,10 +73,10 @@ const ORDERS = {
 };
 export const orders = Object.keys(ORDERS);
 
-export function rowTable(rows, { order, shown, at, onPick, onMore }) {
+export function rowTable(rows, { order, shown, at, onPick, onTake, onMore }) {
   const listed = [...rows].sort(ORDERS[order] || ORDERS[orders[0]]).slice(0, shown);
   return element("div", {}, table(["run", "model", "GPUs", "layout", ">measured", ">predicted", ">range", ">error", ">null model"], listed.map(row => [
-    button(`${row.source}:${row.line}`, { class: "quiet link", "data-row": row.key, onClick: () => onPick(row), onFocus: () => onPick(row) }), row.model, `${row.cells.gpus || ""} ${row.cells.gpu || ""}`,
+    button(`${row.source}:${row.line}`, { class: "quiet link", "aria-label": `${row.source} line ${row.line}: show all of it`, onClick: () => onTake(row), onFocus: () => onPick(row) }), row.model, `${row.cells.gpus || ""} ${row.cells.gpu || ""}`,
     row.layout ? layoutText(row.layout.split(",split=")[0]) : "", row.status === "oom" ? "out of memory" : row.measured_seconds ? format.seconds(row.measured_seconds) : "", row.predicted_seconds ? format.seconds(row.predicted_seconds) : "",
     format.range(row.predicted_range, format.seconds), row.refused ? "refused" : signedPercent(row.error), row.null_seconds ? signedPercent(row.null_seconds / row.measured_seconds - 1) : ""]), {
     testid: "rows", records: true,
