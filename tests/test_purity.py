@@ -74,7 +74,7 @@ NEED_NOTHING = {
     "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help",
     "bench schedules": "--help", "bench plan": "--help",
     "resume": "--help", "ui": "--help",
-    "report schedule": "1f1b --pp 2 -m 2 -o {}/s.html",
+    "report run": "--help", "report schedule": "1f1b --pp 2 -m 2 -o {}/s.html",
     "report plan": "tiny --cluster 2xCPU --batch 8 --seq 64 -o {}/plan.html",
 }  # fmt: skip
 

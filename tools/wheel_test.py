@@ -29,6 +29,7 @@ WORKS = {
     "models": "",
     "plan": "tiny --cluster 2xCPU --batch 8 --seq 64",
     "report plan": "tiny --cluster 2xCPU --batch 8 --seq 64",
+    "report run": "run",
     "report schedule": "1f1b --pp 2 --microbatches 2",
     "schedules": "--pp 2 --microbatches 4",
     "simulate": "tiny --layout dp=2 --batch 8 --seq 64 --cluster 2xCPU",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.browser.window import Window
+from tests.ui.a_run import a_run
 from tests.ui.serving import TOKEN, Server, serving
 
 FOREIGN = "elsewhere.example"  # a name that resolves to this machine, as a page of DNS rebinding has it
@@ -38,8 +39,16 @@ def chrome() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    with serving() as found:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """Directories that the server may read: one run, with experts and a trace."""
+    folder = tmp_path_factory.mktemp("runs")
+    a_run(folder / "demo", experts=True, traced=True)
+    return (folder,)
+
+
+@pytest.fixture(scope="session")
+def server(runs: tuple[Path, ...]) -> Iterator[Server]:
+    with serving(runs) as found:
         yield found
 
 

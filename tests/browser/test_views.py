@@ -33,9 +33,11 @@ def test_a_view_is_sound(window: Opening, server: Server, view: str, width: int,
 
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("view", NAMES)
-def test_a_view_is_sound_as_one_file(window: Opening, tmp_path: Path, view: str, width: int) -> None:
+def test_a_view_is_sound_as_one_file(
+    window: Opening, runs: tuple[Path, ...], tmp_path: Path, view: str, width: int
+) -> None:
     file = tmp_path / "view.html"
-    file.write_text(whole(view, [held(view, Ask())]))
+    file.write_text(whole(view, [held(view, Ask({}, runs))]))
     assert file.stat().st_size < 3_000_000
     found = window(file=file, width=width)
     assert sound(found) == {}

@@ -11,12 +11,17 @@ from typer.testing import CliRunner
 import fivefold as ff
 from fivefold.cli import app
 from fivefold.support.errors import UserError
+from fivefold.trace.lanes import lanes
+from fivefold.trace.result import TraceResult
+from fivefold.trace.summary import Summary
 from fivefold.ui import report as reporting
 from fivefold.ui import whole as file
 from fivefold.ui.api_plan import payload as planning
 from fivefold.ui.api_schedule import every, made, payload
 from fivefold.ui.ask import Ask
 from fivefold.ui.proof import shown
+from tests.trace.test_summary import by_hand
+from tests.ui.a_run import a_run
 
 QUESTION = ("tiny", "2xCPU")
 SMALL = {"batch": 8, "seq": 64}
@@ -132,6 +137,26 @@ def test_a_schedule_that_a_page_cannot_draw_is_refused(tmp_path: Path) -> None:
 def test_the_largest_schedule_of_the_page_is_small_enough_to_send(tmp_path: Path) -> None:
     found = ff.draw("zb-v", "1f1b", pp=16, microbatches=64)
     assert ff.report(found, tmp_path / "s.html").size < reporting.LARGEST
+
+
+def test_a_run_is_reported_with_its_trace(tmp_path: Path) -> None:
+    a_run(tmp_path / "runs" / "demo", traced=True)
+    assert ff.report(tmp_path / "runs" / "demo", tmp_path / "run.html").title == "demo"
+    (one,) = held(tmp_path / "run.html")["views"]
+    assert [shown["records"] for shown in one["payload"]["shown"]] == [20]
+    assert set(one["parts"]) == {"trace"}
+    a_run(tmp_path / "runs" / "other")
+    assert set(ff.report(tmp_path / "runs", tmp_path / "run.html").title.split(", ")) == {"demo", "other"}
+    with pytest.raises(UserError):
+        ff.report(tmp_path / "runs" / "demo" / "checkpoints", tmp_path / "run.html")
+
+
+def test_a_trace_is_reported_as_it_was_written(tmp_path: Path) -> None:
+    file = a_run(tmp_path / "demo", traced=True) / "trace.json"
+    ff.report(TraceResult(Summary(by_hand()), file), tmp_path / "trace.html")
+    (one,) = held(tmp_path / "trace.html")["views"]
+    assert one["name"] == "trace"
+    assert one["payload"] == json.loads(json.dumps(lanes(file)))
 
 
 def test_a_proof_is_what_verify_says(tmp_path: Path) -> None:

@@ -105,6 +105,26 @@ def schedule(
     write_report(found, output, as_json)
 
 
+@app.command("run", short_help="A run.  [dim]fivefold report run runs/demo[/]")
+def run(
+    directory: Annotated[Path, typer.Argument(help="A run's directory, or one with runs in it.")],
+    output: Output = Path("run.html"),
+    as_json: Json = False,
+) -> None:
+    """Write a run: its curves, its events, its load of experts, its trace, its job and environment.
+
+    [dim]Examples:[/]
+
+      fivefold report run runs/demo
+
+      fivefold report run runs -o all.html
+    """
+    _check(output)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory; give a run's, or one that has runs in it")
+    write_report(directory, output, as_json)
+
+
 @app.command("verify", short_help="A proof.  [dim]fivefold report verify --layout dp=2,tp=2[/]")
 def verify(
     file: Annotated[
@@ -132,6 +152,8 @@ def verify(
     if (file is None) == (layout is None):
         raise UserError("give either a file that `fivefold verify --json` wrote, or --layout to prove one now")
     if file is not None:
+        if file.is_dir():
+            raise UserError(f"{file} is a directory; give what `fivefold verify --json` wrote, or `report run {file}`")
         write_report(file, output, as_json)
         return
     found = prove(layout, model=model, steps=steps)

@@ -1,5 +1,7 @@
 """`fivefold trace`: where the time of a step goes."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,9 @@ SHORT = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2
 
 def trace(
     job: JobWords = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; .html: a page.")] = Path(
+        "trace.json"
+    ),
     timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -33,10 +37,19 @@ def trace(
 
       fivefold trace job.toml layout=dp=2,tp=2,pp=2 -o 3d.json
 
+      fivefold trace job.toml -o trace.html
+
       fivefold trace job.toml trace.steps=10 --json
     """
     from fivefold.train.trace import trace as run
 
+    html = output.suffix.lower() == ".html"
     with console_of(stderr=True).status("training the traced steps"):
-        found = run(*split(job), output=output, timeout=timeout)
+        found = run(*split(job), output=output.with_suffix(".json") if html else output, timeout=timeout)
     show(found, as_json)
+    if html:
+        from fivefold.ui.report import report
+
+        written = report(found, output, shlex.join(["fivefold", *sys.argv[1:]]))
+        if not as_json:
+            typer.echo(str(written))

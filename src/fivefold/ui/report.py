@@ -3,6 +3,7 @@
 report(plan("llama3-70b", "8x8xH100"), "plan.html")
 report(verify("dp=2,tp=2"), "proof.html")
 report(Path("verify.json"), "proof.html")       # what `verify --json` printed
+report(Path("runs/demo"), "run.html")           # a run, or the newest of a directory
 """
 
 import datetime
@@ -20,13 +21,17 @@ from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.formatting import bytes_text
+from fivefold.trace.lanes import lanes
+from fivefold.trace.result import TraceResult
+from fivefold.ui.ask import Ask
 from fivefold.ui.proof import read, shown
 from fivefold.ui.views import View
-from fivefold.ui.whole import view, whole
+from fivefold.ui.whole import held, view, whole
 from fivefold.verify.result import VerifyResult
 
 LARGEST = 3_000_000  # bytes of a report: what every mail passes on
 HTML = ".html"
+TRACE = View("trace", "Trace", "what the ranks of a step did")  # nor anything to run
 VERIFY = View("verify", "Verify", "a layout against one process")  # a page that is served has nothing to prove
 
 
@@ -99,7 +104,27 @@ def _of_verify(found: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _of_path(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    if path.is_dir():
+        return _of_runs(path)
     return _proof(read(path))
+
+
+def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    """A run's directory, or one with runs in it, of which the newest are shown."""
+    from fivefold.ui.api_run import SHOWN
+    from fivefold.ui.run_files import runs_in
+
+    roots = (path.resolve(),)
+    found, notes = runs_in(roots)
+    if not found:
+        raise UserError(notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl")
+    names = list(found)[:SHOWN]
+    return ", ".join(names), [held("run", Ask({"runs": ",".join(names)}, roots))]
+
+
+def _of_trace(found: TraceResult) -> tuple[str, list[dict[str, Any]]]:
+    shown = lanes(found.file)
+    return f"a trace of {shown['layout'] or 'one rank'}", [view(TRACE, shown)]
 
 
 def _proof(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
@@ -110,4 +135,5 @@ KINDS: dict[type[Result], Callable[[Any], tuple[str, list[dict[str, Any]]]]] = {
     PlanResult: _of_plan,
     DrawResult: _of_draw,
     VerifyResult: _of_verify,
+    TraceResult: _of_trace,
 }
