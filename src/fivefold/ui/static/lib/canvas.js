@@ -20,9 +20,15 @@ export function inkOn(text) {
   if (!found.has(key)) {
     const [r, g, b] = colour(text).match(/[\d.]+/g).map(Number).map(part => colour(text).startsWith("rgb") ? part / 255 : part);
     const [x, y, z] = [r, g, b].map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-    found.set(key, 0.2126 * x + 0.7152 * y + 0.0722 * z > 0.22 ? "#14181f" : "#ffffff");
+    found.set(key, 0.2126 * x + 0.7152 * y + 0.0722 * z > 0.179 ? "#000000" : "#ffffff");  // where both have 4.58 to 1
   }
   return found.get(key);
+}
+
+/** A text of SVG in the ink that can be read on its paper; without one, in the page's own. */
+export function readable(text, paper) {
+  if (paper) text.style.fill = inkOn(paper);
+  return text;
 }
 
 function repaint() {

@@ -1,4 +1,5 @@
 // What a run is and what happened to it: its figures, events, experts, job and environment.
+import { readable } from "../lib/canvas.js";
 import { slider } from "../lib/controls.js";
 import { card, element, layoutText, shape } from "../lib/dom.js";
 import * as format from "../lib/format.js";
@@ -56,7 +57,7 @@ export function drawLoad() {
 /** Blue below the mean, red above: half of it, and twice, are the ends. */
 function shade(times) {
   const far = Math.max(-1, Math.min(1, Math.log2(Math.max(times, 1e-6))));
-  return `color-mix(in oklab, var(--track), ${far < 0 ? "#2166ac" : "#d55e00"} ${Math.round(Math.abs(far) * 100)}%)`;
+  return `color-mix(in srgb, #eef1f5, ${far < 0 ? "#2166ac" : "#d55e00"} ${Math.round(Math.abs(far) * 100)}%)`;
 }
 function heat(width, tokens) {
   const left = 66, count = Math.max(...tokens.map(layer => layer.length)), wide = (width - left - 4) / count, tall = Math.max(6, Math.min(30, 260 / tokens.length)), every = Math.ceil(22 / wide), named = Math.ceil(14 / tall);
@@ -65,7 +66,7 @@ function heat(width, tokens) {
     return [row % named ? null : shape("text", { x: left - 8, y: y + tall / 2 + 4, class: "tick", "text-anchor": "end" }, `layer ${row}`), ...layer.flatMap((one, column) => {
       const times = one / mean, x = left + column * wide;
       return [tip(shape("rect", { x, y, width: Math.max(0.5, wide - (wide > 6 ? 2 : 0)), height: tall - (tall > 8 ? 2 : 0), rx: 3, fill: shade(times) }), () => [`layer ${row}, expert ${column}`, `${format.count(one)} tokens, ${times.toFixed(2)} times the mean`]),
-        wide > 36 && tall > 16 ? shape("text", { x: x + (wide - 2) / 2, y: y + tall / 2 + 3, "text-anchor": "middle", class: "cellnumber" }, times.toFixed(2)) : null];
+        wide > 36 && tall > 16 ? readable(shape("text", { x: x + (wide - 2) / 2, y: y + tall / 2 + 3, "text-anchor": "middle", class: "cellnumber" }, times.toFixed(2)), shade(times)) : null];
     })];
   });
   const foot = 4 + tokens.length * tall;

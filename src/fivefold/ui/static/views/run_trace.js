@@ -1,4 +1,5 @@
 // A traced step: for each rank what it did over what the same schedule does on the simulator's clock, waits and messages.
+import { readable } from "../lib/canvas.js";
 import * as colours from "../lib/colours.js";
 import { card, element, shape } from "../lib/dom.js";
 import { select } from "../lib/controls.js";
@@ -33,7 +34,7 @@ export function lanesPicture(width, { ranks, microseconds }, zoom) {
         const part = PARTS.includes(kind), from = x(start), wide = Math.max(0.6, x(start + length) - from);
         const box = shape("rect", { x: from, y: part ? y + thick - 6 : y, width: Math.max(0.6, wide - (wide > 4 ? 0.8 : 0)), height: part ? 6 : thick, rx: wide > 6 && tall > 12 && !part ? 3 : 0, fill: colourOf(kind), "fill-opacity": lane.kind === "simulated" ? 0.38 : 1, stroke: lane.kind === "simulated" ? colourOf(kind) : null, "stroke-dasharray": lane.kind === "simulated" ? "3 2" : null });
         body.push(tip(box, () => [`${rank.name}: ${name}${lane.kind === "simulated" ? ", simulated" : ""}`, `${time(length)} from ${time(start)}`]));
-        if (tall > 12 && wide > 8 + 6.5 * name.length && !part && kind !== "optimizer") body.push(shape("text", { x: from + wide / 2, y: y + thick / 2 + 4, "text-anchor": "middle", class: lane.kind === "simulated" ? "slice" : "slice on" }, name));
+        if (tall > 12 && wide > 8 + 6.5 * name.length && !part && kind !== "optimizer") body.push(readable(shape("text", { x: from + wide / 2, y: y + thick / 2 + 4, "text-anchor": "middle", class: "slice" }, name), lane.kind === "simulated" ? "" : colourOf(kind)));
       }
       y += tall;
     }
