@@ -8,7 +8,7 @@ import { drawEvery } from "./schedule_every.js";
 import { scheduleControls, wordsOf } from "./schedule_controls.js";
 import { drawTimeline } from "./schedule_timeline.js";
 
-const PAUSE = 200;  // ms without a move after which all others are asked for
+const PAUSE = 600;  // ms without a move after which all others are asked for: they keep the cores busy for a second
 const NAMES = ["schedule", "pp", "microbatches", "chunks", "times", "slow"];
 
 function figure(name, testid, about) {

@@ -61,7 +61,7 @@ function paintLane(context, drawn, lane, rank, at, view, chosen, palette) {
   const y = at.y(rank);
   context.textAlign = "center";
   const narrow = at.scale * Math.min(...lane.map(one => one[4] - one[3])), digits = String(drawn.figures.microbatches - 1).length;
-  const fitting = Math.max(8.5, (narrow - 3) / (0.64 * digits));  // so that none of a lane's numbers is left out while others are not
+  const fitting = Math.max(8, (narrow - 3) / (0.72 * digits));  // so that none of a lane's numbers is left out while others are not
   context.font = `600 ${Math.min(11.5, at.high - 3, fitting)}px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif`;
   lane.forEach((one, place) => {
     const [kind, stage, microbatch, start, stop, other, otherStage, otherMicrobatch] = one;
