@@ -173,7 +173,7 @@ def _reported(found: "PlanResult", html: Path) -> str:
     """Write the page of the plan, as `fivefold report plan` does."""
     from fivefold.ui.report import report
 
-    return str(report(found, html, shlex.join(["fivefold", *sys.argv[1:]])))
+    return str(report(found, html, shlex.join(["fivefold", *sys.argv[1:]]))).rstrip()
 
 
 def _write_decision(found: "PlanResult", output: Path) -> str:

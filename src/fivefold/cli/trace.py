@@ -9,6 +9,7 @@ import typer
 
 from fivefold.cli.job_args import JobWords, split
 from fivefold.report import show
+from fivefold.report.show import check_writable
 from fivefold.report.terminal import console_of
 
 SHORT = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
@@ -44,6 +45,7 @@ def trace(
     from fivefold.train.trace import trace as run
 
     html = output.suffix.lower() == ".html"
+    check_writable(output if html else None)
     with console_of(stderr=True).status("training the traced steps"):
         found = run(*split(job), output=output.with_suffix(".json") if html else output, timeout=timeout)
     show(found, as_json)
@@ -52,4 +54,4 @@ def trace(
 
         written = report(found, output, shlex.join(["fivefold", *sys.argv[1:]]))
         if not as_json:
-            typer.echo(str(written))
+            typer.echo(str(written).rstrip())
