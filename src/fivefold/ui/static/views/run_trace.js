@@ -47,7 +47,7 @@ export function lanesPicture(width, { ranks, microseconds }, zoom) {
 const PARTNAMES = [["step", "step"], ["compute", "compute"], ["exposed", "exposed"], ["bubble", "bubble"], ["optimizer", "optimizer"], ["other", "other"]];
 function partsTable({ summary }) {
   if (!summary) return "";
-  const piped = summary.mean.bubble_predicted > 0 || summary.mean.bubble_measured > 0;
+  const piped = Math.max(summary.mean.bubble_predicted, summary.mean.bubble_measured) > 5e-4;
   const value = (one, name) => name === "exposed" ? Object.values(one.exposed).reduce((sum, each) => sum + each, 0) : one[name];
   const cells = (name, one) => [name, ...PARTNAMES.map(([key]) => format.seconds(value(one, key))), ...(piped ? [format.percent(one.bubble_measured), format.percent(one.bubble_predicted)] : [])];
   return table(["rank", ...PARTNAMES.map(([, name]) => `>${name}`), ...(piped ? [">bubble measured", ">bubble predicted"] : [])], summary.ranks.slice(0, 32).map(one => cells(`${one.rank}  ${one.place}`, one)),
@@ -70,7 +70,7 @@ export function drawTrace({ onStep, live }) {
       steps.set(answer.steps.map(one => ({ value: String(one), text: String(one) })), answer.step, { off: !live });
       zooming.set([1, 2, 4, 8, 16].map(one => ({ value: String(one), text: `×${one}` })), zoom);
       const both = answer.summary?.mean;
-      said.textContent = `${answer.run}, step ${answer.step}: ${time(answer.microseconds)} with ${answer.layout || "one rank"}.` + (both && (both.bubble_predicted || both.bubble_measured) ? ` The bubble is ${format.percent(both.bubble_measured)} of the pipeline's time; ${answer.schedule} with the medians of these durations predicts ${format.percent(both.bubble_predicted)}.` : "") + (answer.left_out ? ` ${answer.left_out} more ranks are in the file.` : "");
+      said.textContent = `${answer.run}, step ${answer.step}: ${time(answer.microseconds)} with ${answer.layout || "one rank"}.` + (both && Math.max(both.bubble_predicted, both.bubble_measured) > 5e-4 ? ` Over ${answer.summary.steps} traced steps the bubble is ${format.percent(both.bubble_measured)} of the pipeline's time; ${answer.schedule} with the medians of these durations predicts ${format.percent(both.bubble_predicted)}.` : "") + (answer.left_out ? ` ${answer.left_out} more ranks are in the file.` : "");
       picture.update();
       const kinds = [...new Set(answer.ranks.flatMap(rank => rank.lanes.flatMap(lane => lane.slices.map(one => one[3]))))];
       const names = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights", message: "waits for a message", optimizer: "optimizer" };

@@ -70,6 +70,6 @@ export function scatter(width, { rows, faint, of, ends, bands, looks, at, label,
       : shape("line", { x1: x(ends[0]), y1: y(ends[0]), x2: x(ends[1]), y2: y(ends[1]), class: "diagonal" }),
     shape("text", { x: left + size / 2, y: bottom + 33, class: "tick", "text-anchor": "middle" }, "measured, a step"),
     shape("text", { x: left + 6, y: top + 14, class: "tick" }, ratio ? "predicted over measured" : "predicted, a step"),
-    ratio ? bands.map(share => shape("text", { x: left + size - 5, y: over(1 + share) + 13, class: "tick", "text-anchor": "end" }, `within ${format.percent(share, 0)}`)) : null,
-    shape("g", { opacity: 0.13 }, marks(faint.filter(row => of(row)))), marks(rows.filter(row => of(row))), ring, area);
+    shape("g", { opacity: 0.13 }, marks(faint.filter(row => of(row)))), marks(rows.filter(row => of(row))), ring,
+    ratio ? bands.map(share => shape("text", { x: left + 5, y: over(1 + share) + 13, class: "tick halo" }, `within ${format.percent(share, 0)}`)) : null, area);
 }
