@@ -1,8 +1,9 @@
-"""The least that a step of a job can take on a device, from rates that are measured there: `bench train --floor`.
+"""What a step of a job must do on a device, each part measured there alone: `bench train --floor`.
 
-Products, grouped products and attention run alone, in the job's own shapes, and as often as a step needs them. All else
-is bound by memory: the fewest bytes that it can read and write, at the speed of a long sum of two vectors. Nothing
-waits, nothing is launched, the load of experts is even, and no kernel does less than one thing.
+Products, grouped products and attention run in the job's own shapes and dtype, as often as a step needs them, in 16-bit
+or float32 numbers (8-bit ones have their own rates). All else is bound by memory: the fewest bytes that it can read and
+write, at the speed of a long sum of two vectors. Nothing waits, and the load of experts is even. A part can be a little
+quicker in a step than alone, where the same product runs without a pause and the device slows down to stay cool.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from fivefold.layout.sharding import slices
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
 
-_HALF, _FULL = 2, 4  # bytes of a bfloat16 and of a float32
+_MASTER = 4  # bytes of a master, and of a moment
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Part:
     @property
     def pace(self) -> str:
         if self.flops:
-            return f"{self.flops / self.seconds / 1e12:.0f} TFLOP/s"
-        return f"{self.bytes / self.seconds / 1e12:.2f} TB/s"
+            return f"{self.flops / self.seconds / 1e12:.3g} TFLOP/s"
+        return f"{self.bytes / self.seconds / 1e12:.3g} TB/s"
 
 
 def products(job: Job) -> list[Product]:
@@ -66,20 +67,25 @@ def products(job: Job) -> list[Product]:
 def memory(job: Job) -> dict[str, float]:
     """The fewest bytes of what is bound by memory."""
     model, tokens = job.model, job.train.batch * job.data.seq
-    state = model.parameter_count * (6 * _FULL + 2 * _HALF)  # both moments and the master, twice; gradient and weight
+    wide = {"bfloat16": 2, "float64": 8}.get(job.train.dtype, 4)
+    gradient = wide if job.layout.microbatches == 1 else _MASTER  # several are added up in full precision
+    copy = wide if wide < _MASTER else 0  # of the weight, that the model has beside its master
+    state = 6 * _MASTER + gradient + copy  # the master and both moments are read and written
+    blocks = model.dense_layers * _features(model, dense=True)
+    blocks += (model.layers - model.dense_layers) * _features(model, dense=model.experts is None)
     return {
-        "AdamW": state,
-        "the gradient norm": model.parameter_count * _HALF,
-        "between products": tokens * _HALF * (model.layers * _features(model) + 3 * model.vocab),
+        "AdamW": model.parameter_count * state,
+        "the gradient norm": model.parameter_count * gradient,
+        "between products": tokens * wide * (blocks + 3 * model.vocab),
     }
 
 
-def _features(model: ModelSpec) -> float:
+def _features(model: ModelSpec, dense: bool) -> float:
     """Numbers that a block reads and writes for a token outside of its products, forward and backward."""
     hidden, attention, experts = model.hidden, block(model).attention, model.experts
     norms = 2 * (2 + 3) * hidden  # in and out; in, the gradient, out
     rotations = 4 * (attention.width + attention.kv_width) if model.positions == "rope" else 0
-    if experts is None:
+    if dense or experts is None:
         return norms + rotations + (3 + 5) * model.ffn
     slots = experts.top_k * hidden
     moved = (hidden + slots) + (slots + hidden)  # tokens to their slots, and back to tokens

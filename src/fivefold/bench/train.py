@@ -196,7 +196,7 @@ class TrainBenchResult(Result):
         rows = [(part.name, f"{1e3 * part.seconds:.1f}", part.pace) for part in self.floor]
         share = self.mfu(total)
         return Table(
-            ["a floor, measured alone", ">ms", ">pace"],
+            ["parts, each measured alone", ">ms", ">pace"],
             rows,
             totals=[("total", f"{1e3 * total:.1f}", "" if share is None else f"{share:.1%} MFU")],
             caption=f"{total / self.step(OURS):.0%} of {OURS}'s step; attention's pace is of what a causal mask leaves",

@@ -357,9 +357,7 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="Show where a step's time goes, by kind of kernel.")
     ] = False,
-    floor: Annotated[
-        bool, typer.Option("--floor", help="Measure what a step must do, each part alone: the least it can take.")
-    ] = False,
+    floor: Annotated[bool, typer.Option("--floor", help="Measure what a step must do, each part alone.")] = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:

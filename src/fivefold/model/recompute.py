@@ -102,7 +102,7 @@ def _plain(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    wanted = op in _EXPENSIVE or _keeping.get()
+    wanted = op in _EXPENSIVE or _keeping.get() or str(op).startswith(_OURS)
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 

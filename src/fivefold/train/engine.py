@@ -45,7 +45,8 @@ class Network:
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         if mesh.device.type == "cuda":
-            # Routers multiply in float32 what was bfloat16, and that is exact in the tensor cores' own format.
+            # Beside bfloat16 only routers multiply in float32. What they multiply forward was bfloat16, and is exact in
+            # the tensor cores' own format; backward keeps 10 bits of the logits' gradients, where other linears keep 7.
             torch.backends.cuda.matmul.allow_tf32 = compute == torch.bfloat16
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = WeightGradQueue(), self.schedule.splits

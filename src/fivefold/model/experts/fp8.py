@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.experts.grouped import Sizes, product, weight_gradient
+from fivefold.model.experts.grouped import Sizes, both_gradients, product
 
 _KIND = torch.float8_e4m3fn
 _MOST = torch.finfo(_KIND).max
@@ -31,23 +31,17 @@ class Fp8GroupedLinear(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.sizes, ctx.put_off = sizes, put_off
-        return _product(x, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
+        return fp8_product(x, weight.unflatten(0, (ends.shape[0], -1)).mT, ends, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (x, weight, ends), sizes = ctx.saved_tensors, ctx.sizes
-        gradient = gradient.contiguous()
-        dx = _product(gradient, weight.unflatten(0, (ends.shape[0], -1)).mT.contiguous(), ends, sizes)
-        if ctx.put_off is not None and (later := ctx.put_off()) is not None:
-            later(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
-            return dx, None, None, None, None
-        return dx, weight_gradient(gradient, x, ends, sizes).flatten(0, 1), None, None, None
+        return both_gradients(ctx, gradient, fp8_product)
 
 
-def _product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
-    """x [N, I], weights [G, O, I] -> [N, O]."""
-    (x8, x_by), (w8, w_by) = rounded(x), rounded(weights)
+def fp8_product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
+    """x [N, I], weights [G, I, O] -> [N, O]. Weights are rounded along what is summed."""
+    (x8, x_by), (w8, w_by) = rounded(x), rounded(weights.mT.contiguous())
     if x.is_cuda and x.shape[0]:
         return _kernel(x8, w8, x_by, w_by, ends, x.dtype)
     exact = (x8.float() * x_by[:, None], (w8.float() * w_by[..., None]).mT)

@@ -62,13 +62,18 @@ class GroupedLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (x, weight, ends), sizes = ctx.saved_tensors, ctx.sizes
-        gradient = gradient.contiguous()  # that of a sum has strides of 0, which the kernel refuses
-        dx = product(gradient, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
-        if ctx.put_off is not None and (later := ctx.put_off()) is not None:
-            later(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
-            return dx, None, None, None, None
-        return dx, weight_gradient(gradient, x, ends, sizes).flatten(0, 1), None, None, None
+        return both_gradients(ctx, gradient, product)
+
+
+def both_gradients(ctx: Any, gradient: Tensor, times: Callable[..., Tensor]) -> tuple[Any, ...]:
+    """What `backward` returns: of the input by `times`, of the weight now or when its turn has come."""
+    (x, weight, ends), sizes = ctx.saved_tensors, ctx.sizes
+    gradient = gradient.contiguous()  # that of a sum has strides of 0, which the kernel refuses
+    dx = times(gradient, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
+    if ctx.put_off is not None and (later := ctx.put_off()) is not None:
+        later(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
+        return dx, None, None, None, None
+    return dx, weight_gradient(gradient, x, ends, sizes).flatten(0, 1), None, None, None
 
 
 def product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:

@@ -4,7 +4,7 @@
     ticket = SendOff.apply(trip, x)         forward starts there(x); backward waits for the gradient
     ...                                     runs while the message travels, and so does its backward pass
     trip.pause()                            the other half of a joined pair runs, where there is one
-    (y,) = Arrive.apply(trip, ticket)       forward waits for it; backward starts back(gradient)
+    (y,) = Arrive.apply(trip, 1, ticket)    forward waits for it; backward starts back(gradient)
 
 Autograd runs what is ready in the reverse order of its making. So the backward pass of what was computed in between
 comes when the gradient has been sent off, and before it is waited for. Selective recompute keeps what has arrived, and
