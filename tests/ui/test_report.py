@@ -156,7 +156,7 @@ def test_a_trace_is_reported_as_it_was_written(tmp_path: Path) -> None:
     ff.report(TraceResult(Summary(by_hand()), file), tmp_path / "trace.html")
     (one,) = held(tmp_path / "trace.html")["views"]
     assert one["name"] == "trace"
-    assert one["payload"] == json.loads(json.dumps(lanes(file)))
+    assert one["payload"] == json.loads(json.dumps({"run": "trace"} | lanes(file)))
 
 
 def test_a_proof_is_what_verify_says(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _of_trace(found: TraceResult) -> tuple[str, list[dict[str, Any]]]:
-    shown = lanes(found.file)
+    shown = {"run": found.file.stem} | lanes(found.file)
     return f"a trace of {shown['layout'] or 'one rank'}", [view(TRACE, shown)]
 
 
