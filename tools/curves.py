@@ -31,7 +31,7 @@ def scene(name: str) -> Scene:
     plot.axis_y("nats per token")
     for colour, values in zip((BLUE, ORANGE), losses.values(), strict=True):
         points = [(plot.x(step), plot.y(loss)) for step, loss in enumerate(values, start=1)]
-        drawn.shapes.append(Curve(points, stroke=colour, width=2.0))
+        drawn.shapes.append(Curve(tuple(points), stroke=colour, width=2.0))
     said = [f"{run}, held out {value}" for run, value in zip(runs, held_out[1:], strict=True)]
     legend(drawn, 450, list(zip(said, (BLUE, ORANGE), strict=True)))
     return drawn
