@@ -24,7 +24,7 @@ export function mount(root, source) {
   const sorting = select({ name: "truth-order", label: "Order", onInput: value => { order = value; list(); } });
   const shaping = select({ name: "truth-shape", label: "Picture", onInput: value => { shape = value; planner.update(); null_.update(); } });
   const said = element("span", { class: "dim small", "aria-live": "polite", "data-testid": "truth-status" });
-  const error = figure("Mean error", "mean-error"), near = figure("Within 10%", "near"), far = figure("Within 25%", "far"), inside = figure("Inside the predicted range", "inside");
+  const error = figure("Mean error of all runs", "mean-error"), near = figure("Within 10%", "near"), far = figure("Within 25%", "far"), inside = figure("Inside the predicted range", "inside");
   const timed = () => chosen().filter(row => row.error !== null);
   const faint = () => words.source === ALL && words.model === ALL && words.gpu === ALL && words.kind === ALL ? [] : rows.filter(row => row.error !== null && !passes(row));
   const picture = (of, label, testid) => responsive(width => payload && scatter(width, { rows: timed(), faint: faint(), of, ends, bands: payload.bands, looks, at, label, onPick: pick, ratio: shape === SHAPES[0] }), { "data-testid": testid, tabindex: 0, role: "group", "aria-label": `${label}; left and right go from run to run` });
@@ -80,7 +80,7 @@ export function mount(root, source) {
     const mine = timed(), sizes = mine.map(one => Math.abs(one.error)), share = of => mine.length ? format.percent(mine.filter(of).length / mine.length, 0) : "—";
     const ranged = mine.filter(one => one.predicted_range), held = ranged.filter(one => one.measured_seconds >= one.predicted_range[0] && one.measured_seconds <= one.predicted_range[1]);
     const mean = of => mine.length ? format.percent(mine.reduce((sum, one) => sum + of(one), 0) / mine.length) : "—", off = one => Math.abs(one.null_seconds / one.measured_seconds - 1);
-    error.show(mean(one => Math.abs(one.error)), `of ${format.count(mine.length)} runs; null model ${mean(off)}`);
+    error.show(mean(one => Math.abs(one.error)), `${format.count(mine.length)} runs, each counted once; null model ${mean(off)}; the mean of sources is below`);
     near.show(share(one => Math.abs(one.error) <= 0.1), `null model ${share(one => off(one) <= 0.1)}`);
     far.show(share(one => Math.abs(one.error) <= 0.25), `null model ${share(one => off(one) <= 0.25)}`);
     inside.show(ranged.length ? format.percent(held.length / ranged.length, 0) : "—", `meant to hold in ${format.percent(payload.range_share, 0)} of cases; largest error ${sizes.length ? format.percent(Math.max(...sizes), 0) : "—"}`);
