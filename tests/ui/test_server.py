@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fivefold.ui import ui as ui_module
 from fivefold.ui.api_plan import search
 from fivefold.ui.ask import Ask
 from fivefold.ui.server import FILES, STATIC
+from fivefold.ui.threads import Busy, in_thread
 from fivefold.ui.ui import LOOPBACK, bound, ui
 from fivefold.ui.views import VIEWS
 from fivefold.ui.worker import Question
@@ -123,6 +125,14 @@ def test_no_address_leads_out_of_the_page(server: Server, path: str) -> None:
         ({"layout": "dp=two"}, "not a whole number"),
         ({"move": "nothing=3"}, "no field of a layout"),
         ({"mdoel": "tiny"}, "did you mean 'model'?"),
+        ({"layout": f"tp={10**22}"}, "is more than 10000000"),
+        ({"layout": "dp=10000000,tp=10000000"}, "ranks, and 10000000 are the most"),
+        ({"layout": "dp=0"}, "layout.dp=0 must be at least 1"),
+        ({"layout": "dp=2", "move": "microbatches=0"}, "layout.microbatches=0 must be at least 1"),
+        ({"layout": "dp=2", "move": f"pp={10**22}"}, "is more than 10000000"),
+        ({"batch": "1000000000"}, "batch=1000000000 is more than"),
+        ({"batch": "1000000", "seq": "65536"}, "tokens in a step"),
+        ({"cluster": "1000000xCPU"}, "at most 131072"),
     ],
 )
 def test_a_bad_question_is_a_sentence(server: Server, words: dict[str, str], said: str) -> None:
@@ -130,6 +140,27 @@ def test_a_bad_question_is_a_sentence(server: Server, words: dict[str, str], sai
     assert found.status == 400
     assert said in found.json["error"]
     assert "Traceback" not in found.body.decode()
+
+
+@pytest.mark.parametrize("layout", ["dp=0", f"tp={10**22}"])
+def test_the_mesh_has_the_same_ranges(server: Server, layout: str) -> None:
+    assert server.ask("mesh", TINY | {"layout": layout}).status == 400
+
+
+def test_what_never_ends_is_left_and_does_not_hold_the_server() -> None:
+    ends = threading.Event()
+
+    async def asked() -> None:
+        with pytest.raises(Busy, match="takes longer than"):
+            await in_thread(ends.wait, limit=0.05)
+        assert await in_thread(int, "3") == 3
+        with pytest.raises(ValueError, match="invalid literal"):
+            await in_thread(int, "three")
+
+    asyncio.run(asked())
+    left = [thread for thread in threading.enumerate() if thread.name.endswith("(work)")]
+    assert [thread.daemon for thread in left] == [True]
+    ends.set()
 
 
 def test_a_word_given_twice_is_refused(server: Server) -> None:

@@ -16,7 +16,7 @@ from fivefold.layout.part import Part, part_of
 from fivefold.plan.cost.in_order import Sent, in_order
 from fivefold.plan.cost.memory import dtype_of
 from fivefold.plan.cost.time import Case
-from fivefold.plan.mesh import mesh
+from fivefold.plan.mesh import MOST, mesh
 from fivefold.plan.nearest import nearest, problems, steps
 from fivefold.support.errors import UserError
 from fivefold.ui.ask import Ask
@@ -32,7 +32,7 @@ CHOSEN = ("rank", "layer")
 def payload(ask: Ask) -> dict[str, Any]:
     """The map, one rank of it, and the collectives of one layer."""
     ask.only(*ASKED, "layout", "move", *CHOSEN)
-    question = case_of(ask)
+    question = _small(ask)
     wanted = layout_asked(question, ask) if ask.text("layout") else _usual(question)
     wrong = problems(question, wanted)
     shown = nearest(question, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
@@ -56,6 +56,14 @@ def payload(ask: Ask) -> dict[str, Any]:
         "layer": _layer(case, ask.whole("layer"), number),
         "asks": {"ranks": asked | {"layout": str(shown), "rank": str(number)}},
     }
+
+
+def _small(ask: Ask) -> Case:
+    """The question, of a cluster whose ranks can be drawn."""
+    case = case_of(ask)
+    if (world := case.cluster.world) > MOST:
+        raise UserError(f"{case.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn")
+    return case
 
 
 def _usual(case: Case) -> Layout:
@@ -83,7 +91,7 @@ def ranks(ask: Ask) -> list[dict[str, Any]]:
 
 def _asked(ask: Ask) -> tuple[Case, int]:
     ask.only(*ASKED, "layout", "rank")
-    question, number = case_of(ask), ask.whole("rank") or 0
+    question, number = _small(ask), ask.whole("rank") or 0
     layout = layout_asked(question, ask)
     if wrong := problems(question, layout):
         raise UserError(wrong)

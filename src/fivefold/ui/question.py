@@ -20,10 +20,14 @@ from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.ranges import RANKS, checked, outside, within
 from fivefold.ui.ask import Ask
 
 MODEL, CLUSTER = "llama3-70b", "8x8xH100"  # what the page begins with
 ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
+# Far beyond what is trained, and near enough that every answer comes: a page's question has no end of its own.
+SEQUENCES, TOKENS = 1 << 20, 1 << 30  # of a step
+GPUS = 1 << 17
 
 
 def words_of(case: Case, software: str) -> dict[str, str]:
@@ -43,9 +47,19 @@ def case_of(ask: Ask) -> Case:
         raise UserError(
             f"cluster={cluster[:60]!r} has unlike nodes, for which there are no sliders; `fivefold plan` has them"
         )
-    return _question(
-        model, cluster, ask.whole("batch"), ask.whole("seq"), ask.text("precision"), software_of(ask)
-    )  # fmt: skip
+    batch, seq = checked("batch", ask.whole("batch"), within(1, SEQUENCES)), ask.whole("seq")
+    machines = Cluster.parse(cluster)
+    if machines.world > GPUS:
+        raise UserError(
+            f"{machines} has {machines.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may"
+        )
+    case = _question(model, cluster, batch, seq, ask.text("precision"), software_of(ask))
+    if case.batch * case.seq > TOKENS:
+        raise UserError(
+            f"batch={case.batch} x seq={case.seq} is {case.batch * case.seq} tokens in a step, and the page asks for "
+            f"at most {TOKENS}; nearest: batch={max(1, TOKENS // case.seq)}"
+        )
+    return case
 
 
 @lru_cache(maxsize=64)
@@ -62,7 +76,16 @@ def layout_of(text: str) -> Layout:
         key, _, value = (word.strip() for word in part.partition("="))
         if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, and a page must not
             raise UserError(f"unknown schedule {value[:60]!r}; {did_you_mean(value[:60], list(CATALOGUE))}")
-    return Layout.parse(text)
+    return _in_range(Layout.parse(text))
+
+
+def _in_range(layout: Layout) -> Layout:
+    """Held against its ranges before anything counts up to one of its numbers, or divides by it."""
+    if wrong := outside(layout, "layout"):
+        raise UserError(list(wrong.values()))
+    if layout.world > RANKS:
+        raise UserError(f"{layout} has {layout.world} ranks, and {RANKS} are the most")
+    return layout
 
 
 def layout_asked(case: Case, ask: Ask) -> Layout:
@@ -77,9 +100,8 @@ def layout_asked(case: Case, ask: Ask) -> Layout:
         return layout
     if not equals or field not in Layout.__struct_fields__ or field == "split":
         raise UserError(f"move={ask.text('move')[:60]!r} is no field of a layout and its value; write move=tp=8")
-    if field == "schedule":
-        layout_of(f"schedule={value}")
-    return moved(case, layout, field, value)
+    layout_of(f"{field}={value}")  # by itself, before others follow it
+    return _in_range(moved(case, layout, field, value))
 
 
 def fields_of(layout: Layout) -> dict[str, Any]:

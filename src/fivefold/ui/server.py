@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,6 +20,7 @@ from fivefold import __version__
 from fivefold.support.errors import UserError
 from fivefold.ui.ask import Ask
 from fivefold.ui.guard import App, Guard
+from fivefold.ui.threads import Busy, in_thread
 from fivefold.ui.views import VIEWS, Nothing, answer, view_of
 from fivefold.ui.worker import Question
 from fivefold.ui.workers import Broken, Replaced, Workers
@@ -59,9 +59,11 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
                     answered = await workers.ask(lane, question)
                     kept.update({key: answered} if part in view_of(view).kept else {})
                 return _json(answered)
-            return _json(msgspec.json.encode(await run_in_threadpool(answer, view, part, Ask(words, runs))))
+            return _json(msgspec.json.encode(await in_thread(answer, view, part, Ask(words, runs))))
         except UserError as error:
             return _error(404 if isinstance(error, Nothing) else 400, error.problems)
+        except Busy as error:
+            return _error(503, [str(error)])
         except Replaced:
             return _error(409, ["a newer question took this one's place"])
         except Exception as error:

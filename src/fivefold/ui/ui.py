@@ -15,6 +15,7 @@ from fivefold.support.errors import UserError, absent
 from fivefold.support.ranges import checked, within
 
 LOOPBACK = "127.0.0.1"
+GRACE = 2  # seconds that answers have when the server is told to stop
 NEEDS = 'this needs starlette and uvicorn: pip install "fivefold[ui]"'
 
 
@@ -42,7 +43,7 @@ def ui(
             webbrowser.open(address)
         config = uvicorn.Config(
             application(token, port, places), log_level="warning", access_log=False, server_header=False, ws="none",
-            proxy_headers=False, http="h11",
+            proxy_headers=False, http="h11", timeout_graceful_shutdown=GRACE,
         )  # fmt: skip
         with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises once more when all is closed
             uvicorn.Server(config).run(sockets=[listening])
