@@ -1,6 +1,7 @@
 """The dry run with experts: where tokens go is stated, and what follows is what the closed forms say."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -145,12 +146,20 @@ def test_a_fuller_rank_holds_more() -> None:
         ("tiny --layout dp=2 --imbalance 1.2", "imbalance=1.2 is for experts, and tiny has none"),
         ("tiny-moe --layout dp=2 --imbalance 1.2", "dp=2 has every expert on every rank"),
         ("tiny-moe --layout dp=4,ep=4 --imbalance 9", "1 to 4; nearest: imbalance=4"),
+        ("tiny-moe --layout dp=4,ep=4 --imbalance 0.5", "1 to 4; nearest: imbalance=1"),
+        ("tiny-moe --layout dp=4,ep=4 --imbalance nan", "1 to 4; nearest: imbalance=1"),
     ],
 )
 def test_an_imbalance_that_cannot_be(line: str, words: str) -> None:
     result = CliRunner().invoke(app, ["dryrun", *line.split()])
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception)
+
+
+def test_messages_to_experts_are_named_ep_where_dp_has_the_same_ranks() -> None:
+    result = CliRunner().invoke(app, ["dryrun", "tiny-moe", "--layout", "dp=4,ep=4", "--seq", "64"])
+    assert re.search(r"^ep +4 +all-to-all +.*the same$", result.output, re.MULTILINE)
+    assert not re.search(r"^dp .*all-to-all", result.output, re.MULTILINE)
 
 
 def test_the_rank_that_runs_is_the_fullest() -> None:

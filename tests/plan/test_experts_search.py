@@ -47,7 +47,7 @@ def test_fixed_ep_is_kept_and_one_that_cannot_be_is_explained():
     with pytest.raises(UserError, match=r"^layout\.ep=3 does not divide the 128 experts"):
         search(CASE, ep=3)
     dense = Case(preset("llama3-8b"), Layout(), CASE.cluster, 4096, 64)
-    with pytest.raises(UserError, match="ep cannot be fixed here"):
+    with pytest.raises(UserError, match=r"^ep=2 is of experts, and llama3-8b has none; leave it out$"):
         search(dense, ep=2)
 
 
@@ -61,6 +61,18 @@ def test_a_plan_says_why_not_its_neighbours_in_ep():
     assert "3.042B parameters that a token is multiplied with" in text
     assert f"{IMBALANCE} times the mean" in text
     assert found.to_dict()["best"]["imbalance"] == IMBALANCE
+
+
+def test_a_default_that_is_of_fewer_experts_a_rank_says_so():
+    layout, sizes = "dp=16,zero=3,recompute=full", {"batch": 16, "seq": 1024}
+    even, wide, given = (
+        to_text(simulate("qwen3-30b-a3b", f"{layout},ep={ep}", "2x8xH100", imbalance=stated, **sizes).blocks(), 400)
+        for ep, stated in ((8, None), (2, None), (2, 1.2))
+    )
+    assert "with 16 experts a rank (ep=8)" in even
+    assert "it is likely less" not in even
+    assert "with 64 a rank, as here, it is likely less" in wide
+    assert "a rank" not in given.split("times the mean of the tokens")[1].splitlines()[0]
 
 
 def test_an_uneven_load_costs_time_and_memory_where_experts_are_dealt_out():

@@ -58,6 +58,9 @@ def test_a_pair_hides_messages_and_no_compute(case: Case):
     assert 0 < shared < paired < whole - shared
     assert saved > 0.1 * apart.seconds  # a tenth of a step of DeepSeek-V3 on H100s
     assert sum(found.causes.values()) == pytest.approx(found.seconds)
+    # The table's row is what the sentence leaves: messages that recomputation sends again are messages.
+    assert found.causes["ep"] == pytest.approx(whole - shared - paired)
+    assert apart.causes["ep"] == pytest.approx(whole)
     assert min(found.causes.values()) >= 0
     same = ("gemm", "attention", "memory", "host", "optimizer")
     assert all(found.causes[cause] == apart.causes[cause] for cause in same)

@@ -15,6 +15,7 @@ from fivefold.plan.serving.memory import held, stage_weights, whole_cache, whole
 from fivefold.plan.serving.mixture import degrees, exchange, most_touched, touched
 from fivefold.plan.serving.serve import ServePlan, serve
 from fivefold.plan.serving.step import Replica
+from fivefold.plan.serving.wording import milliseconds
 from fivefold.spec.experts import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -259,6 +260,14 @@ def test_every_family_has_a_plan_that_prints_and_dumps(model: str) -> None:
     back = json.loads(json.dumps(found.to_dict()))
     assert back["throughput"]["ep"] == found.throughput.ep
     assert back["service"]["imbalance"] == 1.6
+
+
+def test_a_token_waits_for_prefills_beside_its_step() -> None:
+    found = serve("mixtral-8x7b", "8xH100", sequences=32)
+    heavy = found.throughput
+    both = f"{milliseconds(heavy.step)} + {milliseconds(heavy.token - heavy.step)} at the highest throughput"
+    assert both in " ".join(str(found).split())
+    assert "prefills of other" not in str(serve("mixtral-8x7b", "8xH100", sequences=1))
 
 
 def test_the_command_takes_an_imbalance() -> None:

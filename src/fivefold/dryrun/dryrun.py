@@ -108,9 +108,10 @@ def _imbalance(job: Job, given: float | None) -> float:
     if ep == 1:
         raise UserError(f"imbalance={given:g} is of the ranks of ep, and {job.layout} has every expert on every rank")
     if not 1 <= given <= ep:
+        nearest = min(given, ep) if given > 1 else 1.0  # also of nan, which compares with nothing
         raise UserError(
             f"imbalance={given:g} is what the fullest of the {ep} ranks of ep gets, over the mean: 1 to {ep}; nearest: "
-            f"imbalance={min(max(given, 1.0), ep):g}"
+            f"imbalance={nearest:g}"
         )
     return given
 

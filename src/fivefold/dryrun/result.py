@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.dryrun.vs_plan import RankVsPlan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
+from fivefold.plan.cost.dispatch import shown_axis
 from fivefold.report import Block, Result, Table, Text
 from fivefold.report.chart import TOP, Plot, legend, sheet
 from fivefold.report.look import COLOURS, GREY, INK, LABEL, MARGIN, SMALL, WIDTH
@@ -145,9 +146,21 @@ def _traffic(one: RankVsPlan) -> Table:
         other = planned.pop(row[:2], None)
         same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
         sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
-        rows.append([row.axis, f"{one.ranks.get(row.axis, '')}", row.kind, *sent, same])
+        rows.append(
+            [shown_axis(one.layout, row.axis, row.kind), f"{one.ranks.get(row.axis, '')}", row.kind, *sent, same]
+        )
     for other in planned.values():
-        rows.append([other.axis, "", other.kind, "0", "", "", f"{other.calls} calls, {other.payload} B"])
+        rows.append(
+            [
+                shown_axis(one.layout, other.axis, other.kind),
+                "",
+                other.kind,
+                "0",
+                "",
+                "",
+                f"{other.calls} calls, {other.payload} B",
+            ]
+        )
     return Table(["axis", ">ranks", "collective", ">calls", ">payload", ">wire", ">planner"], rows)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.collective_cost import Traffic
+from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.plan.cost.dispatch import Rows, even_rows
 from fivefold.plan.cost.executed import rank_flops
@@ -42,7 +43,12 @@ class RankVsPlan:
     room: Footprint
     figures: tuple[Figure, ...]
     planned: tuple[Traffic, ...]
-    ranks: dict[str, int]  # of each axis
+    layout: Layout
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Of each axis."""
+        return {axis: self.layout.size(axis) for axis in self.layout.table}
 
     @property
     def traffic_agrees(self) -> bool:
@@ -95,7 +101,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     )
     balances = job.train.balance_loss > 0
     planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat, balance_loss=balances, rows=rows)
-    return RankVsPlan(dry, room, figures, tuple(planned), {axis: layout.size(axis) for axis in layout.table})
+    return RankVsPlan(dry, room, figures, tuple(planned), layout)
 
 
 def _rows(job: Job, seat: Seat, imbalance: float) -> Rows | None:

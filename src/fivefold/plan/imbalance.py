@@ -7,7 +7,15 @@ from fivefold.support.errors import UserError
 # sequences of 16,384, 335 and 277 at 32,768, 368 and 320 at 65,536, 389 and 357 at 131,072 (Megatron-MoE-ModelZoo,
 # best_practice/qwen3/readme.md). Under this planner's costs these are ranks with 1.50 to 1.75 times the mean.
 IMBALANCE = 1.6
-SOURCE = "by four published pairs of even and real routing"
+HERE = 16  # experts of a rank in these runs
+SOURCE = f"by four published pairs of even and real routing with {HERE} experts a rank (ep=8)"
+
+
+def more_even(spec: ModelSpec, ep: int, imbalance: float) -> str:
+    """Where the default is of ranks with fewer experts: that it is likely too much. By how much nobody published."""
+    if spec.experts is None or imbalance != IMBALANCE or ep == 1 or (each := spec.experts.count // ep) <= HERE:
+        return ""
+    return f"with {each} a rank, as here, it is likely less, as more loads even out more"
 
 
 def imbalance_for(spec: ModelSpec, given: float | None = None) -> float:

@@ -10,12 +10,12 @@ from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.cost.time import Case
 from fivefold.plan.goodput.run import length
-from fivefold.plan.imbalance import IMBALANCE, SOURCE
+from fivefold.plan.imbalance import IMBALANCE, SOURCE, more_even
 from fivefold.plan.interval import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.plan.mesh import MeshResult
 from fivefold.plan.pictures.bars import memory, overview
 from fivefold.plan.pictures.traffic import sent
-from fivefold.plan.search.explain import ALIKE, CAUSES, Neighbour, difference, traffic
+from fivefold.plan.search.explain import ALIKE, CAUSES, Neighbour, difference, sender, traffic
 from fivefold.plan.search.option import Option
 from fivefold.plan.search.search import By
 from fivefold.plan.training import DAY, GB, Training
@@ -206,6 +206,7 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
         "memory_rank": footprint.rank,
         "fits": option.fits,
         "time_by_cause": option.estimate.causes,
+        "traffic_rank": sender(option),
         "traffic": [moved._asdict() for moved in traffic(option)],
     }
     if case.spec.experts is not None:
@@ -326,8 +327,17 @@ def _traffic(option: Option) -> Table:
         ["axis", "collective", ">calls", ">payload", ">wire, in the node", ">wire, between nodes"],
         rows,
         title="What a rank sends in a step",
-        caption=f"payload: bytes handed to the collectives; wire: bytes that leave a {_device(option)}",
+        caption=f"{_sender(option)}; payload: bytes handed to the collectives; wire: bytes that leave a "
+        f"{_device(option)}",
     )
+
+
+def _sender(option: Option) -> str:
+    """Whose traffic it is."""
+    rank, layout = sender(option), option.layout
+    which = "the fullest" if rank == option.footprint.rank else "the first with experts"
+    mean = "; experts get the mean of the tokens" if layout.ep > 1 else ""
+    return (f"on pipeline rank {rank}, {which}" if layout.pp > 1 else "of any rank") + mean
 
 
 def _summary(option: Option, price: float | None = None) -> str:
@@ -351,6 +361,8 @@ def _experts(option: Option) -> Iterator[Text]:
     active = si(case.spec.matmul_parameters, 4)
     why = f", {SOURCE}" if case.imbalance == IMBALANCE else ""
     uneven = f"the fullest rank has {case.imbalance:g} times the mean of the tokens{why} (--imbalance)"
+    less = more_even(case.spec, option.layout.ep, case.imbalance)
+    uneven += f"; {less}" if less else ""
     yield Text(
         f"MFU counts the {active} parameters that a token is multiplied with; "
         + (uneven if option.layout.ep > 1 else "every rank has all experts, so that none is fuller than another")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.layout.axes import AXES
+from fivefold.plan.cost.dispatch import shown_axis
 from fivefold.report import Block, Cell, Result, Table, Text, mark
 from fivefold.support.formatting import bytes_text, graphs_text
 from fivefold.verify.compare import Error, bound_of, worst
@@ -123,7 +124,8 @@ def _traffic(verdict: Verdict) -> Table:
         seen, wanted = count.counted, count.expected
         closed = "the same" if count.holds else f"{_per(wanted.calls, steps)} calls, {_per(wanted.payload, steps)} B"
         sizes = (bytes_text(seen.payload / steps), bytes_text(float(seen.wire) / steps))
-        rows.append([f"{seen.axis}  {seen.kind}", _per(seen.calls, steps), *sizes, closed, mark(count.holds)])
+        axis = shown_axis(verdict.job.layout, seen.axis, seen.kind)
+        rows.append([f"{axis}  {seen.kind}", _per(seen.calls, steps), *sizes, closed, mark(count.holds)])
     return Table(["sent, per step", ">calls", ">payload", ">wire", ">expected", ""], rows)
 
 

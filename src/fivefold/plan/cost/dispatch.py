@@ -100,6 +100,18 @@ def even_rows(
     return [(slots, came) for _ in range(layout.microbatches) for _ in layers]
 
 
+def shown_axis(layout: Layout, axis: str, kind: Kind) -> str:
+    """What a reader looks for. Bytes are counted by the first axis that has the same ranks, so experts' messages go by
+    dp, cp, tp or the world where ep is as wide; where others of their kind are counted with them, both are named."""
+    if layout.ep == 1 or axis == "ep" or axis != layout.same_axis("ep"):
+        return axis
+    kinds = ("all-to-all",) if layout.dispatch == "alltoall" else ("all-gather", "reduce-scatter")
+    if kind not in kinds:
+        return axis
+    trades = axis == "cp" and layout.cp_kind == "ulysses"
+    return "ep" if kind == "all-to-all" and not trades else f"{axis}, ep"
+
+
 def dispatched(
     spec: ModelSpec, layout: Layout, dtype: str, rows: Rows, tokens: int, samples: int, balance_loss: bool
 ) -> Iterator[tuple[str, Kind, int, int]]:

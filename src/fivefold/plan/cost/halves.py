@@ -48,8 +48,8 @@ def block_halves(work: Work) -> tuple[Segments, Segments]:
     if work.layout.recompute != "full":
         return travel.forward(ahead), travel.backward(back)
     # It runs forward again before its own, messages and all.
-    again = travel.forward(inputs.recompute + less)
-    return travel.forward(ahead), again + travel.backward(back - inputs.recompute)
+    again = inputs.recompute + forward.ep
+    return travel.forward(ahead), travel.forward(again + less) + travel.backward(back - again)
 
 
 def _plain(passes: Passes) -> tuple[Segments, Segments]:

@@ -190,9 +190,8 @@ def _saved(simulation: Simulation) -> list[float]:
 
 
 def _without(load: Seconds, seconds: float) -> Seconds:
-    """A rank's load without what joined pairs hide of the experts' messages, those of recomputation last."""
-    first = min(seconds, load.ep)
-    return load._replace(ep=load.ep - first, recompute=load.recompute - (seconds - first))
+    """A rank's load without what joined pairs hide of the experts' messages."""
+    return load._replace(ep=load.ep - seconds)
 
 
 def _travelled(case: Case, rank: int, paired: float) -> Travelled:

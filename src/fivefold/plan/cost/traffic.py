@@ -132,9 +132,11 @@ def expected(
     balance_loss: bool = False,
     rows: Rows | None = None,
     splits: bool | None = None,
+    experts_apart: bool = False,
 ) -> list[Traffic]:
     """One step of one rank. `rows` are those that it sends to experts and receives; None: as many each way, to any.
-    `splits`: whether the schedule has backward passes in two halves; None: as its name says."""
+    `splits`: whether the schedule has backward passes in two halves; None: as its name says.
+    A counter knows axes by their ranks; `experts_apart` keeps what goes to experts under ep, whatever else has them."""
     step = _step_of(spec, layout, seq, batch, dtype, seat, minimum, smoothing, splits)
     stages, tokens = step.stages, step.tokens
     sent = [*_numbers(spec), *(_fully_sharded(step) if layout.fully_shards(spec) else _replicated(step))]
@@ -145,7 +147,13 @@ def expected(
         rows = even_rows(spec, layout, tokens, mine, seat.tp) if rows is None else rows
         sent += dispatched(spec, layout, dtype, rows, tokens, batch // layout.size("batch"), balance_loss)
     return total(
-        Traffic(layout.same_axis(axis), kind, calls, calls * payload, wire(kind, calls * payload, size))
+        Traffic(
+            "ep" if experts_apart and axis == "ep" else layout.same_axis(axis),
+            kind,
+            calls,
+            calls * payload,
+            wire(kind, calls * payload, size),
+        )
         for axis, kind, calls, payload in sent
         if (size := layout.size(axis)) > 1 and calls
     )

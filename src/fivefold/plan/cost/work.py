@@ -31,12 +31,12 @@ class Seconds(NamedTuple):
     gemm: float = 0.0
     attention: float = 0.0
     memory: float = 0.0  # kernels that are bound by it: norms, activation functions, residual sums, the loss
-    recompute: float = 0.0
+    recompute: float = 0.0  # with tp's collectives; cp's and ep's that are sent again are theirs
     host: float = 0.0  # the device waits for its next kernel
     tp: float = 0.0
     cp: float = 0.0
     zero: float = 0.0
-    ep: float = 0.0  # tokens on their way to experts and back
+    ep: float = 0.0  # tokens on their way to experts and back, those of recomputation too
 
     @property
     def total(self) -> float:
@@ -122,10 +122,10 @@ class Work:
         if mixture is not None:
             tp, tp_back = map(sum, zip((tp, tp_back), mixture.gathered, strict=True))
         cp, cp_back = self._context()
-        again = self._again(ahead, tp + ep)
-        gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again)
+        again, resent = self._again(ahead, tp), ep if self.layout.recompute == "full" else 0.0
+        gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again + resent)
         ahead = ahead._replace(tp=tp, cp=cp, zero=gather, ep=ep)
-        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter, ep_back)
+        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter, ep_back + resent)
         late = Seconds(gemm=weights, memory=self.added(self.block_parameters))
         # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
         behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.plan.cost.memory import PAPER
-from fivefold.plan.search.explain import AxisTraffic, traffic
+from fivefold.plan.search.explain import AxisTraffic, sender, traffic
 from fivefold.plan.search.option import Option
 from fivefold.support.formatting import si
 
@@ -134,7 +134,7 @@ def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         f"ZeRO 2 sums gradients after each of {layout.microbatches} microbatches" if layout.zero == 2 else "",
         f"a ring sends (N-1)/N, with N={layout.size('data')}",
         "experts are summed over the ranks that have the same ones" if layout.ep > 1 else "",
-        "the first pipeline rank has its own share of the layers" if layout.pp > 1 else "",
+        f"pipeline rank {sender(option)} has its own share of the layers" if layout.pp > 1 else "",
     )  # fmt: skip
     over = " / (t p)" if layout.tp * layout.pp > 1 else ""
     yield Shortcut("dp on the wire", f"{times}M, M = 2P{over} bytes", times * size, _wire(rows, axes), "GB", why)
@@ -160,14 +160,14 @@ def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
 
 
 def _layers(option: Option) -> list[int]:
-    """Of the first pipeline rank."""
+    """Of the pipeline rank whose traffic is counted."""
     stages = option.case.stages
-    return [layer for number in option.layout.placement.of_rank[0] for layer in stages[number].layers]
+    return [layer for number in option.layout.placement.of_rank[sender(option)] for layer in stages[number].layers]
 
 
 def _own_layers(option: Option, mine: int, all_of_them: int) -> str:
     even = all_of_them / option.layout.pp
-    return f"the first pipeline rank has {mine} such layers, and not {even:.4g}" if mine != even else ""
+    return f"pipeline rank {sender(option)} has {mine} such layers, and not {even:.4g}" if mine != even else ""
 
 
 def _pipeline(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
@@ -188,17 +188,14 @@ def _experts(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         return
     calls = 4 * spec.experts.top_k * (spec.layers - spec.dense_layers) / layout.pp * layout.microbatches
     textbook = calls * NARROW * _stream(option) / layout.tp * (layout.ep - 1) / layout.ep
-    axis = layout.same_axis("ep")
-    kinds = ("all-to-all",) if layout.dispatch == "alltoall" else ()
     why = _because(
         f"dispatch={layout.dispatch} sends otherwise" if layout.dispatch != "alltoall" else "",
-        "ep has the ranks of another axis, whose bytes are counted with it" if axis != "ep" and not kinds else "",
         "the forward pass runs twice" if layout.recompute == "full" else "",
         _own_layers(option, sum(not spec.dense(layer) for layer in _layers(option)), spec.layers - spec.dense_layers),
         "ranks tell each other how many rows will come",
     )
     formula = "4 K BSH/t a layer, (e-1)/e of it"
-    yield Shortcut("ep on the wire", formula, textbook, _wire(rows, {axis}, kinds), "GB", why)
+    yield Shortcut("ep on the wire", formula, textbook, _wire(rows, {"ep"}), "GB", why)
 
 
 def _bubble(option: Option) -> Iterator[Shortcut]:

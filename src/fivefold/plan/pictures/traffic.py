@@ -1,6 +1,6 @@
 """What a rank sends in a step: a bar for each axis and collective, by the links that its bytes cross."""
 
-from fivefold.plan.search.explain import AxisTraffic, traffic
+from fivefold.plan.search.explain import AxisTraffic, sender, traffic
 from fivefold.plan.search.option import Option
 from fivefold.report.chart import TOP, Bar, Plot, amount, legend, sheet, stacked
 from fivefold.report.look import BLUE, GREY, LABEL, MARGIN, ORANGE, WIDTH
@@ -23,7 +23,7 @@ def sent(option: Option) -> Scene:
     bars = [Bar(f"{row.axis}  {row.kind}", _parts(row, size), _said(row, size, unit)) for row in rows]
     high = 1.04 * max(bar.total for bar in bars)
     plot = Plot(scene, LEFT, TOP + 6, WIDTH - LEFT - RIGHT, ROW * len(bars), (0, 0), (high, 1))
-    plot.axis_x(f"{unit} on the wire per step, of the first rank")
+    plot.axis_x(f"{unit} on the wire per step, of pipeline rank {sender(option)}")
     stacked(plot, bars, unit)
     links = [(f"within a node: {card.inside.name}, {card.inside.bandwidth / 1e9:.3g} GB/s each way", BLUE)]
     if any(row.across for row in rows):

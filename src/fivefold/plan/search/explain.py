@@ -13,9 +13,10 @@ from msgspec import structs
 
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.links import Reach
 from fivefold.plan.cost.memory import dtype_of
 from fivefold.plan.cost.time import Case, estimate
-from fivefold.plan.cost.traffic import expected
+from fivefold.plan.cost.traffic import Seat, expected
 from fivefold.plan.mixed.groups import groups_of, spanning
 from fivefold.plan.mixed.search import can_be_made
 from fivefold.plan.mixed.split import divided
@@ -26,6 +27,7 @@ from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
 
+NAMED = 3  # causes of a difference at most
 RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
 
 EVEN, SPEED = "even layers", "layers by speed"  # over mixed nodes
@@ -154,21 +156,26 @@ def difference(best: Option, other: Option) -> str:
         return "takes the same time"
     here, there = best.estimate.causes, other.estimate.causes
     sign = -1 if slower < 0 else 1
-    cause = max(there, key=lambda cause: sign * (there[cause] - here[cause]))
-    moved = there[cause] - here[cause]
-    why = f"{CAUSES[cause]} {'+' if moved > 0 else '-'}{abs(moved) / best.seconds:.1%} of the step"
-    if cause == "ep" and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
+    moved = {cause: (there[cause] - here[cause]) / best.seconds for cause in there}
+    cause, *others = sorted(moved, key=lambda cause: -sign * moved[cause])
+    named, told = [cause], moved[cause]
+    while len(named) < NAMED and sign * told < abs(slower) / 2:  # one that is no half of it does not explain it
+        named.append(others.pop(0))
+        told += moved[named[-1]]
+    why = ", ".join(f"{CAUSES[one]} {moved[one]:+.1%}" for one in named) + " of the step"
+    if "ep" in named and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
         why += f", which joined pairs hide {'there' if other.estimate.travelled.paired else 'here'}"
     if slower < 0:
         return f"is {-slower:.1%} faster: {why}"
     across = [axis for axis in ("tp", "cp", "ep") if other.case.wires.across(axis) and not best.case.wires.across(axis)]
-    if cause in across:
+    if set(named) & set(across):
         why += f", because {either(across)} then leaves the node"
     return f"is {slower:.1%} slower: {why}"
 
 
 class AxisTraffic(NamedTuple):
-    """What a rank sends along an axis in one step, by class of link."""
+    """What a rank sends along an axis in one step, by class of link. Experts' messages are ep's, also where another
+    axis has the same ranks."""
 
     axis: str
     kind: str
@@ -179,20 +186,44 @@ class AxisTraffic(NamedTuple):
     seconds: float | None  # that these would take if nothing hid them; None: of the whole world, a few numbers
 
 
+def sender(option: Option) -> int:
+    """The pipeline rank whose traffic is shown: the fullest, as for memory; or else the first that has experts."""
+    case, fullest = option.case, option.footprint.rank
+    if case.spec.experts is None:
+        return fullest
+    ranks = case.layout.placement.of_rank
+    having = [rank for rank, mine in enumerate(ranks) if any(_with_experts(case, stage) for stage in mine)]
+    return fullest if fullest in having else having[0]
+
+
+def _with_experts(case: Case, stage: int) -> bool:
+    return any(not case.spec.dense(layer) for layer in case.stages[stage].layers)
+
+
 def traffic(option: Option) -> list[AxisTraffic]:
-    """What the first rank sends, by axis and kind, divided by where the ranks of the axis are."""
-    case, found = option.case, []
+    """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
+    case, rank, found = option.case, sender(option), []
+    wires = case.work_of(rank).wires
     dtype = dtype_of(case.work.wide)
     splits = case.splits if case.groups else None
-    for row in expected(case.spec, case.layout, case.seq, case.batch, dtype, splits=splits):
-        reach = case.wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
-        leaves = (reach or case.cluster).nodes > 1
-        # A ring leaves a node once for each that it enters.
-        share = leaves / (1 if reach is None or row.kind == "send" else reach.together)
-        wire = float(row.wire)
-        alone = case.wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
+    sizes = (case.spec, case.layout, case.seq, case.batch, dtype)
+    for row in expected(*sizes, seat=Seat(pp=rank), splits=splits, experts_apart=True):
+        reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
+        share, wire = _leaving(row.kind, reach, case.cluster.nodes), float(row.wire)
+        alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
         found.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
     return found
+
+
+def _leaving(kind: str, reach: Reach | None, nodes: int) -> float:
+    """Of a rank's bytes, the share that goes to other nodes."""
+    if (reach.nodes if reach else nodes) == 1:
+        return 0.0
+    if reach is None or kind == "send":
+        return 1.0
+    if kind == "all-to-all":  # as much to each of the other ranks
+        return (reach.ranks - reach.together) / (reach.ranks - 1)
+    return 1 / reach.together  # a ring leaves a node once for each that it enters
 
 
 ALIKE = 0.03  # of a step

@@ -91,7 +91,10 @@ OF_EXPERTS = ("ep", "dispatch")
 def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
     allowed = FIXED if case.spec.experts is None else (*FIXED, *OF_EXPERTS)
-    found = [f"{key} cannot be fixed here; {either(allowed)} can" for key in fixed if key not in allowed]
+    alien = [key for key in OF_EXPERTS if key in fixed and key not in allowed]
+    found = [f"{key}={fixed[key]} is of experts, and {case.spec.name} has none; leave it out" for key in alien]
+    unknown = [key for key in fixed if key not in (*allowed, *alien)]
+    found += [f"{key} cannot be fixed here; {either(allowed)} can" for key in unknown]
     counts = ("tp", "pp", "cp", "dp", "ep", "microbatches", "samples")
     found += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
     if fixed.get("zero", 0) not in (0, 1, 2, 3):

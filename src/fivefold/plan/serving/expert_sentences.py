@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fivefold.plan.imbalance import IMBALANCE, SOURCE
+from fivefold.plan.imbalance import IMBALANCE, SOURCE, more_even
 from fivefold.plan.serving.memory import held, memory_limit, whole_cache
 from fivefold.plan.serving.mixture import degrees, most_touched, touched
 from fivefold.plan.serving.options import Service, ServingOption, fullest
@@ -106,6 +106,8 @@ def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
 def _uneven(service: Service, heavy: ServingOption) -> str:
     even = replace(service.like(heavy), imbalance=1.0).step(heavy.batch, service.context).total
     source = f" ({SOURCE})" if service.imbalance == IMBALANCE else ""
+    less = more_even(service.spec, heavy.ep, service.imbalance)
+    source += f"; {less}" if less else ""
     return (
         f"The fullest of {heavy.ep} groups is taken to get {service.imbalance:g} times the mean{source}; with the same "
         f"load on all a step at {heavy.layout} would take {milliseconds(even)} instead of {milliseconds(heavy.step)}."

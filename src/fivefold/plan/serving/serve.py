@@ -82,7 +82,7 @@ class ServePlan(Result):
         }
         chosen = {name: option for name, option in named.items() if option}
         rows = [[what, *(show(option) for option in chosen.values())] for what, show in FIGURES.items()]
-        return Table(["", *(f">~{name}" for name in chosen)], rows)
+        return Table(["", *(f">~{name}" for name in chosen)], rows, caption=_waits(self.throughput))
 
     def _parts(self) -> Table:
         rows = []
@@ -112,6 +112,16 @@ FIGURES: dict[str, Callable[[ServingOption], str]] = {
     "bound by": lambda one: BOUNDS[one.bound],
 }
 HEADS = ("~layout", ">sequences", ">first token", ">per token", ">tokens/s", ">per GPU", ">cache GB", "~bound by")
+
+
+def _waits(heavy: ServingOption) -> str:
+    """Why a token takes longer than a step."""
+    if heavy.token <= heavy.step:
+        return ""
+    return (
+        f"per token: a step and the prefills of other sequences that come between, {milliseconds(heavy.step)} + "
+        f"{milliseconds(heavy.token - heavy.step)} at the highest throughput"
+    )
 
 
 def _row(one: ServingOption) -> list[str]:
