@@ -150,11 +150,13 @@ class Decision(Result):
         if not rows:
             yield Text("A rank sends nothing that counts.")
             return
+        rank = self.figures["traffic_rank"]
+        who = f"a rank of pipeline rank {rank}" if rank else "the first rank"
         heads = ["axis", "collective", ">calls", ">payload", ">in node", ">between", ">alone"]
         yield Table(
             heads,
             rows,
-            caption="What the first rank sends in a step. Payload: bytes handed to the collectives. In node, between "
+            caption=f"What {who} sends in a step. Payload: bytes handed to the collectives. In node, between "
             "(nodes): bytes on the wire. Alone: seconds, one call after the other, if no compute hid them.",
         )
 
