@@ -12,7 +12,7 @@ from fivefold.plan import plan as planning
 from fivefold.plan.nearest import moved, nearest, problems, steps
 from fivefold.plan.plan import question
 from fivefold.support.errors import UserError
-from fivefold.ui.api_plan import payload, search, why
+from fivefold.ui.api_plan import heavy, payload, search, why
 from fivefold.ui.ask import Ask
 
 QUESTIONS = (
@@ -139,6 +139,12 @@ def test_payloads_need_neither_torch_nor_a_server() -> None:
         "print([name for name in ('torch', 'starlette', 'uvicorn') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_schedule_of_many_passes_is_for_a_process_of_its_own() -> None:
+    assert not heavy(Ask(BASE))
+    assert heavy(Ask(BASE | {"layout": "dp=8,tp=8,pp=16,microbatches=2048"}))
+    assert heavy(Ask(BASE | {"move": "schedule=auto"}))
 
 
 def test_a_layout_is_held_against_the_choice() -> None:

@@ -226,6 +226,25 @@ def test_pipes_and_nonsense_are_survived(tmp_path: Path) -> None:
     assert "is damaged" in event["text"]
 
 
+@pytest.mark.parametrize(
+    "job",
+    ["[layout]\nschedule = 5", "[layout]\nschedule = [1]\ndp = {}", "layout = 3\nmodel = 1", "[train]\nsteps = 'x'"],
+)
+def test_a_damaged_job_breaks_no_other_run(tmp_path: Path, job: str) -> None:
+    a_run(tmp_path / "demo", 2)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/job.toml").write_text(job)
+    page = payload(asked(tmp_path, runs="demo,bad"))
+    assert {run["name"] for run in page["runs"]} == {run["name"] for run in page["shown"]} == {"demo", "bad"}
+
+
+def test_a_directory_that_has_gone_has_a_sentence(tmp_path: Path) -> None:
+    a_run(tmp_path / "a/demo", 2)
+    page = payload(Ask({}, runs=(tmp_path / "gone", tmp_path / "a")))
+    assert [run["name"] for run in page["runs"]] == ["demo"]
+    assert page["notes"] == [f"{tmp_path / 'gone'} cannot be read: No such file or directory"]
+
+
 def test_two_runs_of_one_name_have_two(tmp_path: Path) -> None:
     a_run(tmp_path / "a/demo", 1)
     a_run(tmp_path / "b/demo", 2)

@@ -8,7 +8,7 @@ import fivefold as ff
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.schedule.result import compare
 from fivefold.support.errors import UserError
-from fivefold.ui.api_schedule import FINE, every, made, payload
+from fivefold.ui.api_schedule import FINE, every, heavy, made, payload
 from fivefold.ui.ask import Ask
 from fivefold.ui.whole import held
 
@@ -90,7 +90,12 @@ def test_chunks_go_to_those_that_take_them() -> None:
     ("words", "said"),
     [
         ({"schedule": "../1f1b.txt"}, "unknown schedule"),
-        ({"pp": "4096", "microbatches": "64"}, "more than the 8192 that a page draws"),
+        ({"pp": "256", "microbatches": "64"}, "more than the 8192 that a page draws"),
+        ({"pp": "8192", "microbatches": "1"}, "pp=8192 is more than 256"),
+        ({"pp": "0"}, "pp=0 must be at least 1"),
+        ({"microbatches": "0"}, "microbatches=0 must be at least 1"),
+        ({"schedule": "interleaved", "chunks": "0"}, "chunks=0 must be at least 1"),
+        ({"schedule": "interleaved", "pp": "64", "microbatches": "128", "chunks": "8"}, "chunks=8 is more than"),
         ({"times": "f=x"}, "is not a time"),
         ({"slow": "9=2", "colour": "red"}, "'colour' is not asked for here"),
     ],
@@ -98,6 +103,17 @@ def test_chunks_go_to_those_that_take_them() -> None:
 def test_bad_words(words: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         payload(Ask(words))
+
+
+def test_what_takes_long_is_for_a_process_of_its_own_and_sliders_do_not_lead_there() -> None:
+    assert not heavy(Ask({"schedule": "zb-v", "pp": "16", "microbatches": "64"}))
+    assert heavy(Ask({"schedule": "zb-v", "pp": "64", "microbatches": "128"}))
+    assert heavy(Ask({"schedule": "interleaved", "pp": "16", "microbatches": "64", "chunks": "8"}))
+    steps = payload(Ask({"pp": "12", "microbatches": "6"}))["steps"]
+    assert max(steps["pp"]) == 32
+    assert 12 * max(steps["microbatches"]) <= 2048
+    assert heavy(Ask({"pp": "40", "microbatches": "2"}))
+    assert 40 in payload(Ask({"pp": "40", "microbatches": "2"}))["steps"]["pp"]
 
 
 def test_a_file_holds_all_of_them() -> None:

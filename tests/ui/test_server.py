@@ -17,7 +17,7 @@ from fivefold.ui.ask import Ask
 from fivefold.ui.server import FILES, STATIC
 from fivefold.ui.threads import Busy, in_thread
 from fivefold.ui.ui import LOOPBACK, bound, ui
-from fivefold.ui.views import VIEWS
+from fivefold.ui.views import VIEWS, answer
 from fivefold.ui.worker import Question
 from fivefold.ui.workers import Broken, Replaced, Workers
 from tests.ui.serving import TOKEN, Server, serving
@@ -126,7 +126,7 @@ def test_no_address_leads_out_of_the_page(server: Server, path: str) -> None:
         ({"move": "nothing=3"}, "no field of a layout"),
         ({"mdoel": "tiny"}, "did you mean 'model'?"),
         ({"layout": f"tp={10**22}"}, "is more than 10000000"),
-        ({"layout": "dp=10000000,tp=10000000"}, "ranks, and 10000000 are the most"),
+        ({"layout": "dp=10000000,tp=10000000"}, "ranks, and 1000000000 are the most"),
         ({"layout": "dp=0"}, "layout.dp=0 must be at least 1"),
         ({"layout": "dp=2", "move": "microbatches=0"}, "layout.microbatches=0 must be at least 1"),
         ({"layout": "dp=2", "move": f"pp={10**22}"}, "is more than 10000000"),
@@ -191,6 +191,13 @@ def test_what_takes_longer_is_answered_by_a_process_of_its_own(server: Server) -
     assert found.json == json.loads(json.dumps(search(Ask(TINY))))
     wrong = server.ask("plan/search", TINY | {"batch": "0"})
     assert (wrong.status, wrong.json["error"]) == (400, "batch=0 must be at least 1")
+
+
+def test_a_heavy_payload_is_answered_by_a_process_as_well(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"schedule": "1f1b", "pp": "17", "microbatches": "1"}
+    expected = json.loads(json.dumps(answer("schedule", "", Ask(words))))
+    monkeypatch.setattr(serving_module, "answer", lambda *_: pytest.fail("computed in the server"))
+    assert server.ask("schedule", words).json == expected
 
 
 def test_a_newer_question_of_a_page_replaces_its_older_one() -> None:

@@ -14,6 +14,7 @@ from fivefold.plan.plan import option_of, plan
 from fivefold.plan.result import PlanResult, SimulateResult, simulated
 from fivefold.plan.search.explain import CAUSES, difference, nearest_fit, neighbours
 from fivefold.plan.search.option import Option
+from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.ui.ask import Ask
 from fivefold.ui.question import (
@@ -29,6 +30,7 @@ from fivefold.ui.question import (
 )
 
 TOP = 12  # rows of the ranking
+PASSES = 4096  # of a pipeline, that are simulated while a slider moves
 RANKS = 128  # pipeline ranks whose memory is listed
 
 
@@ -41,6 +43,13 @@ def payload(ask: Ask) -> dict[str, Any]:
     shown = nearest(case, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
     option = None if shown is None else option_of(case, shown)
     return _page(case, software_of(ask), wanted, wrong, option)
+
+
+def heavy(ask: Ask) -> bool:
+    """A schedule of many passes, or one that is searched for."""
+    layout = layout_asked(case_of(ask), ask)
+    searched = layout.schedule in CATALOGUE and CATALOGUE[layout.schedule].weighs
+    return searched or layout.pp * layout.chunks * layout.microbatches > PASSES
 
 
 def planned(found: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:

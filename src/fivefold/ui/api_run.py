@@ -169,7 +169,8 @@ def _listed(run: Run) -> dict[str, Any]:
     except OSError:
         written = None
     model, train = _section(job, "model"), _section(job, "train")
-    about = {"model": str(model.get("name", "")), "layout": _layout(job), "steps": train.get("steps")}
+    steps = train.get("steps") if isinstance(train.get("steps"), int) else None
+    about = {"model": str(model.get("name", "")), "layout": _layout(job), "steps": steps}
     return {"name": run.name, "directory": str(run.path), "written": written, **about}
 
 
@@ -182,7 +183,7 @@ def _layout(job: dict[str, Any]) -> str:
     for name in Layout.__struct_fields__:
         value = table.get(name)
         if name in table and value != getattr(usual, name) and value not in ([], None):
-            words.append(name if value is True else f"{name}={Path(value).name if name == 'schedule' else value}")
+            words.append(name if value is True else f"{name}={Path(value).name if isinstance(value, str) else value}")
     return ",".join(words) or "dp=1"
 
 

@@ -16,6 +16,7 @@ from fivefold.schedule.simulate import Simulation
 from fivefold.schedule.times import Times, parse_slow
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
+from fivefold.support.ranges import checked, within
 from fivefold.ui.ask import Ask
 
 ASKED = ("pp", "microbatches", "chunks", "times", "slow")
@@ -24,7 +25,13 @@ USUAL = {"f": 1.0, "i": 1.0, "w": 1.0, "comm": 0.0, "ep": 0.0}
 MOST = 1 << 13  # pipeline ranks x microbatches that a page can draw
 LAST = float("inf")
 FINE = 4000  # steps of time in a small picture
-RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+WIDEST = 256  # pipeline ranks that it can draw, and chunks of one
+AT_ONCE, NARROW = (
+    1024,
+    16,
+)  # passes and ranks that are drawn while a slider moves; more is drawn in a process of its own
+SLIDING = 2048  # pipeline ranks x microbatches that sliders lead to
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
@@ -35,14 +42,20 @@ def payload(ask: Ask) -> dict[str, Any]:
     """
     ask.only("schedule", *ASKED)
     name = ask.text("schedule", SCHEDULE)
-    if name not in CATALOGUE:  # a name may be a file's, and a page reads none
-        raise UserError(f"unknown schedule {name[:60]!r}; {did_you_mean(name[:60], list(CATALOGUE))}")
     query = _query(ask, name)
     asked = {"pp": str(query.pp), "microbatches": str(query.microbatches)}
     asked |= {key: ask.text(key) for key in ASKED if ask.text(key)}
     drawn = {"drawn": None, "refused": None} if CATALOGUE[name].weighs else _one(query, name)
     schedules = [{"name": one.name, "needs": one.needs, "made": one.weighs} for one in CATALOGUE.values()]
     return _page(query, name, schedules, asked) | drawn
+
+
+def heavy(ask: Ask) -> bool:
+    """Many passes; of many ranks, schedules are found one action after the other."""
+    query = _query(ask, ask.text("schedule", SCHEDULE))
+    assert query.pp is not None
+    assert query.microbatches is not None
+    return query.pp > NARROW or query.pp * query.microbatches * (query.chunks or 1) > AT_ONCE
 
 
 def drawn(found: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -129,12 +142,24 @@ def _rows(query: Query) -> list[dict[str, Any]]:
 
 
 def _query(ask: Ask, *names: str) -> Query:
-    pp, m = ask.whole("pp") or PP, ask.whole("microbatches") or MICROBATCHES
-    if pp * m > MOST:
-        raise UserError(f"pp={pp} x microbatches={m} is more than the {MOST} that a page draws; `fivefold draw` may")
-    times = Times(Times.parse(ask.text("times")).values, parse_slow(ask.text("slow")))
+    if strange := [name for name in names if name not in CATALOGUE]:  # it may be a file's, and a page reads none
+        raise UserError(f"unknown schedule {strange[0][:60]!r}; {did_you_mean(strange[0][:60], list(CATALOGUE))}")
+    pp, m = _whole(ask, "pp", PP, WIDEST), _whole(ask, "microbatches", MICROBATCHES, MOST)
     chunks = ask.whole("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
+    checked("chunks", chunks, within(1, WIDEST))
+    if pp * m * (chunks or 1) > (MOST if chunks is None else 4 * MOST):
+        raise UserError(
+            f"pp={pp} x microbatches={m}{f' x chunks={chunks}' if chunks else ''} is more than the "
+            f"{MOST if chunks is None else 4 * MOST} that a page draws; `fivefold draw` may"
+        )
+    times = Times(Times.parse(ask.text("times")).values, parse_slow(ask.text("slow")))
     return Query(names, pp, m, chunks, times=times)
+
+
+def _whole(ask: Ask, name: str, usual: int, most: int) -> int:
+    """In its range; `usual` only where it is not given."""
+    found = checked(name, ask.whole(name), within(1, most))
+    return usual if found is None else int(found)
 
 
 def _asked(query: Query, name: str) -> dict[str, Any]:
@@ -158,8 +183,8 @@ def _steps(query: Query) -> dict[str, list[Any]]:
     shortest = min(min(values.get(key, (1.0,))) for key in ("f", "i"))
     tenths = [n / 10 for n in range(1, 31)]
     return {
-        "pp": [n for n in RANKS if n * query.microbatches <= MOST],
-        "microbatches": [n for n in COUNTS if n * query.pp <= MOST],
+        "pp": sorted({query.pp, *(n for n in RANKS if n * query.microbatches <= SLIDING)}),
+        "microbatches": sorted({query.microbatches, *(n for n in COUNTS if n * query.pp <= SLIDING)}),
         "chunks": [2, 3, 4, 6, 8],
         "f": tenths,
         "i": tenths,

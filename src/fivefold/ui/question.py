@@ -20,7 +20,7 @@ from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
-from fivefold.support.ranges import RANKS, checked, outside, within
+from fivefold.support.ranges import checked, outside, within
 from fivefold.ui.ask import Ask
 
 MODEL, CLUSTER = "llama3-70b", "8x8xH100"  # what the page begins with
@@ -28,6 +28,7 @@ ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
 # Far beyond what is trained, and near enough that every answer comes: a page's question has no end of its own.
 SEQUENCES, TOKENS = 1 << 20, 1 << 30  # of a step
 GPUS = 1 << 17
+PRODUCT = 10**9  # of a layout's degrees, whose divisors are looked for
 
 
 def words_of(case: Case, software: str) -> dict[str, str]:
@@ -83,8 +84,8 @@ def _in_range(layout: Layout) -> Layout:
     """Held against its ranges before anything counts up to one of its numbers, or divides by it."""
     if wrong := outside(layout, "layout"):
         raise UserError(list(wrong.values()))
-    if layout.world > RANKS:
-        raise UserError(f"{layout} has {layout.world} ranks, and {RANKS} are the most")
+    if layout.world > PRODUCT:
+        raise UserError(f"{layout} has {layout.world} ranks, and {PRODUCT} are the most")
     return layout
 
 

@@ -56,7 +56,11 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, Run], list[str]]:
     found: list[Run] = []
     notes: list[str] = []
     for root in map(Path.resolve, roots):
-        mine, others, away = _below(root)
+        try:
+            mine, others, away = _below(root)
+        except OSError as error:  # it was there when the server started
+            notes.append(f"{root} cannot be read: {error.strerror}")
+            continue
         found += mine
         if not mine:
             notes.append(f"{root} is no run and has none in it: a run has {METRICS} or {JOB}")

@@ -21,7 +21,7 @@ from fivefold.support.errors import UserError
 from fivefold.ui.ask import Ask
 from fivefold.ui.guard import App, Guard
 from fivefold.ui.threads import Busy, in_thread
-from fivefold.ui.views import VIEWS, Nothing, answer, view_of
+from fivefold.ui.views import VIEWS, Nothing, answer, heavy, view_of
 from fivefold.ui.worker import Question
 from fivefold.ui.workers import Broken, Replaced, Workers
 
@@ -51,15 +51,15 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
         view, part = request.path_params["view"], request.path_params.get("part", "")
         try:
             words = _words(request)
-            if (part or "payload") in view_of(view, part).slow:
+            found = None if _slow(view, part) else await in_thread(_quickly, view, part, Ask(words, runs))
+            if found is None:
                 lane = f"{request.headers.get(PAGE, '')[:64]} {view} {part}"
                 question = Question(view, part, words)
-                answered = kept.get(key := msgspec.json.encode(question))
-                if answered is None:
-                    answered = await workers.ask(lane, question)
-                    kept.update({key: answered} if part in view_of(view).kept else {})
-                return _json(answered)
-            return _json(msgspec.json.encode(await in_thread(answer, view, part, Ask(words, runs))))
+                found = kept.get(key := msgspec.json.encode(question))
+                if found is None:
+                    found = await workers.ask(lane, question)
+                    kept.update({key: found} if part in view_of(view).kept else {})
+            return _json(found)
         except UserError as error:
             return _error(404 if isinstance(error, Nothing) else 400, error.problems)
         except Busy as error:
@@ -77,6 +77,15 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
         Route("/{path:path}", _file),
     ]
     return Guard(Starlette(routes=routes, lifespan=lifespan), token, port)
+
+
+def _slow(view: str, part: str) -> bool:
+    return (part or "payload") in view_of(view, part).slow
+
+
+def _quickly(view: str, part: str, ask: Ask) -> bytes | None:
+    """The answer as JSON; None where it takes longer, and a process of its own is to give it."""
+    return None if heavy(view, part, ask) else msgspec.json.encode(answer(view, part, ask))
 
 
 async def _listing(request: Request) -> Response:

@@ -46,6 +46,12 @@ def view_of(name: str, part: str = "") -> View:
     return NAMED[name]
 
 
+def heavy(name: str, part: str, ask: Ask) -> bool:
+    """Whether a payload takes longer than others of its view, as its module says: a process of its own computes it."""
+    found = getattr(importlib.import_module(f"fivefold.ui.api_{name}"), "heavy", None)
+    return not part and found is not None and found(ask)
+
+
 def answer(name: str, part: str, ask: Ask) -> Any:
     """A view's payload, or a part of it."""
     view_of(name, part)
