@@ -57,12 +57,12 @@ def block_of(case: Case, dense: bool) -> BlockMemory:
     if spec.experts is None or dense:
         whole = base + work.exchange_bytes + work.passing_bytes
         return BlockMemory(mine, (Moment(whole, dense=True),), rest, work.own)
-    mixture = MixtureMemory(spec, layout, stack, work.tokens, work.wide, case.imbalance)
+    mixture = MixtureMemory(spec, layout, stack, work.tokens, work.wide, case.imbalance, splits)
     rest += mixture.put_off if splits else 0.0
     # Backward begins with a shared expert, if there is one; its activations are gone by then.
     base += 2 * work.wide * work.tokens * spec.hidden / (layout.tp if layout.sp else 1) - everything.mlp
     shared = mixture.experts.shared > 0  # its gradients come first, and make room for those of the dense part
-    early = (mixture.weighing, 0.0), (mixture.linears, mixture.first_gradient)
+    early = (mixture.returning, 0.0), (mixture.weighing, 0.0), (mixture.linears, mixture.first_gradient)
     moments = [*early, (mixture.columns, 1.0), (mixture.leaving, 1.0)]
     if layout.cp > 1:  # attention, when nothing of the experts is left
         moments.append((work.undoing_bytes - everything.experts, 1.0))
@@ -141,6 +141,8 @@ def gathered(case: Case, block: BlockMemory, there: Moment) -> float:
     dense, experts = block.share
     if not experts:
         return dense * (2 * narrow + wide)
+    if 0 < there.experts < 1:  # the next ones are not gathered yet
+        return 2 * narrow * dense + narrow * experts
     if there.experts:
         return 2 * narrow * dense + (2 * narrow + wide) * experts
     return (2 * narrow + wide) * dense + narrow * experts

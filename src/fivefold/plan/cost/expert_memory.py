@@ -38,6 +38,7 @@ class MixtureMemory(Routed):
     tokens: int
     wide: int = 2
     imbalance: float = 1.0
+    splits: bool = False  # whether backward passes have two halves
 
     @property
     def gathers(self) -> bool:
@@ -91,11 +92,12 @@ class MixtureMemory(Routed):
     def outputs(self) -> float:
         """What selective recompute keeps: outputs of matmuls, and all that came from other ranks."""
         hidden, wide, experts = self.spec.hidden, self.wide, self.experts
-        found = self.rows * wide * sum(one.outputs for one in self.matmuls)
+        # Of rows that travel back nothing is read where they were made.
+        written = self.matmuls[:-1] if self.layout.ep > 1 and not self.gathers else self.matmuls
+        found = self.rows * wide * sum(one.outputs for one in written)
         found += self.routed * experts.count * self.widened
         if self.gathers:
-            all_ranks = self.layout.ep * self.routed
-            found += all_ranks * (hidden * wide + experts.top_k * (8 + self.widened))
+            found += self._tokens * wide + self.layout.ep * self.slots * (8 + self.widened)
             found += self.routed * hidden * self.widened
         elif self.layout.ep > 1:
             found += (self.rows + self.slots) * hidden * wide
@@ -109,6 +111,19 @@ class MixtureMemory(Routed):
         *columns, down = self.matmuls
         features = columns[0].inputs + down.inputs + sum(one.outputs for one in self.matmuls)
         return self.rows * self.wide * features
+
+    @property
+    def returning(self) -> float:
+        """Bytes on top of `everything` when the gradient of all ranks' sums has been gathered: what it is of each row;
+        or, where the block runs again for it, these sums a second time, and the tokens and rows that they are of."""
+        if not self.gathers:
+            return 0.0
+        each, come = self.spec.hidden * self.rows, self._tokens * self.widened
+        if self.layout.recompute == "none":
+            return come + each * self.widened
+        again = 2 * come + self._tokens * self.wide + each * self.wide
+        # What selective recompute keeps of the way back is not asked for yet.
+        return again + (self.routed * self.spec.hidden * self.widened if self.layout.recompute == "selective" else 0.0)
 
     @property
     def weighing(self) -> float:
@@ -125,19 +140,28 @@ class MixtureMemory(Routed):
     @property
     def linears(self) -> float:
         """Bytes on top of `everything` while the last of an expert's linears and its activation run backward: gradients
-        of intermediates; or of a row, an intermediate and the weight."""
+        of intermediates; or of a row, an intermediate and the weight. What the second half of a backward pass reads
+        stays: an intermediate, and the gradient of a row."""
+        if self.splits:
+            return 3 * self.inner + self._row - self.weighed
         return max(2 * self.inner, self._row + self.inner + self._weight) - self.weighed
 
     @property
     def columns(self) -> float:
         """The same when the linears before it have run: gradients of rows and of a weight; the intermediates are
         gone."""
-        return self._row + self._weight - (self.everything - self.router)
+        made = self._row + (self.put_off if self.splits else self._weight)
+        return made - (self.everything - self.router)
 
     @property
     def first_gradient(self) -> float:
         """The share of an expert's parameters that its last linear has, whose gradient is made first."""
         return 1 / len(self.matmuls)
+
+    @property
+    def _tokens(self) -> float:
+        """Elements of the tokens of all ranks of ep."""
+        return self.layout.ep * self.routed * self.spec.hidden
 
     @property
     def _row(self) -> float:
@@ -152,4 +176,5 @@ class MixtureMemory(Routed):
     @property
     def leaving(self) -> float:
         """The same when they have run: gradients of rows, and room for them in the order in which they came."""
-        return 3 * self._row - (self.everything - self.router)
+        waits = self.put_off if self.splits else 0.0
+        return 3 * self._row + waits - (self.everything - self.router)

@@ -173,12 +173,14 @@ def _moments(
 
 
 def _last_gradient(case: Case, stage: Stage) -> Need:
-    """The embedding's, when all others have been made and no activation is left but the gradient that came to it."""
+    """The embedding's, when all others have been made and no activation is left but the gradient that came to it. That
+    of a tied table has two parts, of which the head's has waited for this one; and a sum."""
     if not stage.first or case.spec.vocab == 1:
         return Need(0.0)
     spec, layout = case.spec, case.layout
     stream = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
-    return Need(case.stack.weight_bytes * (head(spec).size / layout.tp + stream))
+    parts = 3 if spec.tied and stage.last else 1
+    return Need(case.stack.weight_bytes * (parts * head(spec).size / layout.tp + stream))
 
 
 def _summed_head(case: Case, final: BlockMemory, table: float, around: float, lazy: bool) -> Need:
