@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -69,6 +70,28 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor
         return tuple(_aten.alias.default(result) for result in results)
     finally:
         _keeping.reset(token)
+
+
+def unread(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Tensor) -> Tensor:
+    """What `compute` returns, if no backward pass reads it: selective recompute neither keeps it nor makes it again.
+    `saved` is what `compute` saves for its own backward pass, which the second run must have, too."""
+    if torch.compiler.is_compiling() or _run.get() is None:
+        return compute()
+    with unnumbered():
+        return compute() if _run.get() == "first" else _OnlySaved.apply(shape, *saved)
+
+
+class _OnlySaved(Function):
+    """Nothing but what it saves; its backward pass is that of the first run."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return saved[0].new_empty(1).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise AssertionError("the graph of a second run is not walked")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from fivefold.model.experts.fp8 import Fp8GroupedLinear
 from fivefold.model.experts.grouped import GroupedLinear, Groups, PutOff, added
 from fivefold.model.experts.host import Host
 from fivefold.model.experts.router import Routed
+from fivefold.model.recompute import unread
 
 Compute = Callable[[Tensor, Groups], Tensor]  # what the experts make of rows that lie expert by expert
 Beside = Callable[[], Tensor] | None  # what can be computed while tokens travel: the expert that all of them visit
@@ -34,6 +35,7 @@ class LocalDispatch:
     watch: Watch = staticmethod(lambda name: nullcontext())  # surrounds the two
     host = Host()
     travels = False  # whether tokens go to other ranks
+    reads_rows = True  # whether a backward pass reads what the experts here said
     hand_over: Callable[[], None] = staticmethod(lambda: None)  # called before a wait: something else may run
 
     def adopt(self, model: nn.Module) -> None:
@@ -71,11 +73,17 @@ class LocalDispatch:
         """A graph has no time of its parts."""
         return nullcontext() if torch.compiler.is_compiling() else self.watch(what)
 
-    def linear(self, x: Tensor, linear: Any, groups: Groups) -> Tensor:
-        """A linear of every expert, on the rows of each."""
+    def linear(self, x: Tensor, linear: Any, groups: Groups, last: bool = False) -> Tensor:
+        """A linear of every expert, on the rows of each; the last one gives what the experts say."""
         product = Fp8GroupedLinear if self.fp8 else GroupedLinear
-        y = product.apply(x, linear.weight, groups.ends, groups.sizes, self.put_off(linear))
-        return added(y, linear.bias, groups)
+
+        def compute() -> Tensor:
+            return product.apply(x, linear.weight, groups.ends, groups.sizes, self.put_off(linear))
+
+        if self.reads_rows or not last:
+            return added(compute(), linear.bias, groups)
+        shape = x.shape[0], linear.weight.shape[0] // groups.ends.shape[0]
+        return added(unread(compute, shape, x, linear.weight, groups.ends), linear.bias, groups)
 
     def put_off(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
         """What is asked in a backward pass: where a function goes that computes the weight's gradient; nowhere."""

@@ -43,7 +43,7 @@ class ExpertNetworks(nn.Module):
         linear = self.ops.dispatch.linear
         up = linear(x, self.up, groups)
         inner = self.activation(up) if self.gate is None else self.activation(linear(x, self.gate, groups), up)
-        return linear(inner, self.down, groups)
+        return linear(inner, self.down, groups, last=True)
 
 
 class Mixture(nn.Module):

@@ -26,6 +26,7 @@ from fivefold.parallel.mesh import Axis
 
 class AllToAllDispatch(SlicedDispatch):
     travels = True
+    reads_rows = False  # but where they have come back
 
     def run(
         self, x: Tensor, routed: Routed, compute: Compute, stream: int, beside: Beside = None

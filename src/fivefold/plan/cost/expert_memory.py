@@ -114,16 +114,13 @@ class MixtureMemory(Routed):
 
     @property
     def returning(self) -> float:
-        """Bytes on top of `everything` when the gradient of all ranks' sums has been gathered: what it is of each row;
-        or, where the block runs again for it, these sums a second time, and the tokens and rows that they are of."""
+        """Bytes on top of `everything` while rows are added up for all ranks: zeros and the sums; or, where a block
+        runs again, zeros and the gradient of the sums, which has been gathered. Beside them what they are made of, and
+        what selective recompute keeps of the way back, for which nobody has asked yet."""
         if not self.gathers:
             return 0.0
-        each, come = self.spec.hidden * self.rows, self._tokens * self.widened
-        if self.layout.recompute == "none":
-            return come + each * self.widened
-        again = 2 * come + self._tokens * self.wide + each * self.wide
-        # What selective recompute keeps of the way back is not asked for yet.
-        return again + (self.routed * self.spec.hidden * self.widened if self.layout.recompute == "selective" else 0.0)
+        kept = self.routed * self.spec.hidden * self.widened if self.layout.recompute == "selective" else 0.0
+        return self._tokens * (2 * self.widened + self.wide) + self._row + kept
 
     @property
     def weighing(self) -> float:
