@@ -46,13 +46,14 @@ def test_tp_ranks_route_apart() -> None:
     assert (quarter.slots, quarter.rows) == (whole.slots // 4, whole.rows / 4)
 
 
-def test_recompute_keeps_less_of_experts_too() -> None:
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])  # experts wider than the model, and narrower
+def test_recompute_keeps_less_of_experts_too(model: str) -> None:
     sizes = [
-        kept(MIXTRAL, Layout.parse(f"dp=8,ep=8,recompute={how}"), FIVEFOLD, 1, T).total
+        kept(preset(model), Layout.parse(f"dp=8,ep=8,recompute={how}"), FIVEFOLD, 1, T).total
         for how in ("none", "selective", "full")
     ]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[2] == 2 * T * E
+    assert sizes[2] == 2 * T * preset(model).hidden
 
 
 def test_a_first_layer_without_experts_keeps_what_a_dense_one_does() -> None:

@@ -62,8 +62,9 @@ def block_of(case: Case, dense: bool) -> BlockMemory:
     # Backward begins with a shared expert, if there is one; its activations are gone by then.
     base += 2 * work.wide * work.tokens * spec.hidden / (layout.tp if layout.sp else 1) - everything.mlp
     shared = mixture.experts.shared > 0  # its gradients come first, and make room for those of the dense part
-    early = (mixture.returning, 0.0), (mixture.weighing, 0.0), (mixture.linears, mixture.first_gradient)
-    moments = [*early, (mixture.columns, 1.0), (mixture.leaving, 1.0)]
+    early = (mixture.returning, mixture.weighing, mixture.arriving)
+    moments = [*((size, 0.0) for size in early), (mixture.linears, mixture.first_gradient)]
+    moments += [(mixture.columns, 1.0), (mixture.leaving, 1.0)]
     if layout.cp > 1:  # attention, when nothing of the experts is left
         moments.append((work.undoing_bytes - everything.experts, 1.0))
     return BlockMemory(mine, tuple(Moment(base + size, shared, there) for size, there in moments), rest, work.own)

@@ -135,6 +135,11 @@ class MixtureMemory(Routed):
         return self.said * (2 if self.gathers else 1) if self.eager else 0.0
 
     @property
+    def arriving(self) -> float:
+        """Bytes on top of `everything` when the gradients of rows have come from other ranks, and are put in order."""
+        return 2 * self._row - self.weighed if self.layout.ep > 1 and not self.gathers else 0.0
+
+    @property
     def linears(self) -> float:
         """Bytes on top of `everything` while the last of an expert's linears and its activation run backward: gradients
         of intermediates; or of a row, an intermediate and the weight. What the second half of a backward pass reads
