@@ -154,3 +154,14 @@ def test_the_ranking_compares_two(window: Opening) -> None:
     text = page.text("comparison")
     for at in (0, 1):
         assert f"{ranked['options'][at]['memory_bytes'] / 1e9:.2f}" in text
+
+
+def test_a_new_question_has_no_rows_of_the_old_one(window: Opening) -> None:
+    page = window("plan?model=llama3.2-1b&cluster=2xH100&batch=64&seq=8192")
+    assert page.one("ranking").count() == 1
+    page.page.route("**/api/plan/search*", lambda route: None)  # it stays without an answer
+    page.page.evaluate("hash => { location.hash = hash }", address(EXPERTS))
+    page.page.wait_for_function(
+        "() => document.querySelector('[data-testid=search-status]').textContent.includes('searching')"
+    )
+    assert page.page.locator("[data-testid=ranking-card] button").count() == 0

@@ -200,7 +200,7 @@ def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
 
 def test_a_report_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "LARGEST", 1000)
-    with pytest.raises(UserError, match="is the most"):
+    with pytest.raises(UserError, match="MB is the most; report fewer"):
         ff.report(ff.plan(*QUESTION, **SMALL), tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
 

@@ -127,6 +127,7 @@ def test_no_address_leads_out_of_the_page(server: Server, path: str) -> None:
         ({"mdoel": "tiny"}, "did you mean 'model'?"),
         ({"layout": f"tp={10**22}"}, "is more than 10000000"),
         ({"layout": "dp=10000000,tp=10000000"}, "ranks, and 1000000000 are the most"),
+        ({"layout": "dp=2,split=" + "1," * 1000 + "1"}, "characters is longer than the 2000"),
         ({"layout": "dp=0"}, "layout.dp=0 must be at least 1"),
         ({"layout": "dp=2", "move": "microbatches=0"}, "layout.microbatches=0 must be at least 1"),
         ({"layout": "dp=2", "move": f"pp={10**22}"}, "is more than 10000000"),

@@ -28,6 +28,7 @@ ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
 # Far beyond what is trained, and near enough that every answer comes: a page's question has no end of its own.
 SEQUENCES, TOKENS = 1 << 20, 1 << 30  # of a step
 GPUS = 1 << 17
+LONGEST = 2000  # characters of a layout, whose split may have any number of parts
 PRODUCT = 10**9  # of a layout's degrees, whose divisors are looked for
 
 
@@ -77,6 +78,8 @@ def layout_of(text: str) -> Layout:
         key, _, value = (word.strip() for word in part.partition("="))
         if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, and a page must not
             raise UserError(f"unknown schedule {value[:60]!r}; {did_you_mean(value[:60], list(CATALOGUE))}")
+    if len(text) > LONGEST:
+        raise UserError(f"a layout of {len(text)} characters is longer than the {LONGEST} that the page reads")
     return _in_range(Layout.parse(text))
 
 

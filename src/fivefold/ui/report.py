@@ -63,7 +63,10 @@ def report(found: Result | str | Path, output: str | Path, command: str = "") ->
     }
     text = whole(title, views, made).encode()
     if len(text) > LARGEST:
-        raise UserError(f"the report of {title} has {bytes_text(len(text))}, and {bytes_text(LARGEST)} is the most")
+        raise UserError(
+            f"the report of {title} has {len(text) / 1e6:.2f} MB, and {LARGEST / 1e6:g} MB is the most; report fewer "
+            "runs, schedules, ranks or microbatches, or look at it with `fivefold ui`"
+        )
     write(path, text.decode())
     return Report(path, title, tuple(one["name"] for one in views), len(text))
 

@@ -20,8 +20,10 @@ async function show(views) {
   const named = state.read().view;
   const view = views.find(one => one.name === named) || views[0];
   for (const tab of tabs.children) {
-    if (tab.dataset.view === view.name) tab.setAttribute("aria-current", "page");
-    else tab.removeAttribute("aria-current");
+    if (tab.dataset.view === view.name) {
+      tab.setAttribute("aria-current", "page");
+      tab.scrollIntoView({ block: "nearest", inline: "center" });  // on a narrow page it may be out of sight
+    } else tab.removeAttribute("aria-current");
   }
   if (mounted && mounted.name === view.name) return;
   if (mounted && mounted.unmount) mounted.unmount();

@@ -47,11 +47,11 @@ export function oneNode({ node }, look, width) {
 
 /** The ranks that hold the model once: a line for each pipeline rank. */
 export function oneReplica({ replica }, look, width) {
-  const { lines } = replica, many = lines[0].ranks.length, left = width < 500 ? 62 : 128;
+  const { lines } = replica, many = lines[0].ranks.length, left = width < 500 ? 62 : 150;
   const cell = Math.min(52, (width - left) / many, Math.max(16, 460 / lines.length)), found = new Map(), cells = [], texts = [];
   lines.forEach((line, pp) => {
     const layers = line.layers.map(ends => ends.length ? (ends[0] === ends[1] ? `${ends[0]}` : `${ends[0]}–${ends[1]}`) : "none").join(", ");
-    texts.push({ x: 0, y: pp * cell + cell / 2, text: left > 100 ? `pp ${pp} · layers ${layers}` : `pp ${pp}`, size: Math.min(12, Math.max(9, cell * 0.6)) });
+    texts.push({ x: 0, y: pp * cell + cell / 2, text: left > 100 ? `pp ${pp} · layers ${layers}` : `pp ${pp}`, size: Math.min(12, Math.max(9, cell * 0.6)), most: left - 8 });
     line.ranks.forEach((rank, index) => {
       found.set(rank, cells.length);
       const at = places(line.at, index);

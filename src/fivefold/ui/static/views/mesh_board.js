@@ -62,7 +62,7 @@ function paint(context, { cells, frames, texts, find }, look, hovered) {
     context.font = `${text.bold ? "600 " : ""}${text.size || 12}px ${FONT}`;
     context.fillStyle = colour("var(--dim)");
     context.textAlign = text.align || "left";
-    context.fillText(text.text, text.x, text.y);
+    context.fillText(text.text, text.x, text.y, text.most);
   }
   const lit = new Map();
   for (const [axis, ranks] of Object.entries(look.groups || {})) {
@@ -81,11 +81,11 @@ function paint(context, { cells, frames, texts, find }, look, hovered) {
     if (cell.size >= 26) {
       context.fillStyle = inkOn(paper);
       context.textAlign = "center";
-      context.font = `650 ${Math.min(17, cell.size * 0.34)}px ${FONT}`;
+      context.font = `650 ${Math.min(17, cell.size * 0.34, 1.6 * (size - 2) / cell.text.length)}px ${FONT}`;  // a digit is about 0.6 wide
       context.fillText(cell.text, x + size / 2, y + size * (cell.sub && cell.size >= 44 ? 0.4 : 0.52));
       if (cell.sub && cell.size >= 44) {
         context.font = `${Math.min(12, cell.size * 0.19)}px ${FONT}`;
-        context.fillText(cell.sub, x + size / 2, y + size * 0.72);
+        context.fillText(cell.sub, x + size / 2, y + size * 0.72, size - 4);
       }
     }
   });

@@ -10,10 +10,11 @@ export function drawNeighbours({ onTake, live }) {
   const box = element("div", { "data-testid": "neighbours" }), advice = element("p", { class: "bad", "data-testid": "advice" });
   return {
     element: card("One change away, and why not", {}, advice, box),
-    wait() { box.classList.add("busy"); },
-    fail(error) { box.replaceChildren(element("p", { class: "dim" }, error.message)); box.classList.remove("busy"); },
+    wait() { box.classList.add("busy"); box.inert = true; },  // they are another layout's
+    fail(error) { box.replaceChildren(element("p", { class: "dim" }, error.message)); box.classList.remove("busy"); box.inert = false; },
     show({ neighbours, advice: said }) {
       box.classList.remove("busy");
+      box.inert = false;
       advice.textContent = said || "";
       advice.hidden = !said;
       const ordered = [...neighbours].sort((a, b) => (a.slower === null) - (b.slower === null) || a.slower - b.slower);
@@ -61,7 +62,7 @@ export function drawRanking({ onTake, live }) {
 
   return {
     element: whole,
-    wait() { answer = null; picked = []; said.textContent = "searching …"; box.classList.add("busy"); versus.replaceChildren(); },
+    wait() { answer = null; picked = []; said.textContent = "searching …"; box.classList.add("busy"); box.replaceChildren(element("p", { class: "dim" }, "The planner weighs the layouts of this question.")); versus.replaceChildren(); },
     fail(error) { box.classList.remove("busy"); said.textContent = ""; box.replaceChildren(element("p", { class: "notice bad", "data-testid": "search-error" }, error.problems?.join(" ") || error.message)); },
     mark(layout) {
       current = layout;
