@@ -160,7 +160,8 @@ def test_what_never_ends_is_left_and_does_not_hold_the_server() -> None:
 
     asyncio.run(asked())
     left = [thread for thread in threading.enumerate() if thread.name.endswith("(work)")]
-    assert [thread.daemon for thread in left] == [True]
+    assert left  # the one that waits, and perhaps one that is about to end
+    assert all(thread.daemon for thread in left)
     ends.set()
 
 

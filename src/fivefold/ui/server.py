@@ -3,6 +3,7 @@
 Bad questions are 400 with their sentences; a bug is 500, without a trace for the page and with one in the terminal.
 """
 
+import asyncio
 import sys
 import traceback
 from collections.abc import AsyncIterator
@@ -64,6 +65,8 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
             return _error(404 if isinstance(error, Nothing) else 400, error.problems)
         except Busy as error:
             return _error(503, [str(error)])
+        except asyncio.CancelledError:  # its time to end has come, and a trace would tell nobody anything
+            return _error(503, ["the server stops"])
         except Replaced:
             return _error(409, ["a newer question took this one's place"])
         except Exception as error:

@@ -38,9 +38,12 @@ def main() -> None:
     runs = tuple(map(Path, sys.argv[1:]))
     os.nice(10)  # a slider that moves goes first
     importlib.import_module("fivefold.plan.plan")  # which takes longest, before the first question
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(msgspec.json.encode(respond(line, runs)) + b"\n")
-        sys.stdout.buffer.flush()
+    try:
+        for line in sys.stdin.buffer:
+            sys.stdout.buffer.write(msgspec.json.encode(respond(line, runs)) + b"\n")
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(0)  # the server has gone, and nobody wants to hear of it
 
 
 if __name__ == "__main__":
