@@ -50,7 +50,7 @@ def test_tokens_on_their_way_to_experts_and_back_have_spans_of_their_own(tmp_pat
     ]
     for name in ("dispatch", "combine"):
         spans = [event for event in events if event["name"] == name]
-        assert len(spans) == 2 * 2 * 2  # ranks, layers, forward and backward
+        assert len(spans) == 2 * 2 * 2 * 2  # ranks, layers, forward and backward; sent off, and waited for
         for one in spans:
             start, end = one["ts"], one["ts"] + one["dur"]
             assert any(pid == one["pid"] and first <= start and end <= last + 1e-2 for pid, first, last in actions)
