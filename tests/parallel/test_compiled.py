@@ -20,6 +20,9 @@ from fivefold.verify.batches import plain_batch
 from tests.ranks import run_ranks
 
 
+SLOW = pytest.mark.slow
+
+
 def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], float, float]:
     """Graphs and breaks of a compiled decoder, and its loss beside that of an eager one with the same weights."""
     compiled.BACKEND = "aot_eager"
@@ -89,7 +92,7 @@ def test_layers_share_a_graph(layers: int) -> None:
         assert abs(eager - quick) < 1e-4 * eager
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", *(pytest.param(how, marks=SLOW) for how in ("none", "full"))])
 def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
     """No break, whatever is kept; and the numbers of eager blocks, what they counted included."""
     words = ["model=tiny-moe", "data.seq=32", "train.batch=2", "train.dtype=bfloat16", "train.balance_loss=0.01"]

@@ -72,7 +72,7 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
     return losses, gradients, calls
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])])
 def test_pairs_in_turns_give_the_same_bits_and_the_schedule_alone_orders_their_collectives(layout: str) -> None:
     """Every rank of a stage calls those of ep as the rule of the baton has it."""
     for rank, (losses, (one, other), (turns, turn)) in enumerate(run_ranks(4, both_ways, layout)):
