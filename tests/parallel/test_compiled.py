@@ -19,7 +19,6 @@ from fivefold.train.engine import Engine
 from fivefold.verify.batches import plain_batch
 from tests.ranks import run_ranks
 
-
 SLOW = pytest.mark.slow
 
 
