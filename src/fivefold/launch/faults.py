@@ -6,11 +6,12 @@
     nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
     hang      a wait that never ends             slow    a quarter of a second more
 
-The words after @ say where: `rank`, `step`, and `at`, one of the places that call `strike`: step (the default: after
-the gradients of a step, before its update), write, commit, retain and read of a checkpoint, and matmul, disk and link
-of what `fivefold doctor` measures. It happens in the first start of a run only, not in those after a failure;
-`starts=3` has it happen in three. Tests inject with it what docs/faults.md promises to survive; without the variable
-nothing happens.
+The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
+that call `strike`: step (the default: after the gradients of a step, before its update), write, commit, retain and read
+of a checkpoint, and matmul, disk and link of what `fivefold doctor` measures. It happens in the first start of a run
+only, not in those after a failure; `starts=3` has it happen in three, and `start=2` in the third alone. Several faults
+are separated by semicolons. Tests inject with it what docs/faults.md promises to survive; without the variable nothing
+happens.
 """
 
 import ctypes
@@ -25,7 +26,8 @@ from fivefold.launch.world import rank_here, starts_before
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
-KINDS = (*_SIGNALS, "raise", "segv", "hang", "nan", "slow")
+POISONS = ("nan",)  # what the place does to itself that is struck
+KINDS = (*_SIGNALS, "raise", "segv", "hang", "slow", *POISONS)
 PLACES = ("step", "write", "commit", "retain", "read", "matmul", "disk", "link")
 _SLOW = 0.25  # seconds
 
@@ -35,43 +37,56 @@ class Fault(NamedTuple):
     at: str = "step"
     rank: int | None = None
     step: int | None = None
+    until: int | None = None  # the last step of several
     starts: int = 1
+    start: int | None = None  # this one alone
+
+    def due(self, at: str, step: int | None) -> bool:
+        """Whether it happens on this rank, at this place, in this step and start."""
+        before = starts_before()
+        if self.at != at or (before >= self.starts if self.start is None else before != self.start):
+            return False
+        if self.rank not in (None, rank_here()):
+            return False
+        return step is None or self.step is None or self.step <= step <= (self.until or self.step)
 
 
 @cache
-def parse(text: str) -> Fault | None:
-    if not text:
-        return None
-    kind, _, rest = text.partition("@")
-    words = dict(word.partition("=")[::2] for word in rest.split(",") if word)
+def parse(text: str) -> tuple[Fault, ...]:
+    return tuple(_one(word.strip(), text) for word in text.split(";") if word.strip())
+
+
+def _one(word: str, text: str) -> Fault:
+    kind, _, rest = word.partition("@")
+    words = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     try:
-        fault = Fault(kind, words.pop("at", "step"), **{word: int(value) for word, value in words.items()})
+        fault = Fault(kind, words.pop("at", "step"), **{name: int(value) for name, value in words.items()})
         if kind not in KINDS or fault.at not in PLACES:
             raise ValueError
     except (ValueError, TypeError):  # no number, or no such word
         raise UserError(
-            f"FIVEFOLD_FAULT={text!r} is not KIND@rank=R,step=S,at=PLACE,starts=N, with KIND of {', '.join(KINDS)} and "
-            f"PLACE of {', '.join(PLACES)}"
+            f"FIVEFOLD_FAULT={text!r} is not KIND@rank=R,step=S,until=S,at=PLACE,starts=N,start=N, or several with ; "
+            f"between them, with KIND of {', '.join(KINDS)} and PLACE of {', '.join(PLACES)}"
         ) from None
     return fault
 
 
-def strike(at: str, step: int | None = None) -> bool:
-    """Called where a fault may happen; True where the caller is to poison something."""
-    fault = parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    if fault is None or fault.at != at or starts_before() >= fault.starts:
-        return False
-    elsewhere = fault.rank not in (None, rank_here())
-    if elsewhere or (step is not None and fault.step not in (None, step)):
-        return False
-    if fault.kind == "raise":
+def strike(at: str, step: int | None = None) -> str:
+    """Called where a fault may happen; the kind, where the caller is to poison something, else nothing."""
+    due = [fault for fault in parse(os.environ.get("FIVEFOLD_FAULT", "")) if fault.due(at, step)]
+    for fault in due:
+        _happen(fault.kind)
+    return next((fault.kind for fault in due if fault.kind in POISONS), "")
+
+
+def _happen(kind: str) -> None:
+    if kind == "raise":
         raise RuntimeError(f"FIVEFOLD_FAULT={os.environ['FIVEFOLD_FAULT']} was asked for, and happens")
-    if fault.kind == "segv":
+    if kind == "segv":
         ctypes.string_at(0)
-    if fault.kind == "hang":
+    if kind == "hang":
         threading.Event().wait()
-    if fault.kind == "slow":
+    if kind == "slow":
         time.sleep(_SLOW)
-    if fault.kind in _SIGNALS:
-        os.kill(os.getpid(), _SIGNALS[fault.kind])
-    return fault.kind == "nan"
+    if kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[kind])
