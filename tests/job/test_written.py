@@ -60,6 +60,7 @@ def test_every_section_reads_back(tmp_path: Path) -> None:
         "optimizer",
         "train",
         "checkpoint",
+        "watch",
         "trace",
         "run",
     }

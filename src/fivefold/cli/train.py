@@ -64,8 +64,8 @@ def train(
     """Train a model; without a job file, a small Llama on the Python standard library.
 
     A job has the sections model, layout, data, optimizer, train, checkpoint,
-    trace and run, and every setting has a default. The resolved job is printed,
-    and saved with the run's metrics and checkpoints in a directory below
+    watch, trace and run, and every setting has a default. The resolved job is
+    printed, and saved with the run's metrics and checkpoints in a directory below
     run.dir. If that directory has a checkpoint, the run resumes from it, in
     whatever layout the job now has; a job of another model, data or loss curve
     is refused. A run's directory in place of the job file goes on with the job

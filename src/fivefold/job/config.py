@@ -78,6 +78,20 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     url: str = ""  # object storage that has them, such as s3://bucket/runs; empty: the run's directory
 
 
+class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # A step is a spike if its loss is above the median of the last `window` steps by more than `factor` times their
+    # median distance from it, and by more than a twentieth of it; or if its gradient norm is above `factor` medians.
+    spike: Literal["warn", "skip", "rollback", "off"] = "warn"  # skip: no update; rollback: and those before are undone
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # of a loss or gradient norm that is no number
+    window: Annotated[int, within(4, 1000)] = 64  # steps that say what is usual; half of them are enough to judge by
+    factor: Annotated[float, within(1, 10**6)] = 10.0
+    rollback: Steps = 10  # steps before the bad one that are undone, or more: as the checkpoints have it
+    most: Steps = 3  # skips and rollbacks within `window` steps; at one more the run ends
+    # A rank is slow if a phase of its steps takes `slow` times the median of the ranks that do the same work.
+    slow: Annotated[float, within(0, 1000, "0 turns it off")] = 1.5
+    slow_every: Steps = 10  # steps between looks
+
+
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: NoneOrMore = 0  # to trace, into trace.json of the run's directory; 0: none
     after: NoneOrMore = 3  # steps before the first of them
@@ -97,6 +111,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     optimizer: AnyOptimizer = AdamW()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watch: WatchConfig = WatchConfig()
     trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
 
@@ -183,6 +198,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ),
         ]
 
+    def _watch(self) -> list[tuple[bool, str]]:
+        """What watchers ask for."""
+        watch, kept = self.watch, self.checkpoint
+        asked = [f"watch.{name}" for name in ("spike", "nonfinite") if getattr(watch, name) == "rollback"]
+        none = "checkpoint.save=false" if not kept.save else "checkpoint.every=0" if not kept.every else ""
+        return [
+            (
+                not (asked and none),
+                f"{' and '.join(asked)}=rollback goes back to a checkpoint, and {none} makes none; nearest: skip",
+            ),
+            (watch.slow == 0 or watch.slow > 1, f"watch.slow={watch.slow} is a factor: above 1, or 0 for none"),
+        ]
+
     def _settings(self) -> list[str]:
         t, d, name = self.train, self.data, self.run.name
         traced, after = self.trace.steps, self.trace.after
@@ -195,6 +223,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             *self._fp8(),
             *self._fp8_experts(),
             *self._balance(),
+            *self._watch(),
             (
                 not learned or d.seq <= self.model.context,
                 f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "

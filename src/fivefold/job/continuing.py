@@ -36,6 +36,8 @@ RULES = {
     **dict.fromkeys(("train.eval_every", "train.eval_samples", "train.log_every", "train.count"), FREE),  # only look
     "train.timeout": FREE,
     "checkpoint": FREE,
+    "watch": FREE,  # most only look
+    **dict.fromkeys([f"watch.{key}" for key in ("spike", "nonfinite", "window", "factor", "rollback")], MEANT),
     "trace": FREE,
     "run": FREE,
 }
