@@ -23,7 +23,7 @@
   /** The colour behind an element of HTML: all that its ancestors paint, and itself. */
   const painted = element => chain(element).reduce((below, one) => over(rgba(getComputedStyle(one).backgroundColor), below), [255, 255, 255]);
 
-  /** The same behind a text of SVG: the shapes that were drawn before it, below its middle. */
+  /** The same behind a text of SVG: the shapes that were drawn before it, below its middle, and its own halo. */
   function behind(text, box) {
     const svg = text.ownerSVGElement, x = (box.left + box.right) / 2, y = (box.top + box.bottom) / 2;
     let below = painted(svg.parentElement);
@@ -32,10 +32,13 @@
       const style = getComputedStyle(shape), around = shape.getBoundingClientRect();
       if (style.fill === "none" || style.visibility === "hidden") continue;
       if (x < around.left || x > around.right || y < around.top || y > around.bottom) continue;
+      const place = new DOMPoint(x, y).matrixTransform(shape.getScreenCTM().inverse());
+      if (!shape.isPointInFill(place)) continue;  // a path of many marks has gaps
       const [r, g, b, a] = rgba(style.fill);
       below = over([r, g, b, a * style.opacity * style.fillOpacity], below);
     }
-    return below;
+    const own = getComputedStyle(text);
+    return own.paintOrder.startsWith("stroke") && parseFloat(own.strokeWidth) >= 3 ? over(rgba(own.stroke), below) : below;
   }
 
   const seen = element => element.checkVisibility({ visibilityProperty: true, opacityProperty: true });

@@ -22,7 +22,7 @@ async function show(views) {
   for (const tab of tabs.children) {
     if (tab.dataset.view === view.name) {
       tab.setAttribute("aria-current", "page");
-      tab.scrollIntoView({ block: "nearest", inline: "center" });  // on a narrow page it may be out of sight
+      tabs.scrollLeft = tab.offsetLeft - tabs.offsetLeft;  // many tabs; scrollIntoView would move where Tab begins
     } else tab.removeAttribute("aria-current");
   }
   if (mounted && mounted.name === view.name) return;
