@@ -8,6 +8,7 @@
 Every name of `__all__` is loaded when it is first used, so importing the package takes no time and needs no torch.
 Functions take descriptions as objects or as text ("llama3-70b", "8x8xH100", "dp=2,tp=2"), print nothing, raise
 UserError for bad input, and return results that print as tables, show themselves in a notebook and have `to_dict()`.
+`ui` alone has no result: it prints the address of its page, and serves it until it is interrupted.
 """
 
 import importlib
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.train.train import train
     from fivefold.truth.truth import truth
     from fivefold.ui.report import report
+    from fivefold.ui.ui import ui
     from fivefold.verify.curve import curve
     from fivefold.verify.verify import verify
 
@@ -67,6 +69,7 @@ __all__ = [
     "trace",
     "train",
     "truth",
+    "ui",
     "verify",
 ]
 
@@ -96,6 +99,7 @@ _HOMES = {
     "trace": "fivefold.train.trace",
     "train": "fivefold.train.train",
     "truth": "fivefold.truth.truth",
+    "ui": "fivefold.ui.ui",
     "verify": "fivefold.verify.verify",
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from fivefold.ui.api_plan import payload as planning
 from fivefold.ui.api_schedule import every, made, payload
 from fivefold.ui.ask import Ask
 from fivefold.ui.proof import shown
+from fivefold.ui.run_sent import placeless
 from tests.trace.test_summary import by_hand
-from tests.ui.a_run import a_run
+from tests.ui.a_run import a_run, log
 
 QUESTION = ("tiny", "2xCPU")
 SMALL = {"batch": 8, "seq": 64}
@@ -129,6 +131,13 @@ def test_several_schedules_have_a_tab_each_and_may_be_files(tmp_path: Path) -> N
     assert "mine" in [row["schedule"] for row in view["parts"]["every"]["schedules"]]
 
 
+def test_a_large_schedule_stands_alone(tmp_path: Path) -> None:
+    written = ff.report(ff.draw("1f1b", pp=32, microbatches=128), tmp_path / "s.html")
+    assert written.size < reporting.LARGEST
+    (view,) = held(tmp_path / "s.html")["views"]
+    assert view["parts"] == {}
+
+
 def test_a_schedule_that_a_page_cannot_draw_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="more than the 8192"):
         ff.report(ff.draw("gpipe", pp=16, microbatches=1024), tmp_path / "s.html")
@@ -149,6 +158,29 @@ def test_a_run_is_reported_with_its_trace(tmp_path: Path) -> None:
     assert set(ff.report(tmp_path / "runs", tmp_path / "run.html").title.split(", ")) == {"demo", "other"}
     with pytest.raises(UserError):
         ff.report(tmp_path / "runs" / "demo" / "checkpoints", tmp_path / "run.html")
+
+
+def test_a_run_s_report_names_no_place_and_no_host(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "runs" / "demo", traced=True)
+    (tmp_path / "runs" / "no run").mkdir()
+    log(folder, [["error: rank 0 (pp 0): cannot read /data/of/mine/shard-3.bin: it is cut short"]])
+    facts = {"data": str(tmp_path / "corpus"), "ranks": 2}
+    (folder / "environment.json").write_text(json.dumps(facts))
+    ff.report(tmp_path / "runs", tmp_path / "run.html", f"fivefold report run {tmp_path}/runs")
+    text = (tmp_path / "run.html").read_text()
+    for secret in (str(tmp_path), "/data/of/mine", f"rank 0 on {socket.gethostname()}"):
+        assert secret not in text, secret
+    (run,) = held(tmp_path / "run.html")["views"][0]["payload"]["shown"]
+    assert (run["directory"], run["environment"]) == ("demo", {"data": "corpus", "ranks": 2})
+    said = [one["text"] for one in run["events"]]
+    assert "2 ranks" in said
+    assert "rank 0 (pp 0): cannot read shard-3.bin: it is cut short" in said
+
+
+def test_what_is_no_path_stays() -> None:
+    for text in ("tokens/s", "a / b", "https://example.org/a/b", "dp=2,tp=2", "1/200", "and/or/not", "runs/demo"):
+        assert placeless(text) == text
+    assert placeless(["/a/b/c.txt", {"k": "in '/a/b/'"}, 3]) == ["c.txt", {"k": "in '...'"}, 3]
 
 
 def test_a_trace_is_reported_as_it_was_written(tmp_path: Path) -> None:

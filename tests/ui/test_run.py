@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -291,3 +292,24 @@ def test_checkpoints_of_another_layout_of_files_are_read_by_their_store(tmp_path
     folder = a_run(tmp_path / "demo", 20)
     found = [one["step"] for one in payload(asked(tmp_path))["shown"][0]["events"] if one["kind"] == "checkpoint"]
     assert sorted(found) == sorted(one.step for one in Store(folder / "checkpoints").complete())
+
+
+def test_a_name_that_is_no_text_is_shown_as_one(tmp_path: Path) -> None:
+    """A name on a disk is any bytes; what is sent is text."""
+    for name in (b"x\xff", b"x\xfe"):
+        a_run(tmp_path / os.fsdecode(name), 10)
+    (tmp_path / os.fsdecode(b"other\xff")).mkdir()
+    (tmp_path / os.fsdecode(b"x\xff") / "checkpoints" / os.fsdecode(b"step-00000007.damaged\xff")).mkdir()
+    page = payload(asked(tmp_path))
+    assert {run["name"] for run in page["runs"]} == {"x\ufffd", "x\ufffd~2"}
+    assert msgspec.json.encode(payload(asked(tmp_path, runs="x\ufffd,x\ufffd~2")))
+    assert "without metrics.jsonl: other\ufffd" in page["notes"][0]
+    with serving((tmp_path,)) as server:
+        assert server.ask("run/tail", {"run": "x\ufffd~2"}).json["columns"]["step"] == [*range(1, 11)]
+
+
+def test_a_checkpoint_has_its_bytes(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "demo", 10)
+    (event,) = payload(asked(tmp_path))["shown"][0]["events"]
+    (saved,) = Store(folder / "checkpoints").complete()
+    assert (event["bytes"], event["text"]) == (saved.bytes, f"{len(saved.manifest.files)} files")

@@ -113,6 +113,8 @@ def run(
 ) -> None:
     """Write a run: its curves, its events, its load of experts, its trace, its job and environment.
 
+    It is made to be sent: of a path the last part is left, and the names of hosts are left out.
+
     [dim]Examples:[/]
 
       fivefold report run runs/demo

@@ -21,7 +21,7 @@ from fivefold.train.metrics import Record
 from fivefold.train.records import Evaluation, Step
 from fivefold.ui.ask import Ask
 from fivefold.ui.run_events import events, signature
-from fivefold.ui.run_files import ENVIRONMENT, JOB, METRICS, Piece, Run, metrics, run_of, runs_in
+from fivefold.ui.run_files import ENVIRONMENT, JOB, METRICS, Piece, Run, metrics, run_of, runs_in, told
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory", "seconds")
 LOADS = ("fullest", "entropy", "balance_loss", "z_loss", "dropped")
@@ -86,7 +86,7 @@ def _whole(run: Run) -> dict[str, Any]:
     job = run.table(JOB)
     return {
         "name": run.name,
-        "directory": str(run.path),
+        "directory": told(run.path),
         "job": job,
         "environment": run.table(ENVIRONMENT),
         "layout": _layout(job),
@@ -171,7 +171,7 @@ def _listed(run: Run) -> dict[str, Any]:
     model, train = _section(job, "model"), _section(job, "train")
     steps = train.get("steps") if isinstance(train.get("steps"), int) else None
     about = {"model": str(model.get("name", "")), "layout": _layout(job), "steps": steps}
-    return {"name": run.name, "directory": str(run.path), "written": written, **about}
+    return {"name": run.name, "directory": told(run.path), "written": written, **about}
 
 
 def _layout(job: dict[str, Any]) -> str:

@@ -67,9 +67,12 @@ def drawn(found: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]
         raise UserError(f"{most} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture")
     if len(found.simulations) > 1:
         *others, last = found.simulations
-        parts = {"every": {"schedules": [_row(one) for one in others], "fine": FINE}, "made": _made(last)}
-    else:
-        parts = _beside(asked, found.simulations[0])
+        parts = {
+            "every": {"schedules": [_row(one) for one in others], "fine": FINE, "these": True},
+            "made": _made(last),
+        }
+    else:  # of a large one it stands alone: the catalogue would take minutes, and more room than a mail has
+        parts = _beside(asked, found.simulations[0]) if most <= SLIDING else {}
     pages = []
     for one in found.simulations:
         name, own = one.schedule.name, replace(asked, pp=one.schedule.p, microbatches=one.schedule.m)

@@ -20,11 +20,11 @@ from fivefold.schedule.result import DrawResult
 from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
-from fivefold.support.formatting import bytes_text
 from fivefold.trace.lanes import lanes
 from fivefold.trace.result import TraceResult
 from fivefold.ui.ask import Ask
 from fivefold.ui.proof import read, shown
+from fivefold.ui.run_sent import placeless, sent
 from fivefold.ui.views import View
 from fivefold.ui.whole import held, view, whole
 from fivefold.verify.result import VerifyResult
@@ -45,7 +45,7 @@ class Report(Result):
     size: int  # bytes
 
     def blocks(self) -> Iterator[Block]:
-        yield Text(f"{self.title}: written to {self.file}, {bytes_text(self.size)}; a browser opens it")
+        yield Text(f"{self.title}: written to {self.file}, {self.size / 1e6:.2f} MB; a browser opens it")
 
     def to_dict(self) -> dict[str, Any]:
         return {"file": str(self.file), "title": self.title, "views": list(self.views), "bytes": self.size}
@@ -58,7 +58,7 @@ def report(found: Result | str | Path, output: str | Path, command: str = "") ->
     title, views = seen(found)
     made = {
         "by": f"Fivefold {__version__}",
-        "command": command,
+        "command": placeless(command),
         "on": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
     }
     text = whole(title, views, made).encode()
@@ -122,7 +122,7 @@ def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
     if not found:
         raise UserError(notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl")
     names = list(found)[:SHOWN]
-    return ", ".join(names), [held("run", Ask({"runs": ",".join(names)}, roots))]
+    return ", ".join(names), [sent(held("run", Ask({"runs": ",".join(names)}, roots)))]
 
 
 def _of_trace(found: TraceResult) -> tuple[str, list[dict[str, Any]]]:

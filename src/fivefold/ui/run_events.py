@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
 from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular
-from fivefold.support.formatting import bytes_text, counted
-from fivefold.ui.run_files import Run
+from fivefold.support.formatting import counted
+from fivefold.ui.run_files import Run, told
 
 LOGS, RANKS = 1 << 21, 16  # bytes of a log's end, and logs, that are read
 CHECKPOINTS, EVENTS = 100, 400  # the newest
@@ -33,12 +33,13 @@ class Event(NamedTuple):
     time: float | None  # seconds since 1970
     text: str
     order: tuple[float, int, int]  # about when, in which start of the run, and where in it
+    bytes: int | None = None  # of a checkpoint
 
 
 def events(run: Run) -> list[dict[str, Any]]:
     """In the order in which they happened."""
     found = sorted([*_checkpoints(run), *_logged(run)], key=lambda one: one.order)
-    return [{"kind": one.kind, "step": one.step, "time": one.time, "text": one.text} for one in found[-EVENTS:]]
+    return [{name: getattr(one, name) for name in ("kind", "step", "time", "text", "bytes")} for one in found[-EVENTS:]]
 
 
 def signature(run: Run) -> str:
@@ -65,21 +66,21 @@ def _checkpoints(run: Run) -> Iterator[Event]:
         if run.inside("checkpoints", name, MANIFEST) is None:
             continue
         time = os.lstat(folder / name / MANIFEST).st_mtime
-        yield Event("checkpoint", checkpoint.step, time, _described(checkpoint), (time, -1, 0))
+        text, size = _described(checkpoint)
+        yield Event("checkpoint", checkpoint.step, time, text, (time, -1, 0), size)
     for aside in store.aside():
         path = folder / str(aside.name)
         time, step = os.lstat(path).st_mtime, re.search(r"step-(\d+)", path.name)
         word = "damaged" if ".damaged" in path.name else "incomplete"
-        yield Event(
-            "aside", int(step[1]) if step else None, time, f"{path.name}: a {word} checkpoint, set aside", (time, -1, 0)
-        )
+        text = f"{told(path.name)}: a {word} checkpoint, set aside"
+        yield Event("aside", int(step[1]) if step else None, time, text, (time, -1, 0))
 
 
-def _described(checkpoint: Checkpoint) -> str:
+def _described(checkpoint: Checkpoint) -> tuple[str, int | None]:
     try:
-        return f"{bytes_text(checkpoint.bytes)} in {counted(len(checkpoint.manifest.files), 'file')}"
+        return counted(len(checkpoint.manifest.files), "file"), checkpoint.bytes
     except UserError as error:
-        return error.problems[0].replace(str(checkpoint.path), checkpoint.path.name)
+        return told(error.problems[0].replace(str(checkpoint.path), checkpoint.path.name)), None
 
 
 def _logged(run: Run) -> Iterator[Event]:

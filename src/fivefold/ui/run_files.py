@@ -59,15 +59,15 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, Run], list[str]]:
         try:
             mine, others, away = _below(root)
         except OSError as error:  # it was there when the server started
-            notes.append(f"{root} cannot be read: {error.strerror}")
+            notes.append(f"{told(root)} cannot be read: {error.strerror}")
             continue
         found += mine
         if not mine:
-            notes.append(f"{root} is no run and has none in it: a run has {METRICS} or {JOB}")
+            notes.append(f"{told(root)} is no run and has none in it: a run has {METRICS} or {JOB}")
         elif others:
-            notes.append(f"{counted(len(others), 'folder')} of {root} without {METRICS}: {_few(others)}")
+            notes.append(f"{counted(len(others), 'folder')} of {told(root)} without {METRICS}: {_few(others)}")
         if away:
-            notes.append(f"{_few(away)} of {root} lead out of it, and are left alone; name the place with --runs")
+            notes.append(f"{_few(away)} of {told(root)} lead out of it, and are left alone; name the place with --runs")
     found.sort(key=_age)
     if len(found) > RUNS:
         notes.append(f"{len(found) - RUNS} older runs are not listed")
@@ -75,7 +75,12 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, Run], list[str]]:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+    return ", ".join(map(told, names[:5])) + (" ..." if len(names) > 5 else "")
+
+
+def told(path: Path | str) -> str:
+    """As text that can be sent: a name on a disk is any bytes."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def _below(root: Path) -> tuple[list[Run], list[str], list[str]]:
@@ -115,7 +120,7 @@ def _named(runs: list[Run]) -> Iterator[Run]:
     """Names are those of the directories; a second one of a name gets a number."""
     taken = set[str]()
     for run in runs:
-        plain = re.sub(r"[,\s]+", "_", run.name) or "run"
+        plain = re.sub(r"[,\s]+", "_", told(run.name)) or "run"
         name, number = plain, 2
         while name in taken:
             name, number = f"{plain}~{number}", number + 1

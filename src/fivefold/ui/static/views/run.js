@@ -17,7 +17,7 @@ const CURVES = [
   { name: "grad_norm", title: "Gradient norm, before clipping", write: format.digits3, share: true, log: true },
   { name: "lr", title: "Learning rate", write: rate, zero: true },
   { name: "mfu", title: "Model FLOPs utilisation", write: value => format.percent(value), share: true, zero: true, optional: true },
-  { name: "memory", title: "Memory, peak so far", write: format.bytes, zero: true },
+  { name: "memory", title: "Peak memory up to each step", write: format.bytes, zero: true },
   { name: "fullest", title: "Fullest expert, times the mean", write: value => value.toFixed(2), share: true, optional: true },
   { name: "entropy", title: "Evenness of the experts' load", write: value => value.toFixed(3), share: true, optional: true },
 ];
@@ -35,7 +35,7 @@ export function mount(root, source) {
   const plots = CURVES.map(one => {
     const plot = responsive(width => {
       const mine = series(one.name).filter(line => line.ys.some(value => value !== null));
-      if (!mine.length) return element("p", { class: "dim small" }, "nothing yet");
+      if (!mine.length) return element("p", { class: "dim small" }, shown.some(run => run.training) && source.live ? "nothing yet" : "not recorded");
       return chart(width, { series: mine, write: one.write, label: `${one.title} by step`, share: one.share ? smooth : 0, log: one.log, zero: one.zero, until: until() });
     }, { "data-testid": `${one.name}-plot` });
     return { ...one, plot, card: card(one.title, {}, plot.element) };

@@ -23,7 +23,7 @@ export const latest = (runs, colour) => table(["run", ">step", ">loss", ">held o
 export function eventTable(runs, colour) {
   const every = runs.flatMap((run, at) => run.events.map(one => ({ ...one, run: run.name, at })));
   if (!every.length) return element("p", { class: "dim" }, "Nothing is written down: a run that a launcher starts keeps logs, and checkpoints are listed when there are any.");
-  const rows = every.map(one => [[signOf(one.kind), (SIGNS[one.kind] || SIGNS.note).name], ...(runs.length > 1 ? [[swatch(colour(one.at)), one.run]] : []), one.step === null ? "" : format.count(one.step), one.time ? clock(one.time) : "", one.text]);
+  const rows = every.map(one => [[signOf(one.kind), (SIGNS[one.kind] || SIGNS.note).name], ...(runs.length > 1 ? [[swatch(colour(one.at)), one.run]] : []), one.step === null ? "" : format.count(one.step), one.time ? clock(one.time) : "", one.bytes ? `${format.bytes(one.bytes)} in ${one.text}` : one.text]);
   return table(["event", ...(runs.length > 1 ? ["run"] : []), ">step", "when", "what"], rows, { testid: "events", records: true });
 }
 

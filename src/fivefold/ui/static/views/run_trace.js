@@ -10,7 +10,14 @@ import { tip } from "../lib/tooltip.js";
 
 const TALL = { measured: 24, simulated: 24, waits: 11, communication: 11 };
 const PARTS = ["dispatch", "combine"];  // inside of actions
-const colourOf = kind => kind === "optimizer" ? "var(--slate)" : kind === "dispatch" ? "var(--sky)" : kind === "combine" ? "var(--red)" : kind === "message" ? "var(--grey)" : ["F", "B", "I", "W"].includes(kind) ? colours.action(kind) : colours.axis(kind);
+const DONE = { optimizer: "var(--slate)", dispatch: "var(--sky)", combine: "var(--red)", message: "var(--grey)" };
+// Colours of actions are those of axes, too: what is along an axis is striped.
+const along = kind => !(kind in DONE) && !["F", "B", "I", "W"].includes(kind);
+const idOf = kind => `along-${String(kind).replace(/\W+/g, "-")}`;
+const colourOf = kind => along(kind) ? `url(#${idOf(kind)})` : DONE[kind] || colours.action(kind);
+const stripes = kind => shape("pattern", { id: idOf(kind), width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+  shape("rect", { width: 5, height: 5, fill: colours.axis(kind) }), shape("rect", { width: 1.8, height: 5, fill: "var(--card)" }));
+const kindsOf = ranks => [...new Set(ranks.flatMap(rank => rank.lanes.flatMap(lane => lane.slices.map(one => one[3]))))];
 const time = microseconds => format.seconds(microseconds / 1e6);
 
 function lanesOf(rank) {
@@ -41,7 +48,7 @@ export function lanesPicture(width, { ranks, microseconds }, zoom) {
     y += 8;
   }
   for (let at = 0; at <= most; at += step) drawn.push(shape("line", { x1: x(at), x2: x(at), y1: 2, y2: y, class: "grid" }), shape("text", { x: x(at), y: y + 14, class: "tick", "text-anchor": at ? "middle" : "start" }, time(at).replace(/\.0+(?=\D|$)/, "")));
-  return shape("svg", { width: whole, height: y + 22, role: "img", "aria-label": `what ${ranks.length} ranks did in a step, measured and simulated` }, drawn, body);
+  return shape("svg", { width: whole, height: y + 22, role: "img", "aria-label": `what ${ranks.length} ranks did in a step, measured and simulated` }, shape("defs", {}, kindsOf(ranks).filter(along).map(stripes)), drawn, body);
 }
 
 const PARTNAMES = [["step", "step"], ["compute", "compute"], ["exposed", "exposed"], ["bubble", "bubble"], ["optimizer", "optimizer"], ["other", "other"]];
@@ -72,9 +79,9 @@ export function drawTrace({ onStep, live }) {
       const both = answer.summary?.mean;
       said.textContent = `${answer.run}, step ${answer.step}: ${time(answer.microseconds)} with ${answer.layout || "one rank"}.` + (both && Math.max(both.bubble_predicted, both.bubble_measured) > 5e-4 ? ` Over ${answer.summary.steps} traced steps the bubble is ${format.percent(both.bubble_measured)} of the pipeline's time; ${answer.schedule} with the medians of these durations predicts ${format.percent(both.bubble_predicted)}.` : "") + (answer.left_out ? ` ${answer.left_out} more ranks are in the file.` : "");
       picture.update();
-      const kinds = [...new Set(answer.ranks.flatMap(rank => rank.lanes.flatMap(lane => lane.slices.map(one => one[3]))))];
-      const names = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights", message: "waits for a message", optimizer: "optimizer" };
-      whole.children[3].replaceChildren(legend(kinds.map(kind => ({ name: names[kind] || kind, colour: colourOf(kind) }))));
+      const kinds = kindsOf(answer.ranks).sort((a, b) => along(a) - along(b));
+      const names = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights", message: "waits for a message", optimizer: "optimizer", dispatch: "dispatch", combine: "combine" };
+      whole.children[3].replaceChildren(legend(kinds.map(kind => ({ name: names[kind] || `along ${kind}`, colour: colourOf(kind) }))));
       parts.replaceChildren(partsTable(answer));
     },
   };
