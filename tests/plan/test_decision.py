@@ -12,7 +12,7 @@ from fivefold.cli import app
 from fivefold.hardware.cluster import Cluster
 from fivefold.plan.cost.footprint import HEADROOM
 from fivefold.plan.decision.decision import Decision, decide
-from fivefold.plan.decision.shortcuts import Shortcut, shortcuts
+from fivefold.plan.decision.shortcuts import Shortcut, flops_text, shortcuts
 from fivefold.plan.decision.turning import Turn
 from fivefold.plan.plan import plan, simulate
 from fivefold.plan.result import PlanResult
@@ -121,6 +121,18 @@ def test_exact_figures_stand_beside_shortcuts(decision: Decision) -> None:
         assert one.formula in re.sub(r"\s+", " ", text)
         assert one.textbook > 0
         assert one.why
+
+
+def test_a_number_of_operations_has_its_unit() -> None:
+    """P is the number of parameters in the formulas beside it."""
+    assert [flops_text(one) for one in (2.019e18, 3.5e15, 9.6e10, 12)] == [
+        "2,019 PFLOP", "3.50 PFLOP", "96.00 GFLOP", "12 FLOP"
+    ]  # fmt: skip
+
+
+def test_the_rate_of_a_slow_device_is_not_nothing() -> None:
+    text = decide(plan("tiny", "2xCPU", batch=8, seq=64), "").markdown()
+    assert re.search(r"CPU, nominal .*peak in fp32 +\| 0\.096 TFLOP/s", text, re.DOTALL)
 
 
 def said(model: str, layout: str, cluster: str, batch: int, seq: int) -> dict[str, Shortcut]:

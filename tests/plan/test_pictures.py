@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.plan.mesh import mesh
 from fivefold.plan.pictures.bars import components, memory, overview
+from fivefold.plan.pictures.mesh import listed
 from fivefold.plan.pictures.traffic import sent
 from fivefold.plan.plan import plan
 from fivefold.plan.result import PlanResult
@@ -129,3 +130,8 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(asked: str, sentence: str
     with pytest.raises(UserError) as caught:
         CliRunner().invoke(app, asked.split(), catch_exceptions=False)
     assert sentence in str(caught.value)
+
+
+def test_no_single_rank_is_left_out_of_a_list() -> None:
+    assert listed(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert listed(range(9)) == "0, 1, 2, 3, 4, 5, ... 8"

@@ -1,5 +1,6 @@
 """The search: legal layouts that fit, near the exhaustive best, with reasons."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -180,6 +181,28 @@ def test_neighbours_say_why_they_lose(seventy: Ranking) -> None:
         if one.slower is not None:
             again = estimate(replace(seventy.best.case, layout=one.layout)).seconds
             assert again / seventy.best.seconds - 1 == pytest.approx(one.slower)
+
+
+def test_reasons_of_what_does_not_fit_say_something(seventy: Ranking) -> None:
+    """Of a layout that fits what has grown, and of one that does not what is largest: never one number twice."""
+    fits, case = seventy.best, seventy.best.case
+    large = replace(case, layout=Layout.parse("dp=64,zero=3,microbatches=8"))
+    too_large = Option(large, estimate(large), footprint(large))
+    assert fits.fits
+    assert not too_large.fits
+    told = [
+        one.sentence for option in (fits, too_large) for one in neighbours(option) if "does not fit" in one.sentence
+    ]
+    grown = [re.search(r"; .* (\S+) GB instead of (\S+)$", one) for one in told]
+    assert {bool(one) for one in grown} == {True, False}
+    assert all(one[1] != one[2] for one in grown if one)
+    assert all(re.search(r"; its largest part is .+, \d+\.\d GB$", one) for one in told if "instead of" not in one)
+
+
+def test_a_share_above_a_whole_step_says_whose(seventy: Ranking) -> None:
+    case = replace(seventy.best.case, layout=Layout.parse("tp=64,microbatches=64"))
+    said = difference(seventy.best, Option(case, estimate(case), footprint(case)))
+    assert re.search(r"\+[1-9]\d\d\.\d% of the shorter step", said), said
 
 
 def test_traffic_is_that_of_the_exact_count_divided_by_link(seventy: Ranking) -> None:

@@ -93,9 +93,9 @@ class Decision(Result):
             ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {HEADROOM:.0%}"),
             ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
             ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
-            (f"peak in {case.precision}", f"{card.rate(case.precision) / 1e12:,.0f} TFLOP/s"),
+            (f"peak in {case.precision}", f"{_rate(card.rate(case.precision) / 1e12)} TFLOP/s"),
         ]
-        yield Table(["", f"{card.name}, by its maker"], rows)
+        yield Table(["", f"{card.name}, {'nominal' if card.is_cpu else 'by its maker'}"], rows)
         if self.command:
             yield Text(f"This page is made by `{self.command}`.")
 
@@ -245,6 +245,10 @@ def _changed(one: Neighbour) -> str:
     if one.slower is not None:
         return f"{one.slower:+.1%}"
     return "cannot run" if one.memory is None else "does not fit"
+
+
+def _rate(tera: float) -> str:
+    return f"{tera:,.0f}" if tera >= 10 else f"{tera:.3g}"
 
 
 def _times(exact: float, textbook: float) -> str:

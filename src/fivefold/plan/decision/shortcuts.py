@@ -11,7 +11,6 @@ from typing import Any
 from fivefold.plan.cost.memory import PAPER
 from fivefold.plan.search.explain import AxisTraffic, sender, traffic
 from fivefold.plan.search.option import Option
-from fivefold.support.formatting import si
 
 NARROW = 2  # bytes of a number, in textbooks
 ZERO = {0: "16", 1: "(4 + 12/N)", 2: "(2 + 14/N)", 3: "16/N"}  # bytes a parameter, arXiv 1910.02054, table 1
@@ -32,10 +31,16 @@ class Shortcut:
     def said(self, value: float) -> str:
         if self.unit == "GB":
             return f"{value / 1e9:,.2f} GB"
-        return f"{value:.1%}" if self.unit == "%" else si(value)
+        return f"{value:.1%}" if self.unit == "%" else flops_text(value)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("name", "formula", "textbook", "exact", "unit", "why")}
+
+
+def flops_text(value: float) -> str:
+    """'1,776 PFLOP': P alone is a number of parameters here."""
+    size, unit = next(one for one in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (0, "FLOP")) if value >= one[0])
+    return f"{value / (size or 1):,.{0 if value >= 100 * size else 2}f} {unit}"
 
 
 def shortcuts(option: Option) -> list[Shortcut]:

@@ -36,13 +36,13 @@ TIMES = {
 
 
 def components(needs: Footprint) -> Parts:
-    """Of a rank, in GB. All activations are one, and so is what the fullest moment adds, whichever it is."""
+    """Of a rank, in GB. All activations are one; what the fullest moment adds has its name behind it."""
     parts = [
         ("parameters", BLUE, needs.state.parameters),
         ("gradients", ORANGE, needs.gradients),
         ("optimizer", GREEN, needs.state.optimizer),
         ("activations", PURPLE, needs.activations.total),
-        ("the fullest moment", RED, needs.transient),
+        (f"the fullest moment ({needs.moment})", RED, needs.transient),
         ("buffers", SKY, needs.buffers),
         ("context and fragmentation", REST, needs.margin),
     ]

@@ -71,9 +71,10 @@ def mesh_scene(layout: Layout, nodes: Sequence[range], panels: Sequence[Panel], 
 
 
 def listed(group: Sequence[int]) -> str:
-    """Its first ranks, and the last."""
-    shown = ", ".join(map(str, group[:FIRST]))
-    return shown if len(group) <= FIRST else f"{shown}, ... {group[-1]}"
+    """Its first ranks, and the last; where that would leave out a single one, all."""
+    if len(group) <= FIRST + 2:
+        return ", ".join(map(str, group))
+    return f"{', '.join(map(str, group[:FIRST]))}, ... {group[-1]}"
 
 
 def _groups(scene: Scene, panels: Sequence[Panel], x: float, y: float, wide: float) -> None:

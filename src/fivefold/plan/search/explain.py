@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.footprint import HEADROOM, Footprint, footprint
 from fivefold.plan.cost.links import Reach
 from fivefold.plan.cost.memory import dtype_of
 from fivefold.plan.cost.time import Case, estimate
@@ -136,17 +136,25 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
     needs = footprint(case)
     limit = HEADROOM * case.memory_of(needs.rank)
     if needs.total > limit:
-        before = option.footprint.parts
-        grown = max(needs.parts, key=lambda part: needs.parts[part] - before.get(part, 0.0))
         why = (
             f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
-            f"{limit / 1e9:.1f} GB; {grown} {needs.parts[grown] / 1e9:.1f} GB instead of "
-            f"{before.get(grown, 0) / 1e9:.1f}"
+            f"{limit / 1e9:.1f} GB; {_fullest(option, needs)}"
         )
         return Neighbour(change, layout, None, why, needs.total)
     other = Option(case, estimate(case), needs)
     slower = other.seconds / option.seconds - 1
     return Neighbour(change, layout, slower, f"{change} {difference(option, other)}", needs.total)
+
+
+def _fullest(option: Option, needs: Footprint) -> str:
+    """What makes it too large: of an option that fits what has grown most, of one that does not its largest part."""
+    before, parts = option.footprint.parts, needs.parts
+    grown = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
+    now, was = (f"{size / 1e9:.1f}" for size in (parts[grown], before.get(grown, 0.0)))
+    if option.fits and now != was:
+        return f"{grown} {now} GB instead of {was}"
+    largest = max(parts, key=lambda part: parts[part])
+    return f"its largest part is {largest}, {parts[largest] / 1e9:.1f} GB"
 
 
 def difference(best: Option, other: Option) -> str:
@@ -162,7 +170,8 @@ def difference(best: Option, other: Option) -> str:
     while len(named) < NAMED and sign * told < abs(slower) / 2:  # one that is no half of it does not explain it
         named.append(others.pop(0))
         told += moved[named[-1]]
-    why = ", ".join(f"{CAUSES[one]} {moved[one]:+.1%}" for one in named) + " of the step"
+    why = ", ".join(f"{CAUSES[one]} {moved[one]:+.1%}" for one in named) + " of the "
+    why += "shorter step" if any(abs(moved[one]) > 1 for one in named) else "step"  # whose a share above 100% is
     if "ep" in named and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
         why += f", which joined pairs hide {'there' if other.estimate.travelled.paired else 'here'}"
     if slower < 0:

@@ -98,7 +98,8 @@ export function layoutControls({ onMove, onGrab, onBest, live }) {
       kind.set(steps.cp_kind, fields.cp_kind, { off });
       dispatch.set(steps.dispatch, fields.dispatch, { off });
       sp.set(fields.sp, { off: off || fields.tp === 1 });
-      zero.textContent = `ZeRO ${fields.zero} shards ${ZERO[fields.zero]}${fields.zero ? ` over ${format.count(fields.dp * fields.cp / fields.replicate)} ranks` : ""}`;
+      const over = fields.dp * fields.cp / fields.replicate;
+      zero.textContent = !fields.zero || over > 1 ? `ZeRO ${fields.zero} shards ${ZERO[fields.zero]}${fields.zero ? ` over ${format.count(over)} ranks` : ""}` : `ZeRO ${fields.zero} has nothing to shard over: dp x cp is 1`;
       now = problems.length ? "" : shown.text;
       text.replaceChildren(layoutText(wanted.text));
     },
