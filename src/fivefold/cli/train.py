@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
@@ -21,11 +22,13 @@ from fivefold.support.errors import UserError
 if TYPE_CHECKING:
     from fivefold.job.config import Job
     from fivefold.job.preflight import Sources
+    from fivefold.launch.local import Arrangement, Elastic
     from fivefold.launch.world import World
     from fivefold.train.resuming import Start
 
 SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
 _PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
+_TRIES = 10  # restarts of an elastic run that are not for lost ranks
 RESUME = "Go on with a run.  [dim]fivefold resume runs/demo --nproc 8[/]"
 RESUME_HELP = """Go on with the job of a run's directory: `fivefold train RUN`.
 
@@ -50,6 +53,14 @@ _Restarts = Annotated[
         "twice in a row is not tried again."
     ),
 ]
+_Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic",
+        help="When ranks are lost for good, go on with those that are left, in the fastest layout for them; when they "
+        "are back, grow again. --restarts is then 10 unless given.",
+    ),
+]
 _Fresh = Annotated[bool, typer.Option("--fresh", help="Start over in a new directory, once: a restart goes on in it.")]
 _Check = Annotated[bool, typer.Option("--check", help="Check the job and print it resolved; do not train.")]
 
@@ -58,22 +69,23 @@ def train(
     job: RunWords = None,
     nproc: _Nproc = 1,
     restarts: _Restarts = 0,
+    elastic: _Elastic = False,
     fresh: _Fresh = False,
     check: _Check = False,
 ) -> None:
     """Train a model; without a job file, a small Llama on the Python standard library.
 
     A job has the sections model, layout, data, optimizer, train, checkpoint,
-    watch, trace and run, and every setting has a default. The resolved job is
-    printed, and saved with the run's metrics and checkpoints in a directory below
-    run.dir. If that directory has a checkpoint, the run resumes from it, in
-    whatever layout the job now has; a job of another model, data or loss curve
-    is refused. A run's directory in place of the job file goes on with the job
-    that is stored there, and settings after it change that job. Ctrl-C saves
-    one more checkpoint and ends with exit code 130; a second Ctrl-C ends at
-    once. SIGTERM, SIGUSR1 and SIGHUP save one, too, and end with 143. Under
-    torchrun or Slurm's srun, the same command joins the ranks that they
-    started.
+    watch, elastic, trace and run, and every setting has a default. The resolved
+    job is printed, and saved with the run's metrics and checkpoints in a
+    directory below run.dir. If that directory has a checkpoint, the run resumes
+    from it, in whatever layout the job now has; a job of another model, data or
+    loss curve is refused. A run's directory in place of the job file goes on
+    with the job that is stored there, and settings after it change that job.
+    Ctrl-C saves one more checkpoint and ends with exit code 130; a second
+    Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP save one, too, and end with
+    143. Under torchrun or Slurm's srun, the same command joins the ranks that
+    they started.
 
     [dim]Examples:[/]
 
@@ -89,6 +101,8 @@ def train(
 
       fivefold train runs/job train.steps=400 optimizer.schedule_steps=400
 
+      fivefold train job.toml --nproc 8 --elastic elastic.least=4
+
       fivefold train job.toml --fresh checkpoint.every=50 checkpoint.keep=3
 
       fivefold train job.toml --check
@@ -98,12 +112,13 @@ def train(
     from fivefold.job.config import read_job, to_toml
     from fivefold.job.preflight import preflight
     from fivefold.launch.local import launch
+    from fivefold.launch.spare import wait_for_the_others
     from fivefold.launch.world import current_world
     from fivefold.train.resuming import Start, directory_named, run_named, stored_job
 
     path, changes = split(job)
     world = current_world()
-    _check(nproc, restarts, world)
+    _check(nproc, restarts, elastic, world)
     with _node_named(world):
         if world.meeting.address:
             world.meeting.resolved()  # before torch is imported, and data hashed
@@ -111,6 +126,10 @@ def train(
         resolved = stored_job(directory, changes) if directory else read_job(path, changes)
         start = Start(None if fresh else directory_named(directory, resolved), fresh)
         ranks = nproc if nproc > 1 else world.size
+        asked = resolved
+        if elastic:
+            resolved, world = _arranged(resolved, ranks, world)
+            ranks = resolved.layout.world
         if check and resolved.run.cluster and ranks == 1:  # a job for a cluster is checked on any machine
             ranks = resolved.layout.world
         with late_bar("hashing") as progress:
@@ -123,7 +142,11 @@ def train(
         typer.echo(to_toml(resolved))
     elif nproc > 1:
         words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
-        raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts, _interrupted(resolved)))
+        restarts = restarts or (_TRIES if elastic else 0)
+        how = _elastic(asked, nproc) if elastic else None
+        raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts, _interrupted(resolved), how))
+    elif world.rank >= resolved.layout.world:
+        wait_for_the_others(world, resolved.train.timeout)
     else:
         raise typer.Exit(_run(resolved, sources, world, start))
 
@@ -139,6 +162,7 @@ def resume(
     ] = None,
     nproc: _Nproc = 1,
     restarts: _Restarts = 0,
+    elastic: _Elastic = False,
     fresh: _Fresh = False,
     check: _Check = False,
 ) -> None:
@@ -147,7 +171,7 @@ def resume(
 
     with _node_named(current_world()):
         run_to_resume(split(run)[0])
-    train(run, nproc, restarts, fresh, check)
+    train(run, nproc, restarts, elastic, fresh, check)
 
 
 @contextmanager
@@ -160,9 +184,44 @@ def _node_named(world: "World") -> Iterator[None]:
         raise UserError([f"{here}{problem}" for problem in error.problems]) from None
 
 
-def _check(nproc: int, restarts: int, world: "World") -> None:
+def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
+    """The job in the layout for the ranks that are there, and the world of the ranks that it uses."""
+    from fivefold.elastic.choose import choose
+    from fivefold.launch.world import PLANNED
+
+    if not job.checkpoint.save:
+        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
+    choice = choose(job, ranks, world.local_size if world.joined else ranks)
+    if not world.joined:
+        return choice.job, world
+    os.environ[PLANNED] = f"{choice.took:.3f}"
+    if world.rank == 0:
+        say(f"elastic: {choice}")
+    return choice.job, replace(world, size=choice.job.layout.world)
+
+
+def _elastic(job: "Job", nproc: int) -> "Elastic":
+    """How `--nproc` arranges a job on fewer ranks of this machine."""
+    from fivefold.elastic.choose import choose
+    from fivefold.launch.local import Arrangement, Elastic
+    from fivefold.launch.roster import gpus_here
+
+    def arrange(ranks: int) -> "Arrangement":
+        choice = choose(job, ranks, nproc)
+        layout = choice.job.layout
+        words = [f"layout={layout}"] if layout != job.layout else []
+        said = f"elastic: {choice}" if words else ""
+        return Arrangement(layout.world, layout.place, words, said, choice.took)
+
+    gpus = 0 if job.train.device == "cpu" else len(gpus_here())
+    return Elastic(arrange, gpus, job.elastic.probe)
+
+
+def _check(nproc: int, restarts: int, elastic: bool, world: "World") -> None:
     """Options that make no sense, alone or together."""
     check_ranks(nproc, world)
+    if elastic and nproc == 1 and not world.joined:
+        raise UserError("--elastic needs ranks to lose: --nproc 2 or more, torchrun, or Slurm")
     if restarts < 0:
         raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0")
     if restarts and nproc == 1:

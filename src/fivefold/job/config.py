@@ -92,6 +92,14 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slow_every: Steps = 10  # steps between looks
 
 
+class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `fivefold train --elastic`: what the job accepts when ranks are lost."""
+
+    least: Annotated[int, within(1, SEQUENCES)] = 1  # ranks; with fewer the run ends, and goes on when they are back
+    fixed: str = ""  # choices that every layout keeps, such as tp=2,zero=1
+    probe: Annotated[float, within(0.1, SECONDS)] = 30.0  # seconds between looks for lost ranks of this machine
+
+
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: NoneOrMore = 0  # to trace, into trace.json of the run's directory; 0: none
     after: NoneOrMore = 3  # steps before the first of them
@@ -112,6 +120,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watch: WatchConfig = WatchConfig()
+    elastic: ElasticConfig = ElasticConfig()
     trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
 

@@ -38,6 +38,7 @@ RULES = {
     "checkpoint": FREE,
     "watch": FREE,  # most only look
     **dict.fromkeys([f"watch.{key}" for key in ("spike", "nonfinite", "window", "factor", "rollback")], MEANT),
+    "elastic": FREE,
     "trace": FREE,
     "run": FREE,
 }

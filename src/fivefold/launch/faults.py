@@ -5,6 +5,7 @@
     segv      a read of address 0                usr1    SIGUSR1, as Slurm's --signal sends it
     nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
     hang      a wait that never ends             slow    a quarter of a second more
+    lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/roster.py)
 
 The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
 that call `strike`: step (the default: after the gradients of a step, before its update), write, commit, retain and read
@@ -17,6 +18,7 @@ happens.
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from functools import cache
@@ -27,7 +29,7 @@ from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
 POISONS = ("nan",)  # what the place does to itself that is struck
-KINDS = (*_SIGNALS, "raise", "segv", "hang", "slow", *POISONS)
+KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", *POISONS)
 PLACES = ("step", "write", "commit", "retain", "read", "matmul", "disk", "link")
 _SLOW = 0.25  # seconds
 
@@ -48,7 +50,8 @@ class Fault(NamedTuple):
             return False
         if self.rank not in (None, rank_here()):
             return False
-        return step is None or self.step is None or self.step <= step <= (self.until or self.step)
+        last = self.step if self.kind == "lose" else self.until or self.step
+        return step is None or self.step is None or self.step <= step <= (last or step)
 
 
 @cache
@@ -79,6 +82,12 @@ def strike(at: str, step: int | None = None) -> str:
     return next((fault.kind for fault in due if fault.kind in POISONS), "")
 
 
+def lost(place: int, step: int) -> bool:
+    """Whether a place of this machine is to be thought of as lost by a run that has come to a step."""
+    planted = parse(os.environ.get("FIVEFOLD_FAULT", ""))
+    return any(one.kind == "lose" and one.rank == place and step < (one.until or sys.maxsize) for one in planted)
+
+
 def _happen(kind: str) -> None:
     if kind == "raise":
         raise RuntimeError(f"FIVEFOLD_FAULT={os.environ['FIVEFOLD_FAULT']} was asked for, and happens")
@@ -90,3 +99,5 @@ def _happen(kind: str) -> None:
         time.sleep(_SLOW)
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
+    if kind == "lose":
+        os.kill(os.getpid(), signal.SIGKILL)

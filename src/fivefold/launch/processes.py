@@ -85,9 +85,14 @@ class Processes:
             if process.pid and process.exitcode is None:
                 os.kill(process.pid, number)
 
-    def watch(self, grace: Callable[[End], float], timeout: float = math.inf) -> list[End]:
+    def watch(
+        self,
+        grace: Callable[[End], float],
+        timeout: float = math.inf,
+        each: Callable[[], None] | None = None,
+    ) -> list[End]:
         """Wait until every rank has ended. After a failure the others have `grace` seconds; all have `timeout`, and
-        each the time that it says it may take without a sign of life."""
+        each the time that it says it may take without a sign of life. `each` is called several times a second."""
         deadline, silence = time.monotonic() + timeout, "hung"
         while len(self.ends) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {rank: one for rank, one in enumerate(self._ranks) if rank not in self.ends}
@@ -99,6 +104,8 @@ class Processes:
                         silence, deadline = "stopped", min(deadline, time.monotonic() + grace(end))
             if self.board.still(waiting.keys() - self.ends.keys()):
                 break
+            if each and not self.ends:
+                each()
         silent = [rank for rank in range(self.world) if rank not in self.ends]
         seen = {rank: (self.board.last(rank), _paused(self._ranks[rank][0].pid)) for rank in silent}
         self._ask_for_stacks(silent)  # which wakes those that were paused

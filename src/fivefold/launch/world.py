@@ -23,6 +23,7 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started
 REQUEUES = "SLURM_RESTART_COUNT"  # how often Slurm has started the job again
 RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
 HERE = "LOCAL_WORLD_SIZE"  # ranks of this node
+PLANNED = "FIVEFOLD_PLANNED"  # seconds that our launcher took to find another layout
 STORE = "FIVEFOLD_STORE"  # the file at which the ranks of our launcher meet
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun alone; "True": its own store is at MASTER_ADDR
 _CONNECTING = timedelta(seconds=30)  # for gloo's ranks, which have just met; it tries five times

@@ -1,6 +1,7 @@
 """Runs a job: finds its directory, joins the ranks, resumes, trains, and prints what a person reads."""
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from fivefold.launch import world as worlds
 from fivefold.launch.device import check_bfloat16, check_memory, choose_device, make_repeatable
 from fivefold.launch.ends import lost_peer
 from fivefold.launch.numa import bind
+from fivefold.launch.spare import tell_spares
 from fivefold.launch.statement import claim
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
@@ -45,6 +47,7 @@ from fivefold.train.experts import PICTURE, ExpertsResult
 from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.outputs import Outputs, vanishing
 from fivefold.train.records import Evaluation, Listener
+from fivefold.train.recovery import Recovery
 from fivefold.train.resuming import SCHEDULE, Start, differences
 from fivefold.train.sharing import check_shared, mark
 
@@ -101,26 +104,33 @@ def _run_job(
             show_job(console, job, directory)
         for sentence in before_step_1(job, mesh, control):
             note(sentence)
+        recovery = _recovery(directory, world, note)
         begun = checkpointing.restore()
+        if recovery is not None:
+            recovery.loaded(trainer.done, world.size, str(job.layout))
         if begun is not None:
             console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
             show_changes(console, differences(begun, job, sources))
         if trainer.done >= job.train.steps:
             before = stored(begun) if begun else job
             console.print(finished(directory, before, trainer.done), soft_wrap=True, markup=False)
+            if world.rank == 0:
+                tell_spares()
             return
         facts = environment(mesh, sources)
         outputs = _agreed(control, lambda: Outputs(directory, job, facts, trainer.done, note))
         trainer.stopping = lambda: stopping() or (outputs is not None and outputs.vanished())
         if outputs is None:
-            _train(trainer, control, directory, checkpointing)
+            _train(trainer, control, directory, checkpointing, [])
             return
         marks = show_corpus(console, sources)
         if slow:
             note(slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         begin = time.monotonic()
-        evaluation = _train(trainer, control, directory, checkpointing, outputs, display)
+        listeners = [one for one in (outputs, display, recovery) if one]
+        evaluation = _train(trainer, control, directory, checkpointing, listeners, outputs)
+        tell_spares()
         steps = f"{display.steps_here} steps in {time.monotonic() - begin:.1f} s"
         for row in display.curve():
             console.print(row, soft_wrap=True)
@@ -151,6 +161,17 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
         load = ExpertsResult.read(directory, job.model)
         outputs.keep(directory / PICTURE, lambda: put(directory / PICTURE, to_svg(load.scene())))
         render(load.blocks(), console, width_of(console))
+
+
+def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
+    """Of rank 0 of a run that a launcher has started again."""
+    planned = os.environ.get(worlds.PLANNED)
+    if world.rank or not (worlds.starts_before() or planned):
+        return None
+    recovery = Recovery.seen(directory, float(planned or 0), world.apart or not world.meeting.file, say)
+    if recovery is not None:
+        recovery.loads()
+    return recovery
 
 
 def _agreed(control: Control, do: Callable[[], T]) -> T | None:
@@ -188,11 +209,10 @@ def _train(
     control: Control,
     directory: Path,
     checkpointing: Checkpoints,
+    listeners: list[Listener],
     outputs: Outputs | None = None,
-    display: Display | None = None,
 ) -> Evaluation | None:
     """All steps that are left. A run whose directory vanishes stops as if asked to, and all ranks know why."""
-    listeners: list[Listener] = [one for one in (outputs, display) if one]
     try:
         return trainer.run(listeners, outputs.trace if outputs else None, checkpointing)
     except Stopped as stopped:

@@ -1,0 +1,1 @@
+"""The layout of a job on the ranks that are there."""

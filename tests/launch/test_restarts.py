@@ -1,0 +1,41 @@
+"""Whether a failure is tried again, and after how long."""
+
+from fivefold.launch.ends import End
+from fivefold.launch.restarts import LONGEST, Restarts
+
+
+def failure(step: int, error: str = "SIGKILL", rank: int = 1) -> End:
+    return End(rank, "died", error, code=-9, place=f"step {step}")
+
+
+def test_the_same_failure_is_tried_once_more_and_then_no_more() -> None:
+    policy = Restarts(9)
+    assert policy.after(failure(4)) == (True, 0.0, "1 of 9")
+    again, _, why = policy.after(failure(4))
+    assert not again
+    assert why == "the same failure came twice without progress: it is not tried again"
+
+
+def test_two_causes_that_take_turns_are_not_tried_for_ever() -> None:
+    policy = Restarts(99)
+    assert [policy.after(failure(4, error)).again for error in ("a", "b", "a")] == [True, True, False]
+
+
+def test_progress_forgets_what_came_before() -> None:
+    policy = Restarts(9)
+    assert [policy.after(failure(step)) for step in (4, 5, 6)] == [(True, 0.0, f"{n} of 9") for n in (1, 2, 3)]
+    assert not policy.after(failure(6)).again
+
+
+def test_starts_without_progress_wait_longer_and_longer() -> None:
+    policy = Restarts(99)
+    pauses = [policy.after(failure(4, str(number * 1000) and "x" * number)).pause for number in range(1, 12)]
+    assert pauses[:5] == [0.0, 1.0, 2.0, 4.0, 8.0]
+    assert max(pauses) == LONGEST
+
+
+def test_no_more_than_were_allowed() -> None:
+    policy = Restarts(1)
+    assert policy.after(failure(1)).again
+    assert policy.after(failure(2)) == (False, 0.0, "all 1 restarts are used up")
+    assert Restarts(0).after(failure(1)) == (False, 0.0, "")
