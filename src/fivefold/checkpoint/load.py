@@ -20,15 +20,18 @@ from fivefold.support.places import Place
 Say = Callable[[str], None]
 
 
-def newest(store: Store, control: Control, say: Say) -> Checkpoint | None:
+def newest(
+    store: Store, control: Control, say: Say, usable: Callable[[Checkpoint], bool] = lambda _: True
+) -> Checkpoint | None:
     """Collective: the newest complete checkpoint whose bytes are those of its manifest; each rank hashes a share.
 
-    What is incomplete or damaged is set aside and said, and the one before it is tried. What cannot be opened, or is
-    of another release, is refused and stays where it is; so is a run of which no checkpoint is good.
+    Rank 0 leaves those out that are not `usable`. What is incomplete or damaged is set aside and said, and the one
+    before it is tried. What cannot be opened, or is of another release, is refused and stays where it is; so is a run
+    of which no checkpoint is good.
     """
     bad: set[Place] = set()
     while True:
-        found = _candidate(store, bad, say) if control.rank == 0 else (None, [])
+        found = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
         name, refusal = control.from_first(found, tuple[str | None, list[str]])
         if refusal:
             raise UserError(refusal if control.rank == 0 else [])
@@ -62,13 +65,15 @@ def _set_aside(store: Store, path: Place, how: str) -> str:
         return f"stays where it is: {error.strerror}"
 
 
-def _candidate(store: Store, bad: set[Place], say: Say) -> tuple[str | None, list[str]]:
+def _candidate(
+    store: Store, bad: set[Place], say: Say, usable: Callable[[Checkpoint], bool]
+) -> tuple[str | None, list[str]]:
     """The newest checkpoint that is not known to be bad, or why the run must not resume."""
     try:
         for path in store.incomplete() if not bad else ():
             say(f"{path.name} was never finished; {_set_aside(store, path, 'incomplete')}")
         store.prune()
-        newest = next((one for one in store.complete() if one.path not in bad), None)
+        newest = next((one for one in store.complete() if one.path not in bad and usable(one)), None)
     except OSError as error:
         return None, [f"cannot list {store.directory}: {error.strerror or error}"]
     if newest is not None:

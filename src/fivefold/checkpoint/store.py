@@ -65,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: bool  # whether its moments are in it; imported weights have none
     data: str  # the data's fingerprint, empty where there was none
     job: dict[str, dict[str, Any]]  # resolved; seeds are in it, and nothing else is random
+    watched: dict[str, Any] = {}  # what the watchers of training know by then; it is the trainer's to read
     files: list[File] = []
     seal: str = ""  # sha256 of all of this with an empty seal
 
@@ -290,12 +291,20 @@ class Store:
         self.prune()
         good = [one for one in self.complete() if not one.misfits()]
         old = [one.path for one in good[keep:] if not (every and one.step % every == 0)]
-        for path in [*self.incomplete(), *old]:
+        self._delete([*self.incomplete(), *old])
+        return old
+
+    def undo(self, step: int) -> None:
+        """Delete those of later steps than this one: the run has gone back to it, and they are not its own any more."""
+        self._delete([one.path for one in self.complete() if one.step > step])
+        self.storage.point(self.directory, next((one.path.name for one in self.complete()), None))
+
+    def _delete(self, paths: list[Place]) -> None:
+        for path in paths:
             hidden = path.with_name(path.name + _DELETING)  # first out of sight, in one piece
             self.storage.rename(path, hidden)
             faults.strike("retain")
             self.storage.delete(hidden)  # what is left of it goes the next time
-        return old
 
     def prune(self) -> None:
         """Delete what is half deleted, and what was set aside as incomplete, but for the newest of those."""

@@ -210,12 +210,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def _watch(self) -> list[tuple[bool, str]]:
         """What watchers ask for."""
         watch, kept = self.watch, self.checkpoint
-        asked = [f"watch.{name}" for name in ("spike", "nonfinite") if getattr(watch, name) == "rollback"]
-        none = "checkpoint.save=false" if not kept.save else "checkpoint.every=0" if not kept.every else ""
+        asked = [f"watch.{name}=rollback" for name in ("spike", "nonfinite") if getattr(watch, name) == "rollback"]
+        every = kept.every if kept.save else 0
+        none = "checkpoint.save=false" if not kept.save else "checkpoint.every=0"
+        steps = (kept.keep - 1) * every  # that the oldest checkpoint is behind, at least
         return [
             (
-                not (asked and none),
-                f"{' and '.join(asked)}=rollback goes back to a checkpoint, and {none} makes none; nearest: skip",
+                not asked or bool(every),
+                f"{' and '.join(asked)} goes back to a checkpoint, and {none} makes none; nearest: skip",
+            ),
+            (
+                not asked or not every or steps >= watch.rollback,
+                f"{' and '.join(asked)} goes back watch.rollback={watch.rollback} steps, and "
+                f"checkpoint.keep={kept.keep} of checkpoint.every={every} steps may have {steps} of them; nearest: "
+                f"checkpoint.keep="
+                f"{-(-watch.rollback // every) + 1 if every else 2}",
             ),
             (watch.slow == 0 or watch.slow > 1, f"watch.slow={watch.slow} is a factor: above 1, or 0 for none"),
         ]

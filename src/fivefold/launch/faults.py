@@ -6,13 +6,15 @@
     nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
     hang      a wait that never ends             slow    a quarter of a second more
     lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/roster.py)
+    spike     a loss and gradients 100 times too large
 
 The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
-that call `strike`: step (the default: after the gradients of a step, before its update), write, commit, retain and read
-of a checkpoint, and matmul, disk and link of what `fivefold doctor` measures. It happens in the first start of a run
-only, not in those after a failure; `starts=3` has it happen in three, and `start=2` in the third alone. Several faults
-are separated by semicolons. Tests inject with it what docs/faults.md promises to survive; without the variable nothing
-happens.
+that call `strike`: step (the default: after the gradients of a step, before its update), batch (the same, and `step` is
+the number of the batch in the data order, which no rollback brings back; the default of spike), write, commit, retain
+and read of a checkpoint, and matmul, disk and link of what `fivefold doctor` measures. It happens in the first start of
+a run only, not in those after a failure; `starts=3` has it happen in three, and `start=2` in the third alone. Several
+faults are separated by semicolons. Tests inject with it what docs/faults.md promises to survive; without the variable
+nothing happens.
 """
 
 import ctypes
@@ -28,10 +30,11 @@ from fivefold.launch.world import rank_here, starts_before
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
-POISONS = ("nan",)  # what the place does to itself that is struck
+POISONS = ("nan", "spike")  # what the place does to itself that is struck
 KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", *POISONS)
-PLACES = ("step", "write", "commit", "retain", "read", "matmul", "disk", "link")
+PLACES = ("step", "batch", "write", "commit", "retain", "read", "matmul", "disk", "link")
 _SLOW = 0.25  # seconds
+SPIKE = 100.0
 
 
 class Fault(NamedTuple):
@@ -63,7 +66,11 @@ def _one(word: str, text: str) -> Fault:
     kind, _, rest = word.partition("@")
     words = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     try:
-        fault = Fault(kind, words.pop("at", "step"), **{name: int(value) for name, value in words.items()})
+        fault = Fault(
+            kind,
+            words.pop("at", "batch" if kind == "spike" else "step"),
+            **{name: int(value) for name, value in words.items()},
+        )
         if kind not in KINDS or fault.at not in PLACES:
             raise ValueError
     except (ValueError, TypeError):  # no number, or no such word

@@ -33,14 +33,14 @@ class Optimizer:
     def gradient_norm(self, wish: Tensor | None = None, *also: Tensor) -> Tensor:
         """The norm over all parameters of the model, before clipping: in float64, and the same on every rank.
 
-        `wish` is a number of this rank's, `also` are more of them, all in float64. They become sums over all ranks:
+        `wish` are two numbers of this rank's, `also` are more of them, all in float64. They become sums over all ranks:
         beside the norm's they cost nothing.
         """
         masters = self.weights.masters.items()
         mine = [p.grad for name, p in masters if p.grad is not None and self.weights.copies(name)[0] == 0]
         square = _sum_of_squares(mine) if mine else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.world.size > 1:
-            parts = [square, torch.zeros_like(square) if wish is None else wish, *also]
+            parts = [square, square.new_zeros(2) if wish is None else wish, *also]
             sums = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(sums, group=self.mesh.world.group)
             for part, found in zip(parts, sums.split([part.numel() for part in parts]), strict=True):

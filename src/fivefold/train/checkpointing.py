@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -33,20 +34,45 @@ class Checkpoints:
 
     def restore(self) -> Checkpoint | None:
         """Collective: the trainer as the newest good checkpoint has it, if there is one."""
-        checkpoint = newest(self.store, self.control, self.say)
+        checkpoint = newest(self.store, self.control, self.say, self._stands)
         if checkpoint is None:
             return None
-        manifest, job = checkpoint.manifest, self.trainer.job
-        if problems := misfits(checkpoint, job):
+        if problems := misfits(checkpoint, self.trainer.job):
             raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
-        engine = self.trainer.engine
-        same = optimizer_of(manifest) == job.optimizer.name  # another optimizer's states are of no use
+        self._take(checkpoint)
+        return checkpoint
+
+    def _stands(self, checkpoint: Checkpoint) -> bool:
+        """Whether no rollback has undone it; what cannot be read is for the load to say."""
+        with suppress(UserError):
+            return not self.trainer.policy.decisions.undone(checkpoint.manifest.samples)
+        return True
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        """The trainer as a checkpoint has it."""
+        manifest, engine = checkpoint.manifest, self.trainer.engine
+        same = optimizer_of(manifest) == self.trainer.job.optimizer.name  # another optimizer's states are of no use
         buffers = stored_buffers(engine.buffers, checkpoint)
         load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if same else None, buffers))
         engine.optimizer.restore(manifest.updates)
+        self.trainer.policy.restore(manifest.watched, checkpoint.path)
         self.trainer.done, self.trainer.samples = manifest.step, manifest.samples
         self.saved = manifest.step
-        return checkpoint
+
+    def before(self, step: int) -> Checkpoint | None:
+        """Collective: the newest good checkpoint of a step up to this one, if there is any."""
+        self.finish()
+        return newest(self.store, self.control, self.say, lambda one: one.step <= step and self._stands(one))
+
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Collective, in mid-run: the trainer as it was then. Checkpoints of later steps are deleted."""
+        self._take(checkpoint)
+        self.control.from_all(True, bool)  # all have read it
+        if self.control.rank == 0:
+            try:
+                self.store.undo(checkpoint.step)
+            except OSError as error:
+                self.say(f"checkpoints after step {checkpoint.step} cannot be deleted: {error.strerror}")
 
     def prepare(self) -> None:
         """Before the first step: do what can be done by then."""
@@ -107,5 +133,6 @@ class Checkpoints:
             updates=self.trainer.engine.optimizer.updates,
             optimizer=True,
             data=self.data,
+            watched=self.trainer.policy.keep(),
             job=msgspec.to_builtins(self.trainer.job),
         )

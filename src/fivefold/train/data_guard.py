@@ -63,6 +63,10 @@ class DataGuard:
         if self.checker:
             self.checker.start()
 
+    def moved(self, done: int, samples: int) -> None:
+        """A rollback: steps and samples no longer go together as before."""
+        self.done, self.samples = done, samples
+
     def close(self) -> None:
         if self.checker:
             self.checker.close()

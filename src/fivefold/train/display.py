@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.support.formatting import bytes_text, si
-from fivefold.train.records import Evaluation, Step
+from fivefold.train.records import Decision, Evaluation, Step
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille cell, by column and row
 
@@ -26,6 +26,7 @@ class Display:
     ):
         self.console, self.steps, self.marks, self.log_every = console, steps, marks, log_every
         self.losses = [record.loss for record in earlier]
+        self.of_steps = [record.step for record in earlier]
         self.steps_here = 0
         self.held_out: Evaluation | None = None
         self.start = time.monotonic()
@@ -35,6 +36,7 @@ class Display:
 
     def on_step(self, record: Step) -> None:
         self.losses.append(record.loss)
+        self.of_steps.append(record.step)
         self.steps_here += 1
         if self.live:
             held_out = f"  held-out {self.held_out.held_out_loss:.3f}" if self.held_out else ""
@@ -52,6 +54,11 @@ class Display:
         self.held_out = record
         if not self.live:
             self.console.print(f"held-out loss {record.held_out_loss:.4f} after step {record.step}")
+
+    def on_decision(self, record: Decision) -> None:
+        """The curve is that of the steps that count; the run itself says what was decided."""
+        while self.of_steps and self.of_steps[-1] > record.place:
+            del self.losses[-1], self.of_steps[-1]
 
     def close(self) -> None:
         if self.live:

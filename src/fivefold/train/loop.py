@@ -3,6 +3,7 @@
 Every rank runs it, and all ranks report the same numbers of a step.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from fivefold.data.batch import Batch, Share
@@ -29,7 +31,10 @@ from fivefold.trace.tracer import tracer_of
 from fivefold.train.data_guard import WISH, DataGuard
 from fivefold.train.engine import Engine
 from fivefold.train.memory_ledger import Counted
-from fivefold.train.records import Evaluation, Listener, Step
+from fivefold.train.records import Deciding, Decision, Evaluation, Listener, Step
+from fivefold.train.watch.account import Account
+from fivefold.train.watch.policy import Policy
+from fivefold.train.watch.spikes import Numbers
 
 if TYPE_CHECKING:
     from fivefold.train.checkpointing import Checkpoints
@@ -54,6 +59,9 @@ class Trainer:
             self.engine.ops.dispatch.watch = self.tracer.part
         self.guard = DataGuard(job, sources)
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
+        self.policy = Policy(job.watch)
+        self.account = Account()
+        self.decision: Decision | None = None  # about the last step
         self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
         self.samples = 0  # of the data order that they were trained on
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
@@ -85,48 +93,93 @@ class Trainer:
     def _run(self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None) -> Evaluation | None:
         if self.checkpointing is not None:
             self.checkpointing.prepare()
-        every, steps, first = self.job.train.eval_every, self.job.train.steps, self.done + 1
-        evaluation = None
+        steps, evaluation, made = self.job.train.steps, None, itertools.count(1)
         self.guard.begin(self.done, self.samples)
-        with closing(prefetch(self.reads())) as batches:
-            for step, batch in enumerate(batches, start=first):
-                heartbeat.enter(f"step {step}", least=heartbeat.LONG if step == first else 0.0)
-                compared = same_calls(self.mesh) if step == first and not self.engine.compiled else nullcontext()
-                with compared, self.tracer.step(step - first + 1), self.counted.step(step - first + 1):
-                    record = self.step(step, batch)
-                self.done, self.samples = step, self.samples + len(batch.samples)
-                trace = self.tracer.after(step - first + 1, self.engine.schedule)
-                if trace is not None and on_trace is not None:
-                    on_trace(trace)
-                for listener in listeners:
-                    listener.on_step(record)
-                if step == steps or (every and step % every == 0 and not self.stopped):
-                    evaluation = self.evaluate(step)
-                    if evaluation is not None:
-                        for listener in listeners:
-                            listener.on_evaluation(evaluation)
-                if step == steps:
-                    heartbeat.enter("the hashing of data")
-                    self.guard.finish()
-                    self.agree()
-                    heartbeat.enter(f"step {step}")
-                if self.checkpointing is not None:
-                    self.checkpointing.after(step, must=self.stopped or step == steps)
-                if self.stopped and step < steps:
-                    raise Stopped(step)
+        while self.done < steps:  # once, and once more after each rollback
+            with closing(prefetch(self.reads())) as batches:
+                for batch in batches:
+                    trace = self._next(batch, next(made), listeners)
+                    if trace is not None and on_trace is not None:
+                        on_trace(trace)
+                    if self._rolled_back(listeners):
+                        break
+                    evaluation = self._after(listeners) or evaluation
         if not self.engine.optimizer.updates:  # of the whole run, also before the checkpoint that this start resumes
             raise TrainingError(
                 f"in all {steps} steps no target carried loss: every token of {self.sources.path} is masked"
             )
         return evaluation
 
+    def _next(self, batch: Share, made: int, listeners: list[Listener]) -> Trace | None:
+        """The next step, which is number `made` of this start. A rollback has yet to happen, and is told by then."""
+        step, first = self.done + 1, made == 1
+        heartbeat.enter(f"step {step}", least=heartbeat.LONG if first else 0.0)
+        compared = same_calls(self.mesh) if first and not self.engine.compiled else nullcontext()
+        with compared, self.tracer.step(made), self.counted.step(made):
+            record = self.step(step, batch)
+        self.done, self.samples = step, int(batch.samples[-1]) + 1
+        self.account.step(record.seconds)
+        rolls_back = self.decision is not None and self.decision.action == "rollback"
+        if math.isfinite(record.loss) and math.isfinite(record.grad_norm) and not rolls_back:
+            for listener in listeners:
+                listener.on_step(record)
+        return self.tracer.after(made, self.engine.schedule)
+
+    def _rolled_back(self, listeners: list[Listener]) -> bool:
+        """Settle what was decided about the step. A rollback without a checkpoint that is old enough is a skip."""
+        decision, back = self.decision, None
+        if decision is None:
+            return False
+        if decision.action == "rollback":
+            latest = decision.step - 1 - self.job.watch.rollback
+            back = self.checkpointing.before(latest) if self.checkpointing is not None else None
+            if back is None:
+                self.policy.say(
+                    f"step {decision.step}: there is no checkpoint of step {latest} or before to go back to"
+                )
+                decision = msgspec.structs.replace(decision, action="skip")
+            else:
+                found = back.manifest
+                decision = msgspec.structs.replace(decision, back=found.step, back_samples=found.samples)
+        self.policy.settle(decision)
+        if back is not None and self.checkpointing is not None:
+            self.checkpointing.go_back(back)
+            self.samples = decision.samples
+            self.guard.moved(self.done, self.samples)
+        for listener in listeners:
+            if isinstance(listener, Deciding):
+                listener.on_decision(decision)
+        return back is not None
+
+    def _after(self, listeners: list[Listener]) -> Evaluation | None:
+        """What follows a step: evaluation, a checkpoint, the end that was asked for."""
+        step, steps, every = self.done, self.job.train.steps, self.job.train.eval_every
+        evaluation = None
+        if step == steps or (every and step % every == 0 and not self.stopped):
+            evaluation = self.evaluate(step)
+            if evaluation is not None:
+                for listener in listeners:
+                    listener.on_evaluation(evaluation)
+        if step == steps:
+            heartbeat.enter("the hashing of data")
+            self.guard.finish()
+            self.agree()
+            heartbeat.enter(f"step {step}")
+        if self.checkpointing is not None:
+            self.checkpointing.after(step, must=self.stopped or step == steps)
+        if self.stopped and step < steps:
+            raise Stopped(step)
+        return evaluation
+
     def reads(self, whole: bool = False) -> Iterator[partial[Share]]:
         """One call per step that reads this rank's share of its global batch, or all of it: the samples after those
-        before, whatever the layout."""
-        size, left, dp = self.job.train.batch, self.job.train.steps - self.done, self.mesh.batch
+        before, whatever the layout, but for those that a rollback of an earlier start has left out."""
+        size, dp, first = self.job.train.batch, self.mesh.batch, self.samples
         share = (1, 0) if whole else (dp.size, dp.rank)
-        for first in range(self.samples, self.samples + left * size, size):
+        for done in range(self.done, self.job.train.steps):
+            first = self.policy.decisions.onward(done, first)
             yield partial(self.guard.read, self.sources.train, range(first, first + size), *share)
+            first += size
 
     def agree(self, sure: bool = False) -> None:
         """Collective: if a rank has found the data damaged, all end. The weights are those after `done` steps."""
@@ -142,26 +195,25 @@ class Trainer:
     def _step(self, step: int, batch: Batch | Share) -> Step:
         start = time.perf_counter()
         loss = self.engine.accumulate(batch)
-        if faults.strike("step", step=step) == "nan":
-            next(p.grad for p in self.engine.weights.masters.values() if p.grad is not None).fill_(math.nan)
+        first, samples = int(batch.samples.min()), int(batch.samples.max()) + 1
+        loss = self._poisoned(loss, step, first // len(batch.samples) + 1)
         with self.tracer.update("norm"):
-            wish = torch.full((), float(self.stopping()), dtype=torch.float64, device=self.mesh.device)
-            wish += self.guard.wish
-            norm = self.engine.gradient_norm(wish)
+            # What one rank wishes for, all learn; and all have rank 0's loss to the bit, to decide alike.
+            shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.wish), loss))
+            shared[1] *= self.mesh.world.rank == 0
+            norm = self.engine.gradient_norm(shared)
             loads = self.engine.loads
-            found = torch.stack((loss, norm, wish))
-            found = found if loads is None else torch.cat((found, loads.sums))
-            mean, norm_value, wishes, *sums = found.tolist()  # the step's one wait for the device
+            found = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
+            norm_value, wishes, mean, *sums = found.tolist()  # the step's one wait for the device
         if wishes >= WISH:
             self.agree(sure=True)
-        if not (math.isfinite(mean) and math.isfinite(norm_value)):
-            raise TrainingError(
-                f"step {step}: loss {mean} and gradient norm {norm_value} are not both finite; samples "
-                f"{batch.samples[0]} to {batch.samples[-1]}; the weights were not touched"
-            )
+        with self.account.of("spikes"):
+            judged = batch.loss_tokens or not math.isfinite(mean)
+            self.decision = self.policy.look(step, first, samples, Numbers(mean, norm_value)) if judged else None
+        learns = batch.loss_tokens and not (self.decision is not None and self.decision.changes)
         rate = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
         with self.tracer.update("STEP"):
-            self.engine.step(rate if batch.loss_tokens else None, norm)
+            self.engine.step(rate if learns else None, norm)
         seconds = time.perf_counter() - start
         tokens = len(batch.samples) * self.job.data.seq
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
@@ -178,7 +230,20 @@ class Trainer:
             mfu=achieved / self.peak if self.peak else None,
             memory=peak_memory(self.mesh.device),
             load=None if loads is None else loads.record(sums, whole=self.logs(step)),
+            samples=samples,
         )
+
+    def _poisoned(self, loss: torch.Tensor, step: int, batch: int) -> torch.Tensor:
+        """The loss; where a fault is asked for, its gradients are poisoned, and it is with them."""
+        kind = faults.strike("step", step=step) or faults.strike("batch", step=batch)
+        gradients = (p.grad for p in self.engine.weights.masters.values() if p.grad is not None)
+        if kind == "nan":
+            next(gradients).fill_(math.nan)
+        if kind == "spike":
+            for gradient in gradients:
+                gradient.mul_(faults.SPIKE)
+            return loss * faults.SPIKE
+        return loss
 
     def logs(self, step: int) -> bool:
         """Whether a line is printed of a step, where there is no terminal."""

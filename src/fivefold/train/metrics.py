@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from fivefold.support.files import open_regular
-from fivefold.train.records import Evaluation, Step
+from fivefold.train.records import Decision, Evaluation, Judged, Step
 
-Record = Step | Evaluation
+Record = Step | Evaluation | Decision | Judged  # the last in decisions.jsonl alone
 _SUM = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
 _LONGEST = 1 << 22  # bytes of a line that is looked at
 _KEPT = 1 << 24  # bytes of records that wait for a disk with room
@@ -46,20 +46,27 @@ def read(path: Path) -> Iterator[tuple[bytes, Record | None]]:
             yield line, from_line(line)
 
 
+def place(record: Record) -> int:
+    """The step after which a record stands."""
+    if isinstance(record, Judged):
+        return 0
+    return record.place if isinstance(record, Decision) else record.step
+
+
 def trim(path: Path, step: int) -> tuple[list[Step], int]:
     """The steps in a metrics file up to `step`, and how many lines are damaged. Those are removed, and so are later
     records, of a run that was cut short."""
     steps, damaged, change = [], 0, False
     for line, record in read(path):
         damaged += record is None
-        change |= record is None or record.step > step or not line.endswith(b"\n")
+        change |= record is None or place(record) > step or not line.endswith(b"\n")
         if isinstance(record, Step) and record.step <= step:
             steps.append(record)
     if change:
         half = path.with_suffix(".half")
         half.unlink(missing_ok=True)  # a pipe there would wait for a reader
         with half.open("wb") as file:
-            file.writelines(line.rstrip() + b"\n" for line, record in read(path) if record and record.step <= step)
+            file.writelines(line.rstrip() + b"\n" for line, record in read(path) if record and place(record) <= step)
         half.rename(path)
     return steps, damaged
 
@@ -88,6 +95,16 @@ class MetricsFile:
             self.lost, self.waiting = self.lost + self.waiting.count(b"\n"), b"\n"  # which ends half a line
 
     on_evaluation = on_step
+
+    def on_decision(self, record: Decision) -> None:
+        """A rollback takes the steps away that it has undone: the file holds one curve."""
+        if record.back is not None and not self.waiting:
+            self.file.close()
+            try:
+                trim(self.path, record.back)
+            finally:
+                self.file = self._open()
+        self.on_step(record)
 
     def _write(self) -> None:
         if not self._in_place():

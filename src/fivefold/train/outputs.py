@@ -18,7 +18,7 @@ from fivefold.trace.records import Trace
 from fivefold.trace.result import TraceFile
 from fivefold.train.directories import owners, sign
 from fivefold.train.metrics import MetricsFile, trim
-from fivefold.train.records import Evaluation, Step, TensorBoard
+from fivefold.train.records import Decision, Evaluation, Step, TensorBoard
 
 Say = Callable[[str], None]
 _BOARD = "TensorBoard's file"
@@ -86,6 +86,11 @@ class Outputs:
         self.metrics.on_evaluation(record)
         if board := self.board:
             self.keep(_BOARD, lambda: board.on_evaluation(record))
+
+    def on_decision(self, record: Decision) -> None:
+        self.keep(self.metrics.path, lambda: self.metrics.on_decision(record))
+        if board := self.board:
+            self.keep(_BOARD, lambda: board.on_decision(record))
 
     def trace(self, trace: Trace) -> None:
         self.keep(self.traced.path, lambda: self.traced(trace))

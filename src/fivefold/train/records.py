@@ -1,11 +1,11 @@
-"""What a run reports, and who gets it: a record for each step and each evaluation, and TensorBoard."""
+"""What a run reports, and who gets it: a record for each step, evaluation and decision, and TensorBoard."""
 
 import math
 import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -50,6 +50,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kin
     mfu: float | None  # model FLOPs utilisation, attention counted full; None where the peak is not known
     memory: int  # bytes, peak so far: the GPU allocator's, or the process's resident size
     load: Load | None = None  # of experts, where the model has any
+    samples: int | None = None  # of the data order that are used up with it: the next one is this number
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
@@ -57,6 +58,66 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", ta
     held_out_loss: float
     samples: int
     loss_tokens: int
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", tag_field="kind"):
+    """A step that was a spike, or whose numbers were none, and what was done about it."""
+
+    step: int
+    first: int  # sample of its batch
+    samples: int  # of the data order that are used up with it: the next one is this number
+    why: Literal["spike", "nonfinite"]
+    action: Literal["warn", "skip", "rollback"]
+    loss: float | None  # None: it is no number
+    grad_norm: float | None
+    usual_loss: float | None = None  # the medians of the steps before
+    usual_norm: float | None = None
+    back: int | None = None  # of a rollback: the step whose state came back
+    back_samples: int | None = None  # that were used up by then
+
+    @property
+    def changes(self) -> bool:
+        """Whether weights are others because of it."""
+        return self.action != "warn"
+
+    @property
+    def place(self) -> int:
+        """The step after which the run went on."""
+        return self.step if self.back is None else self.back
+
+    @property
+    def found(self) -> str:
+        """What is wrong with which step."""
+        numbers = f"loss {_number(self.loss)}, gradient norm {_number(self.grad_norm)}"
+        known = f" (usual are {_number(self.usual_loss)} and {_number(self.usual_norm)})"
+        usual = known if self.usual_loss is not None else ""
+        what = "a spike" if self.why == "spike" else "not finite"
+        return f"step {self.step}: {numbers}{usual}: {what}; samples {self.first} to {self.samples - 1}"
+
+    def __str__(self) -> str:
+        done = {
+            "warn": "training goes on",
+            "skip": "skipped: no update is made, and the samples are used up",
+            "rollback": f"rolled back to the state after step {self.back}, and on with sample {self.samples}",
+        }
+        return f"{self.found}; {done[self.action]}"
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True, tag="judged", tag_field="kind"):
+    """How far an earlier start came: steps of these samples are not judged anew."""
+
+    samples: int
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.4g}"
+
+
+@runtime_checkable
+class Deciding(Protocol):
+    """A listener that is told of decisions, too."""
+
+    def on_decision(self, record: Decision) -> None: ...
 
 
 class Listener(Protocol):
@@ -72,7 +133,6 @@ class TensorBoard:
 
     def __init__(self, directory: Path, first: int):
         """`first` step that will be written: what the files have of later ones is not shown."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(exist_ok=True)
@@ -80,6 +140,11 @@ class TensorBoard:
         self.file = (directory / name).open("ab", buffering=0)
         self.records = RecordWriter(self.file)
         self._write(file_version="brain.Event:2")
+        self._begin(first)
+
+    def _begin(self, first: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
         self._write(step=first, session_log=SessionLog(status=SessionLog.START))
 
     def _write(self, **what: Any) -> None:
@@ -104,6 +169,12 @@ class TensorBoard:
 
     def on_evaluation(self, record: Evaluation) -> None:
         self._scalars(record.step, {"held_out/loss": record.held_out_loss})
+
+    def on_decision(self, record: Decision) -> None:
+        """1 where a step was a spike or no number; what a rollback has undone is not shown."""
+        if record.back is not None:
+            self._begin(record.back + 1)
+        self._scalars(record.place, {f"watch/{record.action}": 1.0})
 
     def close(self) -> None:
         self.file.close()

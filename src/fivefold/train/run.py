@@ -21,7 +21,7 @@ from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
 from fivefold.doctor.before import before_step_1
 from fivefold.job.config import Job
-from fivefold.job.continuing import Change, bends, flat
+from fivefold.job.continuing import MEANT, Change, bends, flat
 from fivefold.job.preflight import Sources
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
@@ -37,8 +37,8 @@ from fivefold.report.paint import to_svg
 from fivefold.report.terminal import render, width_of
 from fivefold.schedule.text import save
 from fivefold.support.errors import PeerLost, UserError
-from fivefold.support.files import put
-from fivefold.support.formatting import graphs_text, si
+from fivefold.support.files import cannot_write, put
+from fivefold.support.formatting import counted, graphs_text, si
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.directories import claim as claim_directory
 from fivefold.train.directories import entered, store
@@ -50,6 +50,8 @@ from fivefold.train.records import Evaluation, Listener
 from fivefold.train.recovery import Recovery
 from fivefold.train.resuming import SCHEDULE, Start, differences
 from fivefold.train.sharing import check_shared, mark
+from fivefold.train.watch.decisions import NAME as DECISIONS
+from fivefold.train.watch.decisions import Known, known
 
 T = TypeVar("T")
 _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
@@ -105,12 +107,18 @@ def _run_job(
         for sentence in before_step_1(job, mesh, control):
             note(sentence)
         recovery = _recovery(directory, world, note)
+        trainer.policy.say = note
+        trainer.policy.learn(control.from_first(_agreed(control, lambda: _decided(directory, note)) or Known(), Known))
+        trainer.policy.directory = directory if world.rank == 0 else None
         begun = checkpointing.restore()
         if recovery is not None:
             recovery.loaded(trainer.done, world.size, str(job.layout))
         if begun is not None:
             console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
-            show_changes(console, differences(begun, job, sources))
+            changed = differences(begun, job, sources)
+            show_changes(console, changed)
+            if any(one.key.startswith("watch.") and one.rule == MEANT for one in changed):
+                trainer.policy.judged = 0  # other rules were asked for
         if trainer.done >= job.train.steps:
             before = stored(begun) if begun else job
             console.print(finished(directory, before, trainer.done), soft_wrap=True, markup=False)
@@ -138,6 +146,7 @@ def _run_job(
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
             console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
+        console.print(f"[bold]watchers[/]  {trainer.account}", soft_wrap=True)
         _show_rest(console, outputs, trainer, job, directory)
         outputs.judge()
 
@@ -194,6 +203,17 @@ def _begun(job: Job, sources: Sources, start: Start) -> Path:
     if schedule := job.layout.record.schedule:
         save(schedule, directory / SCHEDULE)
     return directory
+
+
+def _decided(directory: Path, note: Callable[[str], None]) -> Known:
+    """What earlier starts have decided about steps."""
+    try:
+        found = known(directory)
+    except OSError as error:
+        raise cannot_write(Path(error.filename or directory), error) from None
+    if found.damaged:
+        note(f"{directory / DECISIONS}: {counted(found.damaged, 'line')}, damaged or half written, left out")
+    return found
 
 
 def _with_its_schedule(job: Job, directory: Path) -> Job:

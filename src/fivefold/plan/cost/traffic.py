@@ -114,9 +114,10 @@ _Sent = tuple[str, Kind, int, int]  # axis, kind, calls, bytes of one call
 
 def _numbers(spec: ModelSpec) -> list[_Sent]:
     """The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and
-    beside it whether a rank wants to stop, and the load of every expert. They are added up in float64."""
+    beside it whether a rank wants to stop, rank 0's loss, and the load of every expert. They are added up in float64.
+    """
     loads = 0 if spec.experts is None else (spec.layers - spec.dense_layers) * spec.experts.count + 2
-    return [("data", "all-reduce", 1, 8), ("pp", "all-reduce", 1, 8), ("world", "all-reduce", 1, 16 + 8 * loads)]
+    return [("data", "all-reduce", 1, 8), ("pp", "all-reduce", 1, 8), ("world", "all-reduce", 1, 24 + 8 * loads)]
 
 
 def expected(
