@@ -119,7 +119,7 @@ def test_a_fault_finds_its_rank_and_its_start_under_every_launcher(monkeypatch: 
     def struck(rank: int, start: int) -> bool:
         monkeypatch.setenv("SLURM_PROCID", str(rank))
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
-        return strike("step", 3)
+        return bool(strike("step", 3))
 
     assert [struck(0, 0), struck(1, 0), struck(1, 1)] == [False, True, False]
     monkeypatch.setenv("RANK", "1")

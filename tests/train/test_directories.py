@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.checkpoint.store import MANIFEST
 from fivefold.job.config import Job, TrainConfig, read_job
-from fivefold.launch.world import RESTARTS, RUN
+from fivefold.launch.world import PLANNED, RESTARTS, RUN
 from fivefold.support.errors import UserError
 from fivefold.train.directories import OWNERS, claim, earlier, identities, owners, run_directory, sign
 from tests.commands import fivefold
@@ -62,6 +62,13 @@ def test_a_restart_goes_on_in_its_own_directory(job: Job, launcher, fresh: bool)
 def test_a_restart_before_the_first_checkpoint_goes_on_there_too(job: Job, launcher) -> None:
     assert start(job, launcher(7), saves=False) == "sn"
     assert start(job, launcher(7, 1)) == "sn"
+
+
+def test_an_elastic_run_goes_on_in_its_own_directory_also_where_its_launcher_counts_no_start(job: Job) -> None:
+    first = torchrun("seven") | {PLANNED: "0.1"}
+    assert [start(job, first, fresh=True), start(job, {}, fresh=True)] == ["sn", "sn-2"]
+    assert start(job, first, fresh=True) == "sn"  # other members: torchrun's count stays 0
+    assert start(job, torchrun("none") | {PLANNED: "0.1"}, fresh=True) == "sn-3"  # a name that all runs have
 
 
 def test_a_restart_by_name_never_takes_the_directory_of_another_run(tmp_path: Path) -> None:

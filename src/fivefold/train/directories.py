@@ -22,7 +22,7 @@ import msgspec
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.job.config import Job
-from fivefold.launch.world import REQUEUES, RESTARTS, RUN
+from fivefold.launch.world import PLANNED, REQUEUES, RESTARTS, RUN
 from fivefold.support.documents import path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.files import Regular, cannot_write, open_regular
@@ -50,13 +50,15 @@ def identities(job: Job, env: Mapping[str, str] = os.environ) -> dict[str, bool]
     """What this run is called by each of its launchers, and whether that one has started it before.
 
     A name has the job in it, without what does not change its numbers: one Slurm job may run several commands, and
-    torchrun calls every run "none" that --rdzv-id does not name.
+    torchrun calls every run "none" that --rdzv-id does not name. torchrun does not count a start for other members as
+    one, so an elastic run is one that has started before wherever its name is known.
     """
     short = _digest(job)
     step = f"{env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', 'batch')}"
     names = {f"torchrun {env.get(RUN)}": RESTARTS} if RUN in env else {}
     names |= {f"slurm {step}": REQUEUES} if "SLURM_JOB_ID" in env else {}
-    return {f"{name} {short}": bool(whole_number(env.get(count, "0"))) for name, count in names.items()}
+    elastic = PLANNED in env and env.get(RUN) != "none"
+    return {f"{name} {short}": elastic or bool(whole_number(env.get(count, "0"))) for name, count in names.items()}
 
 
 def _digest(job: Job) -> str:

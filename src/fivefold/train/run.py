@@ -136,7 +136,7 @@ def _run_job(
             note(slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         begin = time.monotonic()
-        listeners = [one for one in (outputs, display, recovery) if one]
+        listeners: list[Listener] = [one for one in (outputs, display, recovery) if one]
         evaluation = _train(trainer, control, directory, checkpointing, listeners, outputs)
         tell_spares()
         steps = f"{display.steps_here} steps in {time.monotonic() - begin:.1f} s"
