@@ -15,9 +15,8 @@ from fivefold.checkpoint import save
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.job.config import Job
-from fivefold.launch.faults import parse
 from fivefold.launch.ranks import RankError
-from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.errors import TrainingError
 from fivefold.train import checkpointing as checkpointing
 from tests.checkpoint.runs import Run, loaded, resealed, small_job, train
 from tests.ranks import run_ranks
@@ -233,14 +232,6 @@ def test_a_gradient_that_is_no_number_stops_all_ranks_alike_and_touches_nothing(
         assert "samples 16 to 23; the weights were not touched" in end.error
     want = run_ranks(2, train, small_job(tokens, *same, "train.steps=2"), tmp_path / "other")
     assert run_ranks(2, loaded, job, tmp_path)[0][1] == want[0][1]
-
-
-def test_a_fault_that_is_not_one_is_refused() -> None:
-    assert parse("") is None
-    assert parse("kill@rank=1,step=4") == ("kill", "step", 1, 4, 1)
-    for text in ("die", "kill@rank=x", "kill@at=nowhere", "kill@colour=red"):
-        with pytest.raises(UserError, match="is not KIND@rank=R"):
-            parse(text)
 
 
 def mutate_after_save(rank: int, world: int, job, directory: Path) -> dict[str, str]:

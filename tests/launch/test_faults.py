@@ -12,9 +12,12 @@ def test_several_faults_stand_in_one_variable() -> None:
         Fault("slow", "write", step=2, until=5, start=1),
     )
     assert parse("") == parse(" ; ") == ()
+    assert parse("flip@rank=1;flip@at=shard") == (Fault("flip", "weight", rank=1), Fault("flip", "shard"))
 
 
-@pytest.mark.parametrize("text", ["boom@step=1", "kill@step=x", "kill@at=moon", "kill@when=2", "kill@step=1;flop"])
+@pytest.mark.parametrize(
+    "text", ["boom@step=1", "kill@step=x", "kill@at=moon", "kill@when=2", "kill@step=1;flop", "flip@at=write"]
+)
 def test_a_fault_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is not KIND@rank=R"):
         parse(text)

@@ -49,7 +49,7 @@ def newest(
         if control.rank == 0:
             for problem in problems:
                 say(problem)
-            aside = _set_aside(store, checkpoint.path, "damaged")
+            aside = set_aside(store, checkpoint.path, "damaged")
             say(f"{name} is not used, and {aside}; the one before it is tried")
 
 
@@ -58,7 +58,7 @@ def _all(lists: Iterable[list[str]]) -> list[str]:
     return list(dict.fromkeys(sentence for sentences in lists for sentence in sentences))
 
 
-def _set_aside(store: Store, path: Place, how: str) -> str:
+def set_aside(store: Store, path: Place, how: str) -> str:
     try:
         return f"set aside as {store.set_aside(path, how).name}"
     except OSError as error:
@@ -71,7 +71,7 @@ def _candidate(
     """The newest checkpoint that is not known to be bad, or why the run must not resume."""
     try:
         for path in store.incomplete() if not bad else ():
-            say(f"{path.name} was never finished; {_set_aside(store, path, 'incomplete')}")
+            say(f"{path.name} was never finished; {set_aside(store, path, 'incomplete')}")
         store.prune()
         newest = next((one for one in store.complete() if one.path not in bad and usable(one)), None)
     except OSError as error:

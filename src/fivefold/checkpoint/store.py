@@ -6,7 +6,8 @@ checkpoints/step-00000012/       one save, in a directory of its own: two saves 
     rank-0.tensors ...           the numbers, one file or more of each rank
 checkpoints/step-00000012.2/     the same step saved once more
 checkpoints/latest               a link to the newest complete one
-checkpoints/*.incomplete, *.damaged    set aside, never read again: of the incomplete the newest stays, the damaged all
+checkpoints/*.incomplete, *.damaged, *.suspect    set aside, never read again: of the incomplete the newest stays, of
+                                 the damaged, and of those that a watcher suspects, all
 """
 
 import errno
@@ -46,7 +47,7 @@ _NO_FILE = {
 }  # no regular file, or none any more
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _HALF = re.compile(r"step-(\d{8,})(?:\.(\d+))?\.incomplete(?:-(\d+))?")
-_ASIDE = re.compile(r"\.(incomplete|damaged)(-\d+)?$")
+_ASIDE = re.compile(r"\.(incomplete|damaged|suspect)(-\d+)?$")
 _DELETING = ".deleting"
 
 

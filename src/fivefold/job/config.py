@@ -90,6 +90,9 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # A rank is slow if a phase of its steps takes `slow` times the median of the ranks that do the same work.
     slow: Annotated[float, within(0, 1000, "0 turns it off")] = 1.5
     slow_every: Steps = 10  # steps between looks
+    # Silent corruption, each every so many steps.
+    digests: NoneOrMore = 100  # ranks that hold the same compare its bits, also before every checkpoint; 0: never
+    shards: NoneOrMore = 0  # what one rank alone holds must be, before an update, what the update before has left
 
 
 class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

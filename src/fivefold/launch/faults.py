@@ -7,14 +7,16 @@
     hang      a wait that never ends             slow    a quarter of a second more
     lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/roster.py)
     spike     a loss and gradients 100 times too large
+    flip      a bit that flips in memory
 
 The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
 that call `strike`: step (the default: after the gradients of a step, before its update), batch (the same, and `step` is
 the number of the batch in the data order, which no rollback brings back; the default of spike), write, commit, retain
-and read of a checkpoint, and matmul, disk and link of what `fivefold doctor` measures. It happens in the first start of
-a run only, not in those after a failure; `starts=3` has it happen in three, and `start=2` in the third alone. Several
-faults are separated by semicolons. Tests inject with it what docs/faults.md promises to survive; without the variable
-nothing happens.
+and read of a checkpoint, matmul, disk and link of what `fivefold doctor` measures, and where bits flip: weight (of the
+model, after the update of a step; the default of flip), shard (of the optimizer's states, likewise), compute (in the
+first microbatch of a step). It happens in the first start of a run only, not in those after a failure; `starts=3` has
+it happen in three, and `start=2` in the third alone. Several faults are separated by semicolons. Tests inject with it
+what docs/faults.md promises to survive; without the variable nothing happens.
 """
 
 import ctypes
@@ -30,9 +32,11 @@ from fivefold.launch.world import rank_here, starts_before
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
-POISONS = ("nan", "spike")  # what the place does to itself that is struck
+POISONS = ("nan", "spike", "flip")  # what the place does to itself that is struck
 KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", *POISONS)
-PLACES = ("step", "batch", "write", "commit", "retain", "read", "matmul", "disk", "link")
+FLIPPED = ("weight", "shard", "compute")
+PLACES = ("step", "batch", "write", "commit", "retain", "read", "matmul", "disk", "link", *FLIPPED)
+_DEFAULT = {"spike": "batch", "flip": "weight"}  # places; of all others it is the step
 _SLOW = 0.25  # seconds
 SPIKE = 100.0
 
@@ -66,12 +70,9 @@ def _one(word: str, text: str) -> Fault:
     kind, _, rest = word.partition("@")
     words = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     try:
-        fault = Fault(
-            kind,
-            words.pop("at", "batch" if kind == "spike" else "step"),
-            **{name: int(value) for name, value in words.items()},
-        )
-        if kind not in KINDS or fault.at not in PLACES:
+        at = words.pop("at", _DEFAULT.get(kind, "step"))
+        fault = Fault(kind, at, **{name: int(value) for name, value in words.items()})
+        if kind not in KINDS or at not in (FLIPPED if kind == "flip" else PLACES):
             raise ValueError
     except (ValueError, TypeError):  # no number, or no such word
         raise UserError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.load import Say, load, newest
+from fivefold.checkpoint.load import Say, load, newest, set_aside
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.state import held, optimizer_of, stored_buffers, written
@@ -101,6 +101,13 @@ class Checkpoints:
         if problem := self.saver.finish():
             raise TrainingError(problem)
 
+    def distrust(self, first: int) -> None:
+        """Set aside the checkpoints of step `first` and after: a watcher has found that they may be damaged."""
+        with suppress(OSError):  # what was found says more
+            for one in self.store.complete() if self.control.rank == 0 else ():
+                if one.step >= first:
+                    self.say(f"{one.path.name} may be damaged, and {set_aside(self.store, one.path, 'suspect')}")
+
     def _finish_last(self, step: int) -> None:
         """Finish the save before this one. The first time that steps wait for it, a note says how to avoid that."""
         last, start = self.saver.saving, time.monotonic()
@@ -118,6 +125,7 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Collective. Returns when the snapshot is taken, or under way."""
+        self.trainer.corruption.before_save(step)
         self.saved = step
         self.trainer.engine.copied = self.saver.start(self.pieces(), self.manifest(step))
 

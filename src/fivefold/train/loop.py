@@ -33,6 +33,7 @@ from fivefold.train.engine import Engine
 from fivefold.train.memory_ledger import Counted
 from fivefold.train.records import Deciding, Decision, Evaluation, Listener, Step
 from fivefold.train.watch.account import Account
+from fivefold.train.watch.corruption import Corrupt, Corruption
 from fivefold.train.watch.policy import Policy
 from fivefold.train.watch.spikes import Numbers
 
@@ -61,6 +62,7 @@ class Trainer:
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
         self.policy = Policy(job.watch)
         self.account = Account()
+        self.corruption = Corruption(self.engine, mesh, self.account)
         self.decision: Decision | None = None  # about the last step
         self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
         self.samples = 0  # of the data order that they were trained on
@@ -86,6 +88,8 @@ class Trainer:
         except TrainingError as error:
             if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
                 checkpointing.finish(then="")
+                if isinstance(error, Corrupt):
+                    checkpointing.distrust(error.suspect)
             raise
         finally:
             self.guard.close()
@@ -197,6 +201,7 @@ class Trainer:
         loss = self.engine.accumulate(batch)
         first, samples = int(batch.samples.min()), int(batch.samples.max()) + 1
         loss = self._poisoned(loss, step, first // len(batch.samples) + 1)
+        self.corruption.before_update(step)
         with self.tracer.update("norm"):
             # What one rank wishes for, all learn; and all have rank 0's loss to the bit, to decide alike.
             shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.wish), loss))
@@ -214,6 +219,7 @@ class Trainer:
         rate = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
         with self.tracer.update("STEP"):
             self.engine.step(rate if learns else None, norm)
+        self.corruption.after_update(step)
         seconds = time.perf_counter() - start
         tokens = len(batch.samples) * self.job.data.seq
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds

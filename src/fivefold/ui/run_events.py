@@ -71,8 +71,8 @@ def _checkpoints(run: Run) -> Iterator[Event]:
     for aside in store.aside():
         path = folder / str(aside.name)
         time, step = os.lstat(path).st_mtime, re.search(r"step-(\d+)", path.name)
-        word = "damaged" if ".damaged" in path.name else "incomplete"
-        text = f"{told(path.name)}: a {word} checkpoint, set aside"
+        word = next((word for word in ("damaged", "suspect") if f".{word}" in path.name), "incomplete")
+        text = f"{told(path.name)}: {'an' if word == 'incomplete' else 'a'} {word} checkpoint, set aside"
         yield Event("aside", int(step[1]) if step else None, time, text, (time, -1, 0))
 
 

@@ -73,12 +73,16 @@ class Weights(Protocol):
         """The ranks that ZeRO divides it over."""
         return getattr(self.mesh, one.zero_axis)
 
+    def copied_over(self, name: str, whole: bool = False) -> list[str]:
+        """The axes whose ranks hold the same bits of a master; `whole`: of the weight that the model computes with."""
+        one = self.held[name]
+        axes = ["replicate"] if self.sharded(one) and not whole else ["replicate", one.zero_axis]
+        axes += ["tp"] if one.tp.dim is None else []
+        return axes + (["ends"] if one.parameter.tied else [])
+
     def copies(self, name: str) -> tuple[int, int]:
         """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
-        one, mesh = self.held[name], self.mesh
-        axes = [mesh.replicate] if self.sharded(one) else [mesh.replicate, self.zero(one)]
-        axes += [mesh.tp] if one.tp.dim is None else []
-        axes += [mesh.ends] if one.parameter.tied else []
+        axes = [getattr(self.mesh, axis) for axis in self.copied_over(name)]
         number = 0
         for axis in axes:
             number = number * axis.size + axis.rank

@@ -1,0 +1,214 @@
+"""Silent corruption: bits that flip in memory, and are found because somebody else has them, or had.
+
+    watch.digests = N    every N steps, and before every checkpoint, ranks that hold the same compare digests
+    watch.shards = N     every N steps, what one rank alone holds is digested after an update and before the next one
+
+One small all-gather tells every rank what all have, so all come to the same end: nothing is wrong, or the run ends with
+the ranks and tensors that differ, before the update is made and before anything is saved.
+"""
+
+from contextlib import closing
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fivefold.parallel.collectives import all_gather, wait
+from fivefold.parallel.control import Control
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.peer_errors import waiting
+from fivefold.support.errors import TrainingError
+from fivefold.train.engine import Engine
+from fivefold.train.watch import flips
+from fivefold.train.watch.account import Account
+from fivefold.train.watch.copies import Lane, Odd, groups, lanes, odd_one
+from fivefold.train.watch.digests import digests
+from fivefold.train.watch.state import Kept, computed_with, state_of
+
+_NAMED = 4  # tensors in a sentence
+_ADVICE = "a rank that is named again has bad memory or a bad device"
+
+
+class Corrupt(TrainingError):
+    """State or compute that is known to be wrong. Checkpoints of step `suspect` and after may have the damage, too."""
+
+    def __init__(self, sentence: str, suspect: int):
+        super().__init__(sentence)
+        self.suspect = suspect
+
+
+class Table(NamedTuple):
+    """Some tensors and their digests."""
+
+    kept: list[Kept]
+    found: Tensor  # [n] int64
+
+    def of(self, lane: Lane) -> dict[str, int]:
+        """By name, those of a lane."""
+        return {one.name: value for one, value in zip(self.kept, self.found.tolist(), strict=True) if one.lane == lane}
+
+
+class Corruption:
+    """Of one rank. All ranks call it alike."""
+
+    def __init__(self, engine: Engine, mesh: Mesh, account: Account):
+        self.engine, self.mesh, self.account = engine, mesh, account
+        self.watch = engine.job.watch
+        self.lanes = lanes(engine.job.layout, engine.job.model.experts is not None)
+        self.groups: dict[tuple[Lane, tuple[int, ...]], list[tuple[int, ...]]] = {}
+        self.kind = torch.tensor([crc32(_rounds_as(mesh.device).encode())], device=mesh.device)
+        self.taken: tuple[int, Table] | None = None  # the optimizer's updates by then, and what nobody else has
+        self.good = -1  # the last step after which all copies were the same, or that was loaded
+
+    def _due(self, every: int, step: int) -> bool:
+        return bool(every) and step % every == 0
+
+    # ---- when ----------------------------------------------------------------------------------------------------
+
+    def before_update(self, step: int) -> None:
+        """After the gradients of a step: its weights have done their work, and nothing has changed yet."""
+        self.good = step - 1 if self.good < 0 else min(self.good, step - 1)  # steps may have been undone
+        if self._due(self.watch.shards, step):
+            with self.account.of("shards"):
+                self._check_shards(step)
+        if self._due(self.watch.digests, step) and self.lanes:
+            with self.account.of("digests"), _disable_current_modes():
+                table = self._table([*state_of(self.engine), *computed_with(self.engine)])
+                self._compare(table, step, "its update was not made")
+                self.good = step - 1
+
+    def after_update(self, step: int) -> None:
+        if self._due(self.watch.shards, step + 1):
+            with self.account.of("shards"), _disable_current_modes():
+                self.taken = self.engine.optimizer.updates, self._table(self._lonely())
+        flips.after_update(self.engine, step)
+
+    def before_save(self, step: int) -> None:
+        """What a checkpoint will have."""
+        if self.watch.digests and self.lanes:
+            with self.account.of("digests"), _disable_current_modes():
+                self._compare(self._table(state_of(self.engine)), step, "it was not saved")
+                self.good = step
+
+    # ---- what several ranks hold ---------------------------------------------------------------------------------
+
+    def _table(self, kept: list[Kept]) -> Table:
+        return Table(kept, digests([one.tensor for one in kept], self.mesh.device))
+
+    def _compare(self, table: Table, step: int, then: str) -> None:
+        """Raise `Corrupt` on all ranks, if ranks that should hold the same do not."""
+        every = self._exchanged(torch.cat((self.kind, self._by_lane(table))))
+        odd = [
+            (lane, group)
+            for number, lane in enumerate(self.lanes, start=1)
+            for group in self._groups(lane, tuple(kind for kind, *_ in every))
+            if odd_one({rank: every[rank][number] for rank in group})
+        ]
+        if not odd:
+            return
+        rank = self.mesh.world.rank
+        mine = {"+".join(lane): table.of(lane) for lane, group in odd if rank in group}
+        tables = self._told(mine, dict[str, dict[str, int]])
+        said = "; ".join(self._sentence({rank: tables[rank]["+".join(lane)] for rank in group}) for lane, group in odd)
+        raise Corrupt(
+            f"step {step}: {said}; {then}, and after step {self.good} all copies were the same; the same command goes "
+            f"on from the last checkpoint, whose copies were compared before it was saved; {_ADVICE}",
+            suspect=self.good + 1,
+        )
+
+    def _by_lane(self, table: Table) -> Tensor:
+        """Of each lane one number, which changes with the digest of any of its tensors."""
+        lanes = torch.zeros(len(self.lanes), len(table.kept), dtype=torch.int64)
+        for column, one in enumerate(table.kept):
+            if one.lane:
+                lanes[self.lanes.index(one.lane), column] = 2 * crc32(one.name.encode()) + 1
+        return (lanes.to(self.mesh.device) * table.found).sum(1)
+
+    def _groups(self, lane: Lane, kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The ranks that hold the same and round alike; `kinds` are the devices of all."""
+        if (lane, kinds) not in self.groups:
+            found: dict[tuple[int, int], list[int]] = {}
+            for number, group in enumerate(groups(self.mesh.layout, lane)):
+                for rank in group:
+                    found.setdefault((number, kinds[rank]), []).append(rank)
+            self.groups[lane, kinds] = [tuple(group) for group in found.values() if len(group) > 1]
+        return self.groups[lane, kinds]
+
+    def _sentence(self, tables: dict[int, dict[str, int]]) -> str:
+        """Of the ranks of a group, by what each has."""
+        found: dict[Odd, list[str]] = {}
+        for name in next(iter(tables.values())):
+            odd = odd_one({rank: table.get(name) for rank, table in tables.items()})
+            if odd is not None:
+                found.setdefault(odd, []).append(name)
+        return "; ".join(_differ(self.mesh, odd, names) for odd, names in found.items())
+
+    # ---- what one rank alone holds -------------------------------------------------------------------------------
+
+    def _lonely(self) -> list[Kept]:
+        mirrors = self.engine.weights.mirrors()
+        copies = [one for one in computed_with(self.engine) if one.name.partition(" ")[0] in mirrors]
+        return [one for one in (*state_of(self.engine), *copies) if not one.lane]
+
+    def _check_shards(self, step: int) -> None:
+        """Raise `Corrupt` on all ranks, if what one of them holds is not what its last update has left."""
+        bad: list[str] = []
+        if self.taken is not None and self.taken[0] == self.engine.optimizer.updates:
+            with _disable_current_modes():
+                now = self._table(self.taken[1].kept)
+                if now.kept:
+                    changed = (now.found != self.taken[1].found).tolist()
+                    bad = [one.name for one, other in zip(now.kept, changed, strict=True) if other]
+        self.taken = None
+        with _disable_current_modes():
+            if not any(found for (found,) in self._exchanged(torch.tensor([len(bad)], device=self.mesh.device))):
+                return
+        said = [
+            f"{place(self.mesh, rank)}: {listed(names)}"
+            for rank, names in enumerate(self._told(bad, list[str]))
+            if names
+        ]
+        raise Corrupt(
+            f"step {step}: what nobody else holds has changed between the updates of steps {step - 1} and {step}, on "
+            f"{'; '.join(said)}; its update was not made; the same command goes on from the last checkpoint before "
+            f"step {step - 1}; {_ADVICE}",
+            suspect=step - 1,
+        )
+
+    # ---- between ranks -------------------------------------------------------------------------------------------
+
+    def _exchanged(self, mine: Tensor) -> list[list[int]]:
+        """The numbers of every rank, on all."""
+        world = self.mesh.world
+        with waiting("the exchange of digests", self.mesh, world):
+            return wait(all_gather(mine, world), world).view(world.size, -1).tolist()
+
+    def _told(self, value: object, kind: object) -> list:  # type: ignore[type-arg]
+        """What every rank has to say, when something is wrong."""
+        with closing(Control(self.mesh, self.engine.job.train.timeout)) as control:
+            return control.from_all(value, kind)
+
+
+def place(mesh: Mesh, rank: int) -> str:
+    at = mesh.layout.place(rank)
+    return f"rank {rank} ({at})" if at else f"rank {rank}"
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _differ(mesh: Mesh, odd: Odd, names: list[str]) -> str:
+    ranks, verb = " and ".join(place(mesh, rank) for rank in odd.ranks), "hold" if len(odd.ranks) > 1 else "holds"
+    if odd.others:
+        others = ("ranks " if len(odd.others) > 1 else "rank ") + ", ".join(map(str, odd.others))
+        return f"{ranks} {verb} other bits than {others} of {listed(names)}"
+    return f"{ranks} should hold the same bits of {listed(names)}, and do not; no majority says who is right"
+
+
+def _rounds_as(device: torch.device) -> str:
+    """Devices of one name compute the same bits."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
