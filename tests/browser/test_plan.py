@@ -8,6 +8,7 @@ import pytest
 
 import fivefold as ff
 from tests.browser.window import Window
+from tests.ui.serving import TOKEN, Server
 
 Opening = Callable[..., Window]
 SMALL = ("plan", "llama3-8b", "8xH100", "dp=8,zero=3,microbatches=16", 128, 8192)
@@ -39,9 +40,15 @@ def figures(case: tuple[Any, ...], layout: str) -> dict[str, str]:
 
 
 def shown(page: Window) -> tuple[str, dict[str, str]]:
-    """The layout whose figures these are, as the address has it; and the figures."""
+    """The layout whose figures these are: that of the address, or the nearest that can run; and the figures."""
+    near = page.one("nearest")
+    layout = page.text("nearest") if near.count() else in_address(page)
+    return layout, {name: page.text(name) for name in ("step", "rate", "mfu", "memory")}
+
+
+def in_address(page: Window) -> str:
     words = page.page.evaluate("() => Object.fromEntries(new URLSearchParams(location.hash.split('?')[1]))")
-    return words["layout"], {name: page.text(name) for name in ("step", "rate", "mfu", "memory")}
+    return str(words["layout"])
 
 
 def agrees(page: Window, case: tuple[Any, ...]) -> str:
@@ -92,11 +99,16 @@ def test_a_layout_that_cannot_run_says_so_and_can_be_left(window: Opening) -> No
     page.settle()
     assert "This cannot run." in page.text("problems")
     assert page.one("slider-tp").get_attribute("aria-invalid") == "true"
-    assert agrees(page, case) == page.text("nearest")
+    assert agrees(page, case) == page.text("nearest") != in_address(page)
+    page.page.reload()  # as one who was sent the link
+    page.settle()
+    assert "This cannot run." in page.text("problems")
+    agrees(page, case)
     page.one("take-nearest").click()
     page.settle()
     agrees(page, case)
     assert page.one("problems").count() == 0
+    assert agrees(page, case) == in_address(page)
     assert page.one("slider-tp").get_attribute("aria-invalid") == "false"
 
 
@@ -165,3 +177,21 @@ def test_a_new_question_has_no_rows_of_the_old_one(window: Opening) -> None:
         "() => document.querySelector('[data-testid=search-status]').textContent.includes('searching')"
     )
     assert page.page.locator("[data-testid=ranking-card] button").count() == 0
+
+
+def test_a_page_that_opens_searches_and_judges_nothing_yet(chrome: Any, server: Server) -> None:
+    """The first layout is nobody's choice: whether it fits is no answer to whether the model does."""
+    found = Window(chrome.new_page())
+    kept: list[Any] = []
+    found.page.route("**/api/plan/search*", lambda route: kept.append(route))
+    found.page.goto(f"http://127.0.0.1:{server.port}/#token={TOKEN}")
+    found.page.wait_for_selector('[data-testid="searching"]')
+    assert "Searching for the best layout of llama3-70b on 64 GPUs" in found.text("searching")
+    assert found.one("verdict").locator(".bad, .good").count() == found.one("fits").count() == 0
+    found.page.wait_for_timeout(100)
+    assert len(kept) == 1
+    kept.pop().continue_()
+    found.page.wait_for_selector('[data-testid="fits"]')
+    assert found.text("fits").startswith("It fits: ")
+    assert found.one("searching").count() == 0
+    found.page.close()

@@ -142,3 +142,9 @@ def test_a_file_holds_every_rank_of_a_small_mesh() -> None:
     view = held("mesh", Ask(SMALL | {"rank": "3"}))
     assert [one["part"]["rank"] for one in view["parts"]["ranks"]] == list(range(16))
     assert [one["part"]["rank"] for one in ranks(Ask(LARGE | {"rank": "77"}))] == list(range(72, 80))
+
+
+@pytest.mark.parametrize("words", [{"rank": "16"}, {"rank": "-1"}, {"layer": "32"}, {"layer": "-1"}])
+def test_ranks_and_layers_that_are_not_there_are_refused(words: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"is more than|is not a whole number"):
+        payload(Ask(SMALL | words))

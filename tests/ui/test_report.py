@@ -17,6 +17,8 @@ from fivefold.trace.result import TraceResult
 from fivefold.trace.summary import Summary
 from fivefold.ui import report as reporting
 from fivefold.ui import whole as file
+from fivefold.ui.api_mesh import payload as meshing
+from fivefold.ui.api_mesh import rank as one_rank
 from fivefold.ui.api_plan import payload as planning
 from fivefold.ui.api_schedule import every, made, payload
 from fivefold.ui.ask import Ask
@@ -55,13 +57,13 @@ def test_a_plan_is_reported_as_it_was_found(tmp_path: Path) -> None:
     found = ff.plan(*QUESTION, **SMALL)
     written = ff.report(found, tmp_path / "plan.html", "fivefold plan tiny")
     page = held(tmp_path / "plan.html")
-    (view,) = page["views"]
+    view, _ = page["views"]
     assert view["parts"]["search"] == json.loads(json.dumps(found.to_dict()))
     assert view["payload"]["figures"] == view["parts"]["search"]["best"] | {"memory_limit_bytes": found.chosen.limit}
     assert view["parts"]["why"]["neighbours"] == view["parts"]["search"]["neighbours"]
     assert page["made"]["command"] == "fivefold plan tiny"
     assert written.to_dict() == {
-        "file": str(tmp_path / "plan.html"), "title": "tiny on 2xCPU", "views": ["plan"],
+        "file": str(tmp_path / "plan.html"), "title": "tiny on 2xCPU", "views": ["plan", "mesh"],
         "bytes": (tmp_path / "plan.html").stat().st_size,
     }  # fmt: skip
     assert nothing_is_fetched((tmp_path / "plan.html").read_text())
@@ -70,9 +72,26 @@ def test_a_plan_is_reported_as_it_was_found(tmp_path: Path) -> None:
 def test_a_layout_that_was_given_is_held_against_the_choice(tmp_path: Path) -> None:
     found = ff.plan(*QUESTION, layout="tp=2,microbatches=8", **SMALL)
     ff.report(found, tmp_path / "plan.html")
-    (view,) = held(tmp_path / "plan.html")["views"]
-    assert view["payload"]["shown"]["text"] == "tp=2,microbatches=8"
+    view, mesh = held(tmp_path / "plan.html")["views"]
+    assert view["payload"]["shown"]["text"] == mesh["payload"]["shown"]["text"] == "tp=2,microbatches=8"
     assert "%" in view["parts"]["why"]["against"]
+
+
+def test_a_plan_has_the_mesh_and_the_schedule_of_its_layout(tmp_path: Path) -> None:
+    layout = "dp=2,tp=2,pp=4,zero=1,sp,microbatches=8"
+    question = {"batch": 64, "seq": 8192, "layout": layout}
+    found = ff.plan("llama3-8b", "2x8xH100", **question)
+    assert ff.report(found, tmp_path / "plan.html").views == ("plan", "mesh", "schedule")
+    _, mesh, schedule = held(tmp_path / "plan.html")["views"]
+    words = {"model": "llama3-8b", "cluster": "2x8xH100", "batch": "64", "seq": "8192", "layout": layout}
+    served = json.loads(json.dumps(meshing(Ask(words))))
+    assert mesh["payload"] == served
+    assert [one["part"]["rank"] for one in mesh["parts"]["ranks"]] == [*range(16)]
+    assert mesh["parts"]["ranks"][5] == json.loads(json.dumps(one_rank(Ask(words | {"rank": "5"}))))
+    timed = ff.simulate("llama3-8b", layout, "2x8xH100", batch=64, seq=8192).simulation
+    assert timed is not None
+    assert schedule["payload"]["drawn"]["figures"]["makespan"] == timed.makespan
+    assert (schedule["payload"]["clock"], schedule["payload"]["microbatches"]) == ("s", 8)
 
 
 def test_a_model_of_a_file_is_one_more_choice(tmp_path: Path) -> None:

@@ -121,3 +121,11 @@ def test_a_file_holds_all_of_them() -> None:
     assert view["payload"]["drawn"] is None
     assert view["parts"]["made"]["drawn"]["figures"]["schedule"] == "auto"
     assert len(view["parts"]["every"]["schedules"]) == len(FAST)
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"), [("8=2", "slow names rank 8, and pp=8 has the ranks 0 to 7"), ("x=2", "x=2")]
+)
+def test_a_slow_rank_that_is_not_there_is_refused(slow: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        payload(Ask({"slow": slow}))

@@ -21,6 +21,9 @@ def test_the_list_has_every_source() -> None:
     assert page["bands"] == [0.1, 0.25]
     with pytest.raises(UserError, match="unknown source 'nobody'"):
         rows(Ask({"source": "nobody"}))
+    with pytest.raises(UserError, match="unknown source 'nobody'"):
+        payload(Ask({"source": "nobody"}))
+    assert payload(Ask({"source": "laer_moe_megatron, experts"})) == page
 
 
 @pytest.mark.parametrize(

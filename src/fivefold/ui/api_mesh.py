@@ -19,6 +19,7 @@ from fivefold.plan.cost.time import Case
 from fivefold.plan.mesh import MOST, mesh
 from fivefold.plan.nearest import nearest, problems, steps
 from fivefold.support.errors import UserError
+from fivefold.support.ranges import checked, within
 from fivefold.ui.ask import Ask
 from fivefold.ui.question import ASKED, case_of, choices, described, fields_of, layout_asked, software_of, words_of
 
@@ -36,25 +37,37 @@ def payload(ask: Ask) -> dict[str, Any]:
     wanted = layout_asked(question, ask) if ask.text("layout") else _usual(question)
     wrong = problems(question, wanted)
     shown = nearest(question, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
-    page = {
-        "question": described(question, software_of(ask)),
-        "choices": choices(question, software_of(ask)),
-        "steps": steps(question, wanted),
+    page = _asked_for(question, software_of(ask), wanted, wrong, shown)
+    if shown is None:
+        return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
+    number = checked("rank", ask.whole("rank"), within(0, shown.world - 1)) or 0
+    layer = checked("layer", ask.whole("layer"), within(0, question.spec.layers - 1))
+    return page | _page(replace(question, layout=shown), software_of(ask), number, layer)
+
+
+def placed(case: Case, software: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The payload and the parts of a case with its layout, of whatever model and cluster."""
+    page = _asked_for(case, software, case.layout, [], case.layout) | _page(case, software, 0, None)
+    return page, {"ranks": _held(case, 0)}
+
+
+def _asked_for(case: Case, software: str, wanted: Layout, wrong: list[str], shown: Layout | None) -> dict[str, Any]:
+    return {
+        "question": described(case, software),
+        "choices": choices(case, software),
+        "steps": steps(case, wanted),
         "wanted": fields_of(wanted),
         "problems": wrong,
         "shown": None if shown is None else fields_of(shown),
     }
-    asked = words_of(question, software_of(ask))
-    if shown is None:
-        return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
-    case = replace(question, layout=shown)
-    number = min(ask.whole("rank") or 0, shown.world - 1)
-    chosen = _chosen(case, number)
-    return page | {
+
+
+def _page(case: Case, software: str, number: int, layer: int | None) -> dict[str, Any]:
+    return {
         "map": _map(case),
-        "chosen": chosen,
-        "layer": _layer(case, ask.whole("layer"), number),
-        "asks": {"ranks": asked | {"layout": str(shown), "rank": str(number)}},
+        "chosen": _chosen(case, number),
+        "layer": _layer(case, layer, number),
+        "asks": {"ranks": words_of(case, software) | {"layout": str(case.layout), "rank": str(number)}},
     }
 
 
@@ -83,7 +96,10 @@ def rank(ask: Ask) -> dict[str, Any]:
 
 def ranks(ask: Ask) -> list[dict[str, Any]]:
     """All ranks of a small mesh, or those of one rank's node: for a page that cannot ask."""
-    case, number = _asked(ask)
+    return _held(*_asked(ask))
+
+
+def _held(case: Case, number: int) -> list[dict[str, Any]]:
     world, gpus = case.layout.world, case.cluster.groups[0].gpus
     some = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
     return [_chosen(case, one) for one in some]
@@ -217,7 +233,7 @@ def _layer(case: Case, wanted: int | None, number: int) -> dict[str, Any]:
         for stage in layout.placement.of_rank[layout.position("pp", number)]
         for layer in case.stages[stage].layers
     ]
-    layer = min(wanted, spec.layers - 1) if wanted is not None else mine[len(mine) // 2] if mine else 0
+    layer = wanted if wanted is not None else mine[len(mine) // 2] if mine else 0
     sent = in_order(spec, layout, case.seq, case.batch, dtype_of(case.work.wide), layer)
     talking = _talking(case)
     return {"number": layer, "layers": spec.layers, "sent": [_sent(case, one, talking) for one in sent]}

@@ -81,6 +81,17 @@ def drawn(found: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]
     return pages
 
 
+def stepped(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
+    """The payload of a step as the planner has timed it, of that many microbatches: in seconds, stage by stage. None
+    where it is more than a file has room for."""
+    name, p, m = simulation.schedule.name, simulation.schedule.p, simulation.schedule.m
+    if p * m * max(1, len(simulation.schedule.placement.owner) // p) > SLIDING:
+        return None
+    schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
+    page = _page(Query((), p, m), name, schedules, {})
+    return page | {"drawn": _drawn(simulation), "refused": None, "clock": "s", "microbatches": microbatches}
+
+
 def _beside(query: Query, one: Simulation) -> dict[str, Any]:
     """The catalogue for the same numbers, with a schedule that is not of it; and the one that is made for them."""
     name, p, m = one.schedule.name, one.schedule.p, one.schedule.m
@@ -155,8 +166,10 @@ def _query(ask: Ask, *names: str) -> Query:
             f"pp={pp} x microbatches={m}{f' x chunks={chunks}' if chunks else ''} is more than the "
             f"{MOST if chunks is None else 4 * MOST} that a page draws; `fivefold draw` may"
         )
-    times = Times(Times.parse(ask.text("times")).values, parse_slow(ask.text("slow")))
-    return Query(names, pp, m, chunks, times=times)
+    slow = parse_slow(ask.text("slow"))
+    if strange_rank := next((rank for rank in slow if rank >= pp), None):
+        raise UserError(f"slow names rank {strange_rank}, and pp={pp} has the ranks 0 to {pp - 1}")
+    return Query(names, pp, m, chunks, times=Times(Times.parse(ask.text("times")).values, slow))
 
 
 def _whole(ask: Ask, name: str, usual: int, most: int) -> int:

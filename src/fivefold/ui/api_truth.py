@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any
 
 from fivefold.plan.interval import SHARE, step_range
+from fivefold.support.errors import UserError
+from fivefold.support.formatting import did_you_mean
 from fivefold.truth.cases import read_rows
 from fivefold.truth.picture import BANDS
 from fivefold.truth.result import TruthResult
@@ -24,6 +26,8 @@ def payload(ask: Ask) -> dict[str, Any]:
     """What there is to be asked for."""
     ask.only("source", "model", "kind")
     files = [row.file for row in read_rows()]
+    if (asked := ask.text("source").removesuffix(EXPERTS)) and asked not in files:
+        raise UserError(f"unknown source {asked[:60]!r}; {did_you_mean(asked[:60], list(dict.fromkeys(files)))}")
     return {
         "sources": [{"name": name, "rows": files.count(name)} for name in dict.fromkeys(files)],
         "bands": sorted(BANDS),

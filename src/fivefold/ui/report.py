@@ -83,9 +83,18 @@ def seen(found: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _of_plan(found: PlanResult) -> tuple[str, list[dict[str, Any]]]:
+    """The plan; where its ranks can be drawn the mesh of its layout, and of a pipeline the schedule."""
+    from fivefold.ui.api_mesh import MOST, placed
     from fivefold.ui.api_plan import planned
+    from fivefold.ui.api_schedule import stepped
 
-    return f"{found.case.spec.name} on {found.case.cluster}", [view("plan", *planned(found))]
+    option, views = found.explained, [view("plan", *planned(found))]
+    if option.layout.world <= MOST:
+        views.append(view("mesh", *placed(option.case, found.case.stack.name)))
+    timed = option.estimate.simulation
+    if timed is not None and (shown := stepped(timed, option.layout.microbatches)) is not None:
+        views.append(view("schedule", shown))
+    return f"{found.case.spec.name} on {found.case.cluster}", views
 
 
 def _of_draw(found: DrawResult) -> tuple[str, list[dict[str, Any]]]:

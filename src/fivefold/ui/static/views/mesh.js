@@ -71,7 +71,7 @@ export function mount(root, source) {
     if (!payload.map) return;
     const { map } = payload;
     words = { ...some(words, QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.shown.text, rank: String(payload.chosen.part.rank), ...(words.layer ? { layer: words.layer } : {}) };
-    if (source.live) state.write("mesh", words);
+    keep();
     look.sizes = Object.fromEntries(map.axes.map(one => [one.axis, one.ranks]));
     if (!look.sizes[look.axis]) look.axis = map.axes[0]?.axis || "";
     title.textContent = map.singly ? `${format.count(payload.shown.world)} ranks on ${format.count(map.nodes)} node${map.nodes > 1 ? "s" : ""}` : `${format.count(payload.shown.world)} ranks, node by node`;
@@ -82,6 +82,9 @@ export function mount(root, source) {
     light(payload.chosen);
     if (!source.live && !kept) source.part("ranks").then(all => { kept = new Map(all.map(one => [one.part.rank, one])); }, () => { kept = new Map(); });
   }
+
+  /** The address has the layout that was asked for, which may not be the one that is shown. */
+  function keep() { if (source.live) state.write("mesh", { ...words, layout: shown.wanted.text }); }
 
   function paint(axis, pressed) {
     look.axis = axis;
@@ -107,13 +110,13 @@ export function mount(root, source) {
     nodeTitle.textContent = `Node ${format.count(chosen.node.number)}`;
     replicaTitle.textContent = `The model once: replica ${chosen.replica.dp}${chosen.replica.whole ? "" : ", one place along cp"}, a line for each pipeline rank`;
     words = { ...words, rank: String(chosen.part.rank) };
-    if (source.live) state.write("mesh", words);
+    keep();
     for (const one of boards) one.update();
   }
 
   function wire(sent, phase) {
     const before = look.wire;
-    look.wire = sent && { axis: sent.axis, kind: sent.kind, group: sent.group, groups: shown.map.groups[sent.group] || [], own: look.chosen?.groups[sent.group], phase };
+    look.wire = sent && { axis: sent.group, kind: sent.kind, group: sent.group, groups: shown.map.groups[sent.group] || [], own: look.chosen?.groups[sent.group], phase };
     look.groups = sent && look.chosen ? { [sent.group]: look.chosen.groups[sent.group] || [] } : look.chosen?.groups || {};
     if (before || sent) for (const one of boards) one.update();
   }

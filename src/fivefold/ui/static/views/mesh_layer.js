@@ -21,7 +21,7 @@ export function drawLayer({ onShow, onLayer, live }) {
   const strip = responsive(width => layer && drawStrip(width), { "data-testid": "strip" });
   const whole = card("One layer, collective by collective", { aside: controls, "data-testid": "layer-card" }, which.element, strip.element, said, rows);
 
-  const sentence = one => `${one.when}: ${one.what}, ${one.calls > 1 ? `${one.calls} × ` : ""}${one.kind} of ${format.bytes(one.payload)} over ${one.axis} (${one.ranks} ranks${one.across ? "" : " of one node"}): ` +
+  const sentence = one => `${one.when}: ${one.what}, ${one.calls > 1 ? `${one.calls} × ` : ""}${one.kind} of ${format.bytes(one.payload)} over ${one.group} (${one.ranks} ranks${one.across ? "" : " of one node"}): ` +
     `a rank sends ${format.bytes(one.wire)} over ${one.link}${one.seconds === null ? "" : `, ${format.seconds(one.seconds)} if nothing hides it`}`;
 
   function go(index) {
@@ -58,9 +58,14 @@ export function drawLayer({ onShow, onLayer, live }) {
     const room = Math.max(0, width - least * sent.length - 16), pieces = [];
     let x = 0, before = "";
     sent.forEach((one, at) => {
-      if (one.when !== before) { if (before) x += 8; pieces.push(shape("text", { x, y: 11, class: "tick" }, one.when)); before = one.when; }
+      if (one.when !== before) {
+        if (before) x += 8;
+        const cut = x + 6.3 * one.when.length > width;  // the last part may be short
+        pieces.push(shape("text", { x: cut ? width : x, y: 11, class: "tick", "text-anchor": cut ? "end" : "start" }, one.when));
+        before = one.when;
+      }
       const wide = least + room * time(one) / total;
-      pieces.push(tip(shape("rect", { x, y: 18, width: Math.max(2, wide - 1.5), height: 26, rx: 3, fill: colours.axis(one.axis), opacity: now < 0 || now === at ? 1 : 0.4, stroke: now === at ? "var(--ink)" : null, "stroke-width": 2.5, onClick: () => { pause(); go(at); } }), () => sentence(one)));
+      pieces.push(tip(shape("rect", { x, y: 18, width: Math.max(2, wide - 1.5), height: 26, rx: 3, fill: colours.axis(one.group), opacity: now < 0 || now === at ? 1 : 0.4, stroke: now === at ? "var(--ink)" : null, "stroke-width": 2.5, onClick: () => { pause(); go(at); } }), () => sentence(one)));
       x += wide;
     });
     return shape("svg", { width, height: 50, role: "img", "aria-label": "Seconds of each collective, one after the other" }, pieces);
@@ -76,7 +81,7 @@ export function drawLayer({ onShow, onLayer, live }) {
       pause();
       rows.replaceChildren(next.sent.length ? table(["", "when", "axis", "what", ">bytes", ">a rank sends", "link", ">alone"],
         next.sent.map((one, at) => [button(String(at + 1), { class: "quiet tight", "data-testid": `collective-${at}`, "aria-label": `Show ${one.kind} of ${one.what}`, onClick: () => { pause(); go(at); } }), one.when,
-          element("span", {}, swatch(colours.axis(one.axis)), one.axis), element("span", {}, element("strong", {}, one.kind), ` · ${one.what}`), `${one.calls > 1 ? `${one.calls} × ` : ""}${format.bytes(one.payload)}`, format.bytes(one.wire), one.link, one.seconds === null ? "" : format.seconds(one.seconds)]),
+          element("span", {}, swatch(colours.axis(one.group)), one.group), element("span", {}, element("strong", {}, one.kind), ` · ${one.what}`), `${one.calls > 1 ? `${one.calls} × ` : ""}${format.bytes(one.payload)}`, format.bytes(one.wire), one.link, one.seconds === null ? "" : format.seconds(one.seconds)]),
         { testid: "collectives", records: true }) : element("p", { class: "dim" }, "One rank sends nothing."));
       for (const one of controls.children) one.disabled = !next.sent.length;
       go(-1);

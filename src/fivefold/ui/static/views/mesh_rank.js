@@ -10,9 +10,10 @@ const some = ranks => ranks.length <= 8 ? ranks.join(", ") : `${ranks.slice(0, 6
 
 function facts({ part }) {
   const { of } = part, [shard, shards] = part.shards.zero, experts = part.shards.ezero;
-  const stages = part.stages.map(one => [one.embedding ? "embedding" : "", one.layers.length ? span(one.layers) : "", one.head ? "head" : ""].filter(Boolean).join(", ")).join(" and ");
+  const layers = part.stages.filter(one => one.layers.length).map(one => span(one.layers)).join(" and ");
+  const ends = [part.stages.some(one => one.embedding) && "the embedding", part.stages.some(one => one.head) && "the head"].filter(Boolean);
   return [
-    ["Layers", `${stages || "none"} of ${of.layers}`, "layers"],
+    ["Layers", `${layers || "none"} of ${of.layers}${ends.length ? `, and ${ends.join(" and ")}` : ""}`, "layers"],
     ["Heads", `${span(part.heads)} of ${of.heads}`, "heads"],
     of.kv_heads !== of.heads && ["KV heads", `${span(part.kv_heads)} of ${of.kv_heads}`, "kv-heads"],
     of.experts > 0 && ["Experts", `${span(part.experts)} of ${of.experts} in a layer`, "experts"],
@@ -20,7 +21,7 @@ function facts({ part }) {
     ["Sequences", `${span(part.sequences)} of ${format.count(of.sequences)}`, "sequences"],
     ["Parameters", `${format.si(part.parameters)} of ${format.si(of.parameters)}`, "parameters"],
     ["ZeRO", part.zero && shards > 1 ? `shard ${shard} of ${shards}: ${SHARDED[part.zero]}; it updates ${format.si(part.own)}` : part.zero ? `there is nobody to share with; it updates ${format.si(part.own)}` : SHARDED[0], "zero"],
-    experts && part.zero > 0 && ["of experts", `shard ${experts[0]} of ${experts[1]}`, "ezero"],
+    experts && part.zero > 0 && ["ZeRO, experts", experts[1] > 1 ? `shard ${experts[0]} of ${experts[1]}, over the ranks with the same experts` : "nobody else has these experts", "ezero"],
   ].filter(Boolean);
 }
 

@@ -28,7 +28,7 @@ export function mount(root, source) {
 
   const asking = newest(asked => source.payload(asked), show, failed);
   const judging = replacing((asked, signal) => source.part("why", asked, { signal }), answer => { why.show(answer); figures.because(answer.against); }, error => why.fail(error));
-  const searching = replacing((asked, signal) => source.part("search", asked, { signal }), found, error => list.fail(error));
+  const searching = replacing((asked, signal) => source.part("search", asked, { signal }), found, error => { list.fail(error); free = false; if (shown) figures.show(shown, false); });
 
   const only = names => Object.fromEntries(names.map(name => [name, words[name]]).filter(([, value]) => value));
   const refresh = move => asking({ ...only(QUESTION), layout: base, move });
@@ -70,15 +70,15 @@ export function mount(root, source) {
     shown = payload;
     const current = asked.move ? asked.move.split("=")[0] : "";
     if (!asked.move) base = payload.shown?.text || base;
-    words = { ...only(QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.shown ? payload.shown.text : payload.wanted.text };
+    words = { ...only(QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.wanted.text };
     question.show(payload);
     layout.show(payload, current, stale);
-    figures.show(payload);
+    const wanted = JSON.stringify(payload.asks.search), anew = wanted !== ranking;
+    if (anew) ranked = null;
+    figures.show(payload, source.live && free && !ranked);
     if (source.live) state.write("plan", words);
-    const wanted = JSON.stringify(payload.asks.search);
-    if (wanted !== ranking) {
+    if (anew) {
       ranking = wanted;
-      ranked = null;
       list.wait();
       searching(payload.asks.search);
     }

@@ -20,7 +20,7 @@ function figure(name, testid) {
 }
 
 export function drawFigures({ onTake }) {
-  let now = null, best = null;
+  let now = null, best = null, waits = false;
   const dock = element("div", { class: "dock", "aria-hidden": "true" });
   const step = figure("Step", "step"), rate = figure("Tokens per second and GPU", "rate"), mfu = figure("Model FLOPs utilisation", "mfu"), memory = figure("Memory of the fullest rank", "memory");
   const verdict = element("div", { "aria-live": "polite", "data-testid": "verdict" });
@@ -28,11 +28,12 @@ export function drawFigures({ onTake }) {
   const times = responsive(width => now?.figures && timeBar(width, now), { "data-testid": "time-plot" });
   const wires = responsive(width => now?.figures && trafficBars(width, now), { "data-testid": "traffic-plot" });
   const parts = element("div"), causes = element("div"), moved = element("div"), ranks = element("span", { class: "dim small" });
-  const whole = element("div", { class: "stack" }, verdict, dock,
+  const numbers = element("div", { class: "stack" },
     element("div", { class: "figures" }, step.element, rate.element, mfu.element, memory.element),
     card("Memory of each pipeline rank", { aside: ranks, "data-testid": "memory-card" }, element("div", { class: "side-by-side" }, bars.element, parts)),
     element("div", { class: "grid2" }, card("Time of a step, by cause", { "data-testid": "time-card" }, times.element, causes),
       card("What a rank sends in a step", { "data-testid": "traffic-card" }, wires.element, moved)));
+  const whole = element("div", { class: "stack" }, verdict, dock, numbers);
   return {
     element: whole,
     fail(error) { whole.classList.add("busy"); verdict.replaceChildren(element("p", { class: "notice bad" }, error.message)); },
@@ -43,16 +44,19 @@ export function drawFigures({ onTake }) {
     against(other) {
       if (other === best) return;
       best = other;
-      if (now?.figures) judge(verdict, now, onTake, best);
+      if (now?.figures) judge(verdict, now, onTake, best, waits);
     },
-    show(payload) {
+    /** `searching`: nobody has chosen this layout, and the planner's choice is on its way: there is nothing to judge. */
+    show(payload, searching) {
       whole.classList.remove("busy");
+      numbers.classList.toggle("busy", searching);
       now = payload;
-      judge(verdict, payload, onTake, best);
+      waits = searching;
+      judge(verdict, payload, onTake, best, searching);
       if (!payload.figures) { whole.classList.add("busy"); return; }
       headline(payload, { step, rate, mfu, memory });
       dock.replaceChildren(...[format.seconds(payload.figures.step_seconds), `MFU ${format.percent(payload.figures.mfu)}`, `${format.gigabytes(payload.figures.memory_bytes)} GB`].map(text => element("strong", {}, text)),
-        element("span", { class: payload.problems.length || !payload.figures.fits ? "bad" : "good" }, payload.problems.length ? "cannot run" : payload.figures.fits ? "fits" : "does not fit"));
+        searching ? element("span", { class: "dim" }, "searching …") : element("span", { class: payload.problems.length || !payload.figures.fits ? "bad" : "good" }, payload.problems.length ? "cannot run" : payload.figures.fits ? "fits" : "does not fit"));
       bars.update(); times.update(); wires.update();
       ranks.textContent = payload.shown.fields.pp > 1 ? `${payload.shown.fields.pp} pipeline ranks; the table is rank ${payload.figures.memory_rank}, the fullest` : "all ranks are alike";
       parts.replaceChildren(memoryTable(payload.figures));
@@ -71,12 +75,17 @@ function compared(figures, best) {
   return Math.abs(change) < 0.0005 ? "It takes as long as the planner's choice." : `It is ${format.percent(Math.abs(change))} ${change > 0 ? "slower" : "faster"} than the planner's choice.`;
 }
 
-function judge(box, { problems, shown, changes, figures, causes, device_memory_bytes }, onTake, best) {
+function judge(box, { question, problems, shown, changes, figures, causes, device_memory_bytes }, onTake, best, searching) {
   if (problems.length) {
     box.replaceChildren(element("div", { class: "notice bad", "data-testid": "problems" },
       element("strong", {}, "This cannot run. "), element("ul", {}, problems.map(one => element("li", {}, one))),
       shown ? element("p", {}, "The figures below are of the nearest layout that can: ", layoutText(shown.text, { "data-testid": "nearest" }), ` (${changes.join(", ")}). `,
         button("Take it", { "data-testid": "take-nearest", onClick: () => onTake(shown.text) })) : element("p", {}, "Nothing near it can run either.")));
+    return;
+  }
+  if (searching) {
+    box.replaceChildren(element("div", { class: "notice", "data-testid": "searching" }, element("strong", {}, `Searching for the best layout of ${question.model} on ${format.count(question.world)} GPUs … `),
+      "It is shown as soon as it is found. Until then the figures are of where the search begins, ", layoutText(shown.text), ", which nobody has chosen; move a slider to choose one yourself."));
     return;
   }
   const used = figures.memory_bytes / device_memory_bytes, [part, size] = largest(figures.memory_by_component);

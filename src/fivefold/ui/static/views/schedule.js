@@ -34,12 +34,18 @@ export function mount(root, source) {
       timeline.element, every.element, card("What each rank's time goes to", { "data-testid": "ranks-card" }, ranks))));
 
   const asking = newest(asked => source.payload(asked), show, fail);
-  const listing = replacing((asked, signal) => source.part("every", asked, { signal }), answer => every.show(answer), error => every.fail(error));
-  const making = replacing((asked, signal) => source.part("made", asked, { signal }), made, error => every.fail(error));
+  const listing = replacing((asked, signal) => source.part("every", asked, { signal }), answer => every.show(answer), alone);
+  const making = replacing((asked, signal) => source.part("made", asked, { signal }), made, alone);
 
   function move(changed) {
     words = wordsOf(shown.asked, changed);
     asking(words);
+  }
+
+  /** A file may have one schedule alone. */
+  function alone(error) {
+    if (source.live) every.fail(error);
+    else every.element.hidden = true;
   }
 
   function fail(error) {
@@ -83,11 +89,13 @@ export function mount(root, source) {
       return;
     }
     const { figures } = drawn, most = Math.max(...figures.peak_activations), fullest = figures.peak_activations.indexOf(most);
-    makespan.show(format.time(figures.makespan));
-    bubble.show(format.percent(figures.bubble_makespan, 2));
+    const { microbatches } = payload.asked, all = payload.microbatches || microbatches;
+    makespan.show(format.time(figures.makespan), payload.clock || "", payload.clock && `${microbatches < all ? `of the first ${microbatches} of ${all} microbatches, ` : ""}in the planner's durations` || undefined);
+    bubble.show(format.percent(figures.bubble_makespan, 2), "", microbatches < all ? `of all ranks' time in these ${microbatches} microbatches; in ${all} it is a smaller share` : undefined);
     span.show(format.percent(figures.bubble_span, 2));
     peak.show(format.time(most), "A", `on rank ${fullest}; A is what a microbatch keeps on a rank`);
-    ranks.replaceChildren(table([">rank", ">computes", ">waits in between", ">before and after", ">peak, A"],
+    const unit = payload.clock ? `, ${payload.clock}` : "";
+    ranks.replaceChildren(table([">rank", `>computes${unit}`, `>waits in between${unit}`, `>before and after${unit}`, ">peak, A"],
       drawn.ranks.map((rank, at) => [String(at), ...[rank.busy, rank.wait, rank.idle, figures.peak_activations[at]].map(format.time)]), { testid: "ranks" }));
   }
 

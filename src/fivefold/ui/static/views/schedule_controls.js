@@ -33,12 +33,13 @@ export function scheduleControls({ onMove, live }) {
   const factor = slider({ name: "factor", label: "takes", hint: "How many times as long the slow rank takes", write: value => `×${value}`, onInput: value => onMove({ factor: value }) });
   const needs = element("p", { class: "dim small" });
   let hand = "";
-  const whole = element("div", { class: "stack" }, card("Pipeline", { "data-testid": "controls" }, schedule.element, needs, pp.element, microbatches.element, chunks.element),
-    card("Durations of a whole rank", {}, TIMES.map(([name]) => times[name].element), element("div", { class: "gap" }, slow.element), factor.element));
+  const durations = card("Durations of a whole rank", {}, TIMES.map(([name]) => times[name].element), element("div", { class: "gap" }, slow.element), factor.element);
+  const whole = element("div", { class: "stack" }, card("Pipeline", { "data-testid": "controls" }, schedule.element, needs, pp.element, microbatches.element, chunks.element), durations);
   whole.addEventListener("input", event => { hand = event.target.dataset.testid; });
   return {
     element: whole,
-    show({ asked, steps, schedules, refused }, stale) {
+    show({ asked, steps, schedules, refused, clock }, stale) {
+      durations.hidden = Boolean(clock);  // those of a planner differ from stage to stage
       const off = !live, held = name => ({ off, held: stale && hand === `slider-${name}` });
       schedule.set(schedules.map(one => ({ value: one.name, text: one.name })), asked.schedule, { off });
       const about = schedules.find(one => one.name === asked.schedule);
