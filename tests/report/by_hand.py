@@ -112,7 +112,9 @@ def listed() -> CheckpointList:
     sound = {"name": "step-00000008", "step": 8, "complete": True, "problems": [], "layout": LONG, "files": 16,
              "bytes": 10**10}  # fmt: skip
     damaged = {"name": "step-00000006", "step": 6, "complete": False, "problems": ["rank-1.tensors is missing"]}
-    return CheckpointList(Path("runs/demo"), [damaged, sound], ["step-00000009.incomplete"], ["step-1.damaged-2"])
+    kept = {"name": "step-00000010.1767225600000", "step": 10, "layout": LONG, "files": 16, "bytes": 10**10}
+    halves, aside, home = ["step-00000009.incomplete"], ["step-1.damaged-2"], f"/dev/shm/fivefold-0/{'4f1d' * 8}"
+    return CheckpointList(Path("runs/demo"), [damaged, sound], halves, aside, [kept], home)
 
 
 def held() -> CheckpointContents:

@@ -48,25 +48,17 @@ class Staging:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.room: dict[str, Tensor] | None = None
 
-    def prepare(self, pieces: Pieces) -> None:
-        """Once: what is locked must stay where it is until it is unlocked, which is when this object goes."""
+    def prepare(self, pieces: Pieces, memory: mmap.mmap | None = None) -> None:
+        """Once: what is locked must stay where it is until it is unlocked, which is when this object goes.
+
+        `memory`: room that is there already, for the whole `extent` of the pieces."""
         if self.room is not None:
             return
         if not pieces:  # a rank that others write for
             self.room = {}
             return
-        sizes = [-(-piece.nbytes // PAGE) * PAGE for piece in pieces.values()]
-        try:
-            memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            needed = bytes_text(sum(sizes))
-            raise TrainingError(f"a snapshot takes {needed} of this machine's memory: {error.strerror}") from None
-        with suppress(OSError, AttributeError):  # large pages are locked in half the time; not every kernel has them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        starts = accumulate(sizes, initial=0)  # and the end
-        self.room = {
-            name: _view(memory, start, piece) for start, (name, piece) in zip(starts, pieces.items(), strict=False)
-        }
+        memory = _asked_for(extent(pieces)) if memory is None else memory
+        self.room = {name: _view(memory, start, pieces[name]) for name, start in starts(pieces).items()}
         if self.stream is not None:
             # CUDA remembers an error for the thread that met it: memory that could not be locked, which only makes
             # copies slower, must not be what a later kernel stumbles over.
@@ -78,11 +70,14 @@ class Staging:
                 said = f"{bytes_text(len(memory))} for snapshots are not locked (CUDA error {refused[0]}): saves wait"
                 warnings.warn(said, Note, stacklevel=2)
 
-    def take(self, pieces: Pieces) -> Snapshot:
+    def take(self, pieces: Pieces, after: torch.cuda.Event | None = None) -> Snapshot:
+        """`after`: another copy that is under way; what is `copied` here has waited for it, too."""
         self.prepare(pieces)
         if self.stream is None or not pieces:
-            return Snapshot({name: self._copied(name, piece) for name, piece in pieces.items()}, self.device)
+            return Snapshot({name: self._copied(name, piece) for name, piece in pieces.items()}, self.device, after)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             copies = {name: self._copied(name, piece) for name, piece in pieces.items()}
             copied = torch.cuda.Event(blocking=True)
@@ -95,6 +90,32 @@ class Staging:
         if self.stream is not None:
             tensor.record_stream(self.stream)
         return Piece.of(self.room[name].copy_(tensor, non_blocking=True), piece.shape, piece.box)
+
+
+def starts(pieces: Pieces) -> dict[str, int]:
+    """Where each piece begins in memory: at a page."""
+    ends = accumulate((_paged(piece.nbytes) for piece in pieces.values()), initial=0)
+    return dict(zip(pieces, ends, strict=False))
+
+
+def extent(pieces: Pieces) -> int:
+    """Bytes of memory for all of them."""
+    return sum(_paged(piece.nbytes) for piece in pieces.values())
+
+
+def _paged(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _asked_for(size: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        needed = bytes_text(size)
+        raise TrainingError(f"a snapshot takes {needed} of this machine's memory: {error.strerror}") from None
+    with suppress(OSError, AttributeError):  # large pages are locked in half the time; not every kernel has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _view(memory: mmap.mmap, start: int, piece: Piece) -> Tensor:

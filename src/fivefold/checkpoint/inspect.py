@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 
 from fivefold.checkpoint.find import find, one_of, reachable, store_of
-from fivefold.checkpoint.store import Checkpoint
+from fivefold.checkpoint.memory import in_memory, size_here
+from fivefold.checkpoint.storage import storage_of
+from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.layout.layout import Layout
 from fivefold.report import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import bytes_text
-from fivefold.support.places import Place
+from fivefold.support.places import Place, place_of
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,12 @@ class CheckpointList(Result):
     checkpoints: list[dict[str, Any]]  # the newest last
     incomplete: list[str]
     aside: list[str]
+    memory: list[dict[str, Any]]  # snapshots on this node
+    home: str  # where those are
 
     def to_dict(self) -> dict[str, Any]:
-        return {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
+        found = {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
+        return {**found, "memory": self.memory, "home": self.home}
 
     def blocks(self) -> Iterator[Block]:
         rows: list[list[str | Cell]] = []
@@ -33,17 +38,26 @@ class CheckpointList(Result):
             rows.append([*map(str, cells), "" if row["complete"] else Cell("damaged", "bad")])
         rows += [[name, "", "", "", "", Cell("never finished", "bold")] for name in self.incomplete]
         rows += [[name, "", "", "", "", Cell("set aside", "dim")] for name in self.aside]
+        for row in self.memory:
+            cells = (row["name"], row["step"], row["layout"], row["files"], bytes_text(row["bytes"]))
+            rows.append([*map(str, cells), Cell("in memory", "bold")])
         if not rows:
             yield Text(f"{self.run} has no checkpoints yet")
             return
         yield Table(["checkpoint", ">step", "~layout", ">files", ">size", ""], rows)
         for row in self.checkpoints:
             yield from (Text(f"{row['name']}: {problem}", "bad") for problem in row["problems"])
+        if self.memory:
+            yield Text(
+                f"what is in memory of this machine lies in {self.home}; the run's next start goes on from it, its end "
+                f"removes it, and so does 'rm -r {self.home}'"
+            )
 
 
 def list_checkpoints(run: str | Place) -> CheckpointList:
     """A run's checkpoints. Files are looked at, not read."""
-    store = store_of(run)
+    memory, home = _in_memory(run)
+    store = Store(place_of(run) / "checkpoints") if memory and not _on_disk(run) else store_of(run)
     rows: list[dict[str, Any]] = []
     with reachable(run):
         complete, incomplete, aside = store.complete(), store.incomplete(), store.aside()
@@ -53,7 +67,36 @@ def list_checkpoints(run: str | Place) -> CheckpointList:
         if not misfits:
             row |= {"layout": _layout(one), "files": len(one.manifest.files), "bytes": one.bytes}
         rows.append(row)
-    return CheckpointList(run, rows, [path.name for path in incomplete], [path.name for path in aside])
+    halves = [path.name for path in incomplete]
+    return CheckpointList(run, rows, halves, [path.name for path in aside], memory, home)
+
+
+def _on_disk(run: str | Place) -> bool:
+    """Whether there is a place for checkpoints: a run may have been lost before its first."""
+    with reachable(run):
+        return storage_of(place_of(run)).holds(place_of(run) / "checkpoints")
+
+
+def _in_memory(run: str | Place) -> tuple[list[dict[str, Any]], str]:
+    """The snapshots that this node has of a run, the newest last, and where they are."""
+    place = place_of(run)
+    place = place.parent if place.name == "checkpoints" else place
+    found = [one for one in reversed(in_memory(place)) if not _problems(one)]
+    rows = [
+        {"name": one.path.name, "step": one.step, "layout": _layout(one), "files": len(one.manifest.files),
+         "bytes": size_here(one)}
+        for one in found
+    ]  # fmt: skip
+    return rows, str(found[0].path.parent) if found else ""
+
+
+def _problems(one: Checkpoint) -> list[str]:
+    """Of a manifest."""
+    try:
+        _ = one.manifest
+    except UserError as error:
+        return error.problems
+    return []
 
 
 def _layout(checkpoint: Checkpoint) -> str:

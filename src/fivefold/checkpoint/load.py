@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,25 +94,76 @@ def _share(checkpoint: Checkpoint, control: Control) -> tuple[list[str], list[st
         return [], error.problems
 
 
-def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
-    """Fill the pieces' memory; each rank reads what it needs, and no rank waits for another."""
-    todo: dict[str, list[tuple[str, Chunk, Piece, Tensor]]] = {}
+class Overlap(NamedTuple):
+    """The rows of a stored chunk in which it overlaps a piece that a rank wants. They lie together."""
+
+    name: str
+    file: str
+    start: int  # the first byte of the rows, counted from where the chunk's numbers begin
+    chunk: Chunk
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the rows
+    inner: tuple[slice, ...]  # which part of them is wanted
+    place: Tensor  # for that part
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def straight(self) -> bool:
+        """Whether the rows may be read right into their place."""
+        place = self.place
+        same = place.is_contiguous() and tuple(place.shape) == self.shape and place.dtype == self.dtype
+        return same and place.device.type == "cpu"
+
+    @torch.no_grad()
+    def put(self, rows: Tensor) -> None:
+        self.place.copy_(rows[self.inner])
+
+
+def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[Overlap]]:
+    """What a rank wants of each file, in the order of its bytes."""
+    todo: dict[str, list[Overlap]] = {}
     for name, piece in pieces.items():
         stored = checkpoint.tensors.get(name)
         if stored is None or stored.shape != tuple(piece.shape):
             has = f"has {name} of shape {list(stored.shape)}" if stored else f"has no tensor {name}"
             raise UserError(f"{checkpoint.path} {has}, and {list(piece.shape)} is wanted")
-        into = piece.make()
+        into, dtype = piece.make(), getattr(torch, stored.dtype)
         for chunk in stored.chunks:
-            if all(first < side.stop and side.start < first + size
-                   for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)):  # fmt: skip
-                todo.setdefault(chunk.file, []).append((name, chunk, piece, into))
+            if found := _overlap(name, chunk, dtype, piece, into):
+                todo.setdefault(chunk.file, []).append(found)
+    return {file: sorted(found, key=lambda one: one.chunk.start) for file, found in todo.items()}
+
+
+def _overlap(name: str, chunk: Chunk, dtype: torch.dtype, piece: Piece, into: Tensor) -> Overlap | None:
+    shared = [
+        range(max(first, side.start), min(first + size, side.stop))
+        for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)
+    ]
+    if not all(shared):
+        return None
+    place = into[tuple(slice(part.start - side.start, part.stop - side.start)
+                       for part, side in zip(shared, piece.box, strict=True))]  # fmt: skip
+    if not shared:
+        return Overlap(name, chunk.file, 0, chunk, dtype, (), (), place)
+    rows = (shared[0].start - chunk.offsets[0]) * math.prod(chunk.sizes[1:]) * dtype.itemsize
+    inner = (
+        slice(part.start - first, part.stop - first) for part, first in zip(shared[1:], chunk.offsets[1:], strict=True)
+    )
+    shape = (len(shared[0]), *chunk.sizes[1:])
+    return Overlap(name, chunk.file, rows, chunk, dtype, shape, (slice(None), *inner), place)
+
+
+def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
+    """Fill the pieces' memory; each rank reads what it needs, and no rank waits for another."""
+    todo = overlaps(checkpoint, pieces)
 
     def read(file: str) -> None:
         with checkpoint.storage.open(checkpoint.path / file) as stream:
-            for name, chunk, piece, into in sorted(todo[file], key=lambda one: one[1].start):
-                start = checkpoint.numbers_at(stream, name, chunk)
-                _fill(stream, start, chunk, checkpoint.tensors[name].dtype, piece, into)
+            for one in todo[file]:
+                _fill(stream, checkpoint.numbers_at(stream, one.name, one.chunk) + one.start, one)
 
     try:
         side_by_side(read, list(todo), for_files())
@@ -119,26 +171,8 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
         raise UserError(f"cannot read {checkpoint.path}: {error.strerror or error}") from None
 
 
-@torch.no_grad()
-def _fill(stream: Reader, start: int, chunk: Chunk, dtype: str, piece: Piece, into: Tensor) -> None:
-    """The part of a piece that a chunk has. Its rows lie together, so that no others are read."""
-    shared = [
-        range(max(first, side.start), min(first + size, side.stop))
-        for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)
-    ]
-    place = into[tuple(slice(part.start - side.start, part.stop - side.start)
-                       for part, side in zip(shared, piece.box, strict=True))]  # fmt: skip
-    skipped, shape = 0, chunk.sizes
-    if shared:
-        skipped, shape = shared[0].start - chunk.offsets[0], (len(shared[0]), *chunk.sizes[1:])
-    kind: torch.dtype = getattr(torch, dtype)
-    straight = (
-        place.is_contiguous() and tuple(place.shape) == shape and place.dtype == kind and place.device.type == "cpu"
-    )
-    rows = place if straight else torch.empty(shape, dtype=kind)
-    stream.fill(raw(rows), start + skipped * math.prod(chunk.sizes[1:]) * kind.itemsize, beat)
-    if not straight:
-        inner = [
-            slice(part.start - first, part.stop - first) for part, first in zip(shared, chunk.offsets, strict=True)
-        ]
-        place.copy_(rows[(slice(None), *inner[1:])] if shared else rows)
+def _fill(stream: Reader, start: int, one: Overlap) -> None:
+    rows = one.place.detach() if one.straight else torch.empty(one.shape, dtype=one.dtype)
+    stream.fill(raw(rows), start, beat)
+    if not one.straight:
+        one.put(rows)

@@ -54,10 +54,13 @@ class Saver:
         self.thread = threading.Thread()
         self.staging = Staging(device)
 
-    def start(self, pieces: Pieces, manifest: Manifest) -> torch.cuda.Event | None:
-        """Collective. Takes the snapshot. An earlier save must be finished: one at most is under way."""
+    def start(
+        self, pieces: Pieces, manifest: Manifest, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event | None:
+        """Collective. Takes the snapshot. An earlier save must be finished: one at most is under way. `after`: another
+        copy that is."""
         assert self.saving is None
-        snapshot = self.staging.take(pieces)
+        snapshot = self.staging.take(pieces, after)
         self.saving = Saving(manifest)
         self.thread = threading.Thread(target=self._write, args=(self.saving, snapshot), name="checkpoint", daemon=True)
         self.thread.start()

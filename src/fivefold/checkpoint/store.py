@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -25,11 +25,12 @@ from msgspec import Meta, field
 from fivefold import __version__
 from fivefold.checkpoint import version1
 from fivefold.checkpoint.storage import Reader, Storage, storage_of
+from fivefold.checkpoint.sums import short, sum_like
 from fivefold.checkpoint.tensors import MOST, TABLE, Chunk, Tensors, check
 from fivefold.launch import faults
 from fivefold.launch.cores import for_files, side_by_side
 from fivefold.support.errors import UserError
-from fivefold.support.files import File, Progress, digest_of, plain_name
+from fivefold.support.files import File, Progress, plain_name
 from fivefold.support.places import Place
 
 MANIFEST = "manifest.json"
@@ -77,6 +78,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def sealed(self) -> "Manifest":
         return msgspec.structs.replace(self, seal=_seal(msgspec.to_builtins(self)))
+
+    def text(self) -> bytes:
+        """As a file, sealed."""
+        return msgspec.json.format(msgspec.json.encode(self.sealed())) + b"\n"
 
 
 def _seal(table: dict[str, Any]) -> str:
@@ -186,9 +191,8 @@ class Checkpoint:
             if misfit := self._misfit(file, size):
                 return misfit
             with self.storage.open(place) as stream:
-                found, promised = digest_of(stream, progress), f"the manifest promises {file.sha256[:16]}..."
-                if found != file.sha256:
-                    return f"{place} is damaged: its sha256 is {found[:16]}..., and {promised}"
+                if (found := sum_like(file.sha256, stream, progress)) != file.sha256:
+                    return altered(place, found, file)
                 if file.name == self.manifest.table:
                     _ = self.tensors  # Damaged, if it is not what it should be
                 for name, chunk in self._archives.get(file.name, ()):
@@ -219,6 +223,12 @@ class Checkpoint:
             return version1.numbers_at(stream, chunk, self.tensors[name].dtype)
         except ValueError as error:
             raise Damaged(f"{self.path / chunk.file} is damaged: {name} at {list(chunk.offsets)}: {error}") from None
+
+
+def altered(place: Place, found: str, file: File) -> str:
+    """The sentence for a file whose sum is not the one that was promised."""
+    promised = file.sha256.rpartition(":")[2][:16]
+    return f"{place} is damaged: its {short(found)}, and the manifest promises {promised}..."
 
 
 class Store:
@@ -263,9 +273,9 @@ class Store:
 
     def commit(self, path: Place, manifest: Manifest) -> Checkpoint:
         """The moment at which a save becomes a checkpoint."""
-        content = msgspec.json.format(msgspec.json.encode(manifest.sealed())) + b"\n"
         files = [file.name for file in manifest.files]
-        self.storage.commit(path / MANIFEST, content, files, lambda: faults.strike("commit", step=manifest.step))
+        before = partial(faults.strike, "commit", step=manifest.step)
+        self.storage.commit(path / MANIFEST, manifest.text(), files, before)
         self.storage.point(self.directory, path.name)
         return Checkpoint(path)
 

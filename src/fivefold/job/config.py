@@ -75,6 +75,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     every: NoneOrMore = 100  # steps between checkpoints; the end of a run, and SIGTERM, always make one
     keep: Annotated[int, within(1, STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
     keep_every: NoneOrMore = 0  # and those of every so many steps; 0: none of them
+    memory_every: NoneOrMore = 0  # steps between snapshots in memory that outlives ranks (docs/checkpoints.md); 0: none
     url: str = ""  # object storage that has them, such as s3://bucket/runs; empty: the run's directory
 
 

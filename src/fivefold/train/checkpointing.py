@@ -1,4 +1,4 @@
-"""A trainer and its checkpoints: which one it resumes, and when it saves."""
+"""A trainer and its checkpoints: which one it resumes, and when it saves, on disk and in memory."""
 
 import math
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from fivefold.checkpoint.load import Say, load, newest, set_aside
+from fivefold.checkpoint.memory import Candidate
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.state import held, optimizer_of, stored_buffers, written
@@ -15,6 +16,7 @@ from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.train.loop import Trainer
+from fivefold.train.remembering import Remembering
 from fivefold.train.resuming import misfits
 
 _LONG = 1.0  # seconds of waiting that are worth a word
@@ -31,16 +33,53 @@ class Checkpoints:
         self.data = trainer.sources.fingerprint
         self.saved = 0  # the last step of which a save was begun, or that was loaded
         self.told = False  # that steps wait for the disk
+        self.memory = Remembering(control, say)
+        self.began, self.seconds = "", 0.0  # which checkpoint was loaded, and how long that took
 
     def restore(self) -> Checkpoint | None:
-        """Collective: the trainer as the newest good checkpoint has it, if there is one."""
-        checkpoint = newest(self.store, self.control, self.say, self._stands)
+        """Collective: the trainer as the newest good checkpoint has it, in memory or on disk, if there is one."""
+        begin, wanted = time.monotonic(), bool(self.trainer.job.checkpoint.memory_every)
+        self.memory.enter(self.trainer.mesh, self.store.directory.parent, wanted)
+        found = self.memory.find(self._counts)
+        disk: int | None = self.control.from_first(self._on_disk() if found else None, int | None)
+        checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
         if checkpoint is None:
-            return None
-        if problems := misfits(checkpoint, self.trainer.job):
-            raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
-        self._take(checkpoint)
+            checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
+        self.seconds = time.monotonic() - begin
         return checkpoint
+
+    def _from_memory(self, found: list[Candidate], disk: int | None) -> Checkpoint | None:
+        kept = self.memory.load(found, self._wanted)
+        if kept is None:
+            return None
+        one, checkpoint = kept
+        has = "disk has none" if disk is None else f"disk has step {disk}"
+        self.began = f"memory, after step {one.step} ({'; '.join(filter(None, (one.said, has)))})"
+        self._begin(checkpoint)
+        return checkpoint
+
+    def _from_disk(self, memory: list[Candidate], disk: int | None) -> Checkpoint | None:
+        """What memory has beside it is older than the newest there, and counts if that one is damaged."""
+        checkpoint, refusal = None, None
+        try:
+            checkpoint = newest(self.store, self.control, self.say, self._stands)
+        except UserError as error:
+            refusal = error
+        last = checkpoint.manifest.step if checkpoint else -1
+        if before := self._from_memory([one for one in memory if one.step > last], disk):
+            return before
+        if refusal:
+            raise refusal
+        if checkpoint is not None:
+            self.began = f"{checkpoint.path}, after step {checkpoint.manifest.step}"
+            self._take(checkpoint)
+        return checkpoint
+
+    def _on_disk(self, most: float = math.inf) -> int | None:
+        """The newest step there up to `most`, by its name."""
+        with suppress(OSError):
+            return next((one.step for one in self.store.complete() if one.step <= most and self._stands(one)), None)
+        return None
 
     def _stands(self, checkpoint: Checkpoint) -> bool:
         """Whether no rollback has undone it; what cannot be read is for the load to say."""
@@ -48,26 +87,48 @@ class Checkpoints:
             return not self.trainer.policy.decisions.undone(checkpoint.manifest.samples)
         return True
 
+    def _counts(self, one: Candidate) -> bool:
+        return not self.trainer.policy.decisions.undone(one.samples)
+
+    def _wanted(self, checkpoint: Checkpoint) -> dict[str, Piece]:
+        """What this rank fills from a checkpoint, which must be of its model."""
+        engine, job = self.trainer.engine, self.trainer.job
+        if problems := misfits(checkpoint, job):
+            raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
+        same = optimizer_of(checkpoint.manifest) == job.optimizer.name  # another optimizer's states are of no use
+        buffers = stored_buffers(engine.buffers, checkpoint)
+        return held(engine.weights, self.shapes, engine.optimizer if same else None, buffers)
+
     def _take(self, checkpoint: Checkpoint) -> None:
         """The trainer as a checkpoint has it."""
-        manifest, engine = checkpoint.manifest, self.trainer.engine
-        same = optimizer_of(manifest) == self.trainer.job.optimizer.name  # another optimizer's states are of no use
-        buffers = stored_buffers(engine.buffers, checkpoint)
-        load(checkpoint, held(engine.weights, self.shapes, engine.optimizer if same else None, buffers))
-        engine.optimizer.restore(manifest.updates)
+        pieces = self._wanted(checkpoint)
+        if not self.memory.take(checkpoint, pieces):
+            load(checkpoint, pieces)
+            self.saved = checkpoint.manifest.step
+        self._begin(checkpoint)
+
+    def _begin(self, checkpoint: Checkpoint) -> None:
+        """Its tensors are loaded."""
+        manifest = checkpoint.manifest
+        self.trainer.engine.optimizer.restore(manifest.updates)
         self.trainer.policy.restore(manifest.watched, checkpoint.path)
         self.trainer.done, self.trainer.samples = manifest.step, manifest.samples
-        self.saved = manifest.step
 
     def before(self, step: int) -> Checkpoint | None:
         """Collective: the newest good checkpoint of a step up to this one, if there is any."""
         self.finish()
+        self.memory.finish()
+        found = self.memory.find(lambda one: one.step <= step and self._counts(one))
+        disk = self.control.from_first(self._on_disk(step) if found else None, int | None)
+        if checkpoint := self.memory.sound([one for one in found if one.step >= (disk or 0)]):
+            return checkpoint
         return newest(self.store, self.control, self.say, lambda one: one.step <= step and self._stands(one))
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         """Collective, in mid-run: the trainer as it was then. Checkpoints of later steps are deleted."""
         self._take(checkpoint)
         self.control.from_all(True, bool)  # all have read it
+        self.memory.forget(after=checkpoint.step)
         if self.control.rank == 0:
             try:
                 self.store.undo(checkpoint.step)
@@ -85,11 +146,24 @@ class Checkpoints:
         config = self.trainer.job.checkpoint
         if self.saver.ended:
             self.finish()
+        if config.memory_every and step % config.memory_every == 0 and not must:
+            self.remember(step)
         if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
             self.finish() if must else self._finish_last(step)
             self.save(step)
         if must:
             self.ensure()
+            if config.save or step == self.trainer.job.train.steps:  # what disk has needs no other copy
+                self.memory.forget()
+
+    def end(self) -> None:
+        """The run ends with an error that all ranks have: wait for what is under way, and tell of it."""
+        self.finish(then="")
+        self.memory.finish()
+
+    def close(self) -> None:
+        """This rank takes part no more."""
+        self.memory.close()
 
     def finish(self, then: str = "; training goes on, and the next checkpoint is another try") -> None:
         """Wait for the save under way, if there is one, and tell if it was not written, and what happens then."""
@@ -103,6 +177,7 @@ class Checkpoints:
 
     def distrust(self, first: int) -> None:
         """Set aside the checkpoints of step `first` and after: a watcher has found that they may be damaged."""
+        self.memory.forget(after=first - 1)
         with suppress(OSError):  # what was found says more
             for one in self.store.complete() if self.control.rank == 0 else ():
                 if one.step >= first:
@@ -127,7 +202,13 @@ class Checkpoints:
         """Collective. Returns when the snapshot is taken, or under way."""
         self.trainer.corruption.before_save(step)
         self.saved = step
-        self.trainer.engine.copied = self.saver.start(self.pieces(), self.manifest(step))
+        engine = self.trainer.engine
+        engine.copied = self.saver.start(self.pieces(), self.manifest(step), engine.copied)
+
+    def remember(self, step: int) -> None:
+        """Collective. The same, into memory that outlives ranks."""
+        engine = self.trainer.engine
+        engine.copied = self.memory.start(self.pieces(), self.manifest(step), engine.copied)
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank writes."""

@@ -87,7 +87,7 @@ class Trainer:
             return self._run(listeners, on_trace)
         except TrainingError as error:
             if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
-                checkpointing.finish(then="")
+                checkpointing.end()
                 if isinstance(error, Corrupt):
                     checkpointing.distrust(error.suspect)
             raise

@@ -102,6 +102,7 @@ def _run_job(
         trainer = Trainer(job, sources, mesh)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), note)
         checkpointing = Checkpoints(store(job, directory), control, trainer, note)
+        leaving.callback(checkpointing.close)
         if world.rank == 0:
             show_job(console, job, directory)
         for sentence in before_step_1(job, mesh, control):
@@ -114,7 +115,8 @@ def _run_job(
         if recovery is not None:
             recovery.loaded(trainer.done, world.size, str(job.layout))
         if begun is not None:
-            console.print(f"[bold]resumes[/] from {begun.path}, after step {begun.manifest.step}", soft_wrap=True)
+            loaded = f"{checkpointing.began}; loaded in {checkpointing.seconds:.2f} s"
+            console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
             changed = differences(begun, job, sources)
             show_changes(console, changed)
             if any(one.key.startswith("watch.") and one.rule == MEANT for one in changed):

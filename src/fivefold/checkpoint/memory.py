@@ -1,0 +1,241 @@
+"""Snapshots in memory that outlives ranks: where they lie, whose they are, and which of them can be loaded.
+
+    /dev/shm/fivefold-1000/                   of this user alone; FIVEFOLD_MEMORY names another place
+        4f1d.../                              a run, by an id that nobody can guess; the run's directory knows it
+            step-00000020.1767225600000/      a snapshot, in the format of a checkpoint; the number says when
+                manifest.json, tensors.json   on every node, written last
+                rank-0.tensors ...            of the ranks of this node, and copies of another node's
+                node.json                     which node of how many this was
+            rank-0.0.slot                     memory of a rank that no snapshot uses at present
+
+A node is a host and a place there, so two places on one machine are two nodes. No torch.
+"""
+
+import errno
+import os
+import platform
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from fivefold.checkpoint.storage import storage_of
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.support.errors import UserError
+from fivefold.support.files import read_regular
+from fivefold.support.places import Place
+
+PLACE = "FIVEFOLD_MEMORY"
+ID = "memory-id"  # in the run's directory
+NODE = "node.json"
+KEPT = 2  # snapshots
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Of a run. A directory that was copied is another one, and so has another number."""
+
+    id: str
+    inode: int
+
+
+def root(env: Mapping[str, str] = os.environ) -> Path:
+    return Path(env.get(PLACE) or f"/dev/shm/fivefold-{os.geteuid()}")
+
+
+def private(path: Path, make: bool = False) -> Path:
+    """The directory, which is of this user alone and no link; OSError where it is not."""
+    if make:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.ENOTDIR, f"{path} is no directory")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError(errno.EPERM, f"{path} is not this user's alone: it must be theirs, with mode 0700")
+    return path
+
+
+def home(run: str, make: bool = False) -> Path:
+    """Where a run's snapshots lie on this node."""
+    return private(private(root(), make) / run, make)
+
+
+def known(run: Place) -> str:
+    """The id by which memory knows the run of this directory; empty where there is none."""
+    try:
+        found = msgspec.json.decode(storage_of(run).read(run / ID, 1000), type=Identity)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return found.id if _ID.fullmatch(found.id) and found.inode == _inode(run) else ""
+
+
+def made(run: Place) -> str:
+    """The same, or a new one."""
+    if before := known(run):
+        return before
+    new = Identity(secrets.token_hex(16), _inode(run))
+    storage_of(run).put(run / ID, msgspec.json.encode(new) + b"\n")
+    return new.id
+
+
+def _inode(run: Place) -> int:
+    return run.stat().st_ino if isinstance(run, Path) else 0
+
+
+def here() -> tuple[str, str]:
+    """This rank's node."""
+    return platform.node(), str(root())
+
+
+def in_memory(run: Place) -> list[Checkpoint]:
+    """The snapshots of a run whose manifest is on this node, the newest first."""
+    if not (name := known(run)):
+        return []
+    try:
+        return Store(home(name)).complete()
+    except OSError:
+        return []
+
+
+def size_here(checkpoint: Checkpoint) -> int:
+    """Bytes that a snapshot takes on this node."""
+    assert isinstance(checkpoint.path, Path)
+    return sum(file.stat().st_size for file in checkpoint.path.iterdir() if file.is_file())
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What one node has of a snapshot: a manifest that is whole, and some of its files, by their sizes."""
+
+    name: str
+    step: int
+    samples: int
+    seal: str
+    node: int  # the number of this node when it was made
+    nodes: int  # of so many
+    files: list[str]  # all of them
+    here: list[str]
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """Of one node."""
+
+    snapshots: list[Held] = []
+    problems: list[str] = []
+
+
+def clear(place: Path) -> None:
+    """What an earlier start left there that is no snapshot: it was never finished, or has begun to be deleted."""
+    with suppress(OSError):
+        for path in Store(private(place)).incomplete():
+            storage_of(path).delete(path)
+        for spare in place.glob("*.slot"):
+            spare.unlink()
+
+
+def listing(place: Path) -> Listing:
+    """What is complete there."""
+    found, problems = [], []
+    try:
+        private(place)
+        for one in Store(place).complete():
+            try:
+                found.append(_held(one))
+            except UserError as error:
+                problems += error.problems
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        problems.append(f"{place} cannot be used: {error.strerror or error}")
+    return Listing(found, problems)
+
+
+def _held(one: Checkpoint) -> Held:
+    assert isinstance(one.path, Path)
+    manifest, files = one.manifest, one.manifest.files
+    sizes = one.storage.sizes(one.path, [file.name for file in files])
+    here = [file.name for file in files if sizes[file.name] == file.bytes]
+    try:
+        node, nodes = msgspec.json.decode(read_regular(one.path / NODE, 1000), type=tuple[int, int])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Damaged(f"{one.path / NODE} is damaged: {error}") from None
+    return Held(
+        one.path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, [file.name for file in files], here
+    )
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A snapshot, as all nodes together have it."""
+
+    name: str
+    step: int
+    samples: int
+    nodes: int  # on which it was made
+    manifests: list[int]  # nodes of today that have its manifest
+    files: dict[str, list[int]]  # the nodes that have each of them
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name, nodes in self.files.items() if not nodes]
+
+    def without(self, bad: Sequence[tuple[int, str]]) -> "Candidate":
+        """Some nodes' copies of some files are no good."""
+        files = {
+            name: [node for node in nodes if (node, name) not in bad and (node, MANIFEST) not in bad]
+            for name, nodes in self.files.items()
+        }
+        return msgspec.structs.replace(self, files=files)
+
+    @property
+    def said(self) -> str:
+        """How much of it there is, where it was on several nodes."""
+        return f"{len(self.manifests)} of {self.nodes} nodes" if self.nodes > 1 else ""
+
+
+def candidates(nodes: Sequence[Sequence[Held]]) -> list[Candidate]:
+    """Of what each node has, the newest first: of equal steps the one that was made last."""
+    found: dict[tuple[str, str], Candidate] = {}
+    for number, snapshots in enumerate(nodes):
+        for held in snapshots:
+            empty = Candidate(held.name, held.step, held.samples, held.nodes, [], {name: [] for name in held.files})
+            one = found.setdefault((held.name, held.seal), empty)
+            one.manifests.append(number)
+            for name in held.here:
+                one.files[name].append(number)
+    return sorted(found.values(), key=lambda one: (one.step, made_at(one.name)), reverse=True)
+
+
+def made_at(name: str) -> int:
+    """The number in the name of a snapshot."""
+    return int(name.rpartition(".")[2])
+
+
+def nodes_of(ranks: Sequence[tuple[str, str]]) -> list[list[int]]:
+    """The ranks of each node, by where each of them is; nodes in the order of their first ranks."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(ranks):
+        found.setdefault(place, []).append(rank)
+    return list(found.values())
+
+
+def copies(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
+    """To which rank each rank gives a copy of what it writes: one of the next node. None where there is one node."""
+    if len(nodes) < 2:
+        return {}
+    pairs = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+    return {rank: following[place % len(following)] for node, following in pairs for place, rank in enumerate(node)}
+
+
+def free(place: Path) -> int:
+    """Bytes that a snapshot may take: of the file system, and of the machine's memory, of which a sixteenth stays."""
+    room = shutil.disk_usage(place).free
+    with suppress(OSError, ValueError, IndexError):
+        told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, available = (1024 * int(told[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
+        room = min(room, available - total // 16)
+    return room

@@ -1,0 +1,225 @@
+"""Loading from memory: which snapshots all nodes together have, and their numbers into the ranks of any layout.
+
+    found = find(nodes, say)                  # the newest first
+    fetch(nodes, found[0])                    # its tables, onto every node
+    harm = load(nodes, found[0], checkpoint, pieces)      # what was wrong; nothing: the pieces are filled
+
+A rank reads what lies on its own node from there, and asks one rank of another node for the rest. Every copy that is
+read is hashed by one rank of its node, block by block, on the way: what is hashed is still in the cache when it is
+copied. What is wrong is known before anybody trains on it.
+"""
+
+import mmap
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fivefold.checkpoint.load import Overlap, overlaps
+from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, listing
+from fivefold.checkpoint.memory_nodes import Nodes, old_memory, tensor_of, wait
+from fivefold.checkpoint.pieces import Pieces
+from fivefold.checkpoint.save import agreed
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, altered
+from fivefold.checkpoint.sums import BLOCK, blocks, crc, total
+from fivefold.checkpoint.tensors import TABLE
+from fivefold.launch import faults
+from fivefold.launch.cores import for_files, side_by_side
+from fivefold.launch.heartbeat import beat
+from fivefold.support.files import File, read_regular
+
+_NUMBER = re.compile(r"rank-(\d+)\.")
+
+
+class Harm(msgspec.Struct, frozen=True):
+    """Something wrong with a node's copy of a file."""
+
+    node: int
+    file: str
+    why: str
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes that another rank is asked for."""
+
+    file: str
+    start: int
+    bytes: int
+
+
+def find(
+    nodes: Nodes, say: Callable[[str], None], usable: Callable[[Candidate], bool] = lambda _: True
+) -> list[Candidate]:
+    """Collective: all that are whole, the newest first. Rank 0 says which are not, and leaves out those that are not
+    `usable`."""
+    told = nodes.control.to_first(listing(nodes.home) if nodes.first else Listing(), Listing)
+    found: list[Candidate] = []
+    if nodes.rank == 0:
+        firsts = [told[ranks[0]] for ranks in nodes.nodes]
+        for problem in (problem for one in firsts for problem in one.problems):
+            say(f"{problem}; what memory has there is not used")
+        for one in filter(usable, candidates([one.snapshots for one in firsts])):
+            found += [one] if not one.missing else []
+            if gone := one.missing:
+                named = ", ".join(gone[:4]) + f" and {len(gone) - 4} more" * (len(gone) > 4)
+                say(f"step {one.step} in memory is not whole: no node has {named} of {one.name}; it is not used")
+    return nodes.control.from_first(found, list[Candidate])
+
+
+def fetch(nodes: Nodes, one: Candidate) -> None:
+    """Collective: a node that has nothing of a snapshot gets its tables, and so can ask for the rest."""
+    if nodes.group is None or len(one.manifests) == len(nodes.nodes):
+        return
+    source, path = nodes.nodes[one.manifests[0]][0], nodes.home / one.name
+    names, parts = (TABLE, NODE, MANIFEST), [b"", b"", b""]
+    if nodes.rank == source:
+        with suppress(OSError):  # what is missing then is told where it is looked for
+            parts = [read_regular(path / name, 1 << 40) for name in names]
+    parts = nodes.broadcast(parts, source)
+    if nodes.first and nodes.node not in one.manifests:
+        with suppress(OSError):
+            path.mkdir(mode=0o700, exist_ok=True)
+            for name, part in zip(names, parts, strict=True):
+                (path / name).write_bytes(part)
+    nodes.control.from_all(None, None)
+
+
+class Reading(NamedTuple):
+    """What one rank does for a snapshot."""
+
+    wanted: dict[str, list[Overlap]]  # by file
+    near: list[str]  # of them those that lie on this node
+    far: dict[int, list[Overlap]]  # the others, by whom they are asked of
+    hashed: list[str]  # files of this node for whose bytes this rank answers
+
+
+def answers(file: str, ranks: list[int]) -> int:
+    """Which rank of a node hashes a file, and sends what other nodes ask for: if it can be, the one that wrote it."""
+    match = _NUMBER.match(file)
+    number = int(match[1]) if match else 0
+    return number if number in ranks else ranks[number % len(ranks)]
+
+
+def load(nodes: Nodes, one: Candidate, checkpoint: Checkpoint, pieces: Pieces, whole: bool = False) -> list[Harm]:
+    """Collective: fill the pieces' memory; all ranks get the same list. `whole`: also what nobody wants is hashed."""
+    faults.strike("read")
+    wanted, harm = dict[str, list[Overlap]](), list[Harm]()
+    sizes = dict[str, File]()
+    try:
+        sizes = {file.name: file for file in checkpoint.manifest.files}
+        wanted = overlaps(checkpoint, pieces)
+    except Damaged as error:
+        harm = [Harm(nodes.node, MANIFEST, str(error))]
+    reading = _divided(nodes, one, wanted, whole)
+    maps = _Maps(Path(str(checkpoint.path)), sizes)
+    works, rows = _exchange(nodes, reading, maps)
+    for file in dict.fromkeys((*reading.hashed, *reading.near)):
+        try:
+            memory = maps[file]
+            found = _read(memory, wanted.get(file, []), file in reading.hashed)
+        except OSError as error:
+            harm.append(Harm(nodes.node, file, f"{checkpoint.path / file} cannot be read: {error.strerror or error}"))
+            continue
+        if file in reading.hashed and found != sizes[file].sha256:
+            harm.append(Harm(nodes.node, file, altered(checkpoint.path / file, found, sizes[file])))
+    if nodes.group is not None:
+        agreed(nodes.control, lambda: wait(works))
+        for overlap, part in rows:
+            overlap.put(part)
+    told = nodes.control.from_all(harm, list[Harm])
+    return list(dict.fromkeys(sentence for sentences in told for sentence in sentences))
+
+
+def _divided(nodes: Nodes, one: Candidate, wanted: dict[str, list[Overlap]], whole: bool) -> Reading:
+    """Collective: who reads what from where."""
+    near = [file for file in wanted if nodes.node in one.files[file]]
+    far: dict[int, list[Overlap]] = {}
+    for file, found in wanted.items():
+        if file not in near:
+            holders = one.files[file]
+            holder = holders[nodes.node % len(holders)]  # two nodes that ask may ask two
+            far.setdefault(answers(file, nodes.nodes[holder]), []).extend(found)
+    if nodes.group is None or whole:
+        used = {file for file, holders in one.files.items() if file != TABLE and nodes.node in holders}
+    else:
+        asked = [(rank, file) for rank, found in far.items() for file in {overlap.file for overlap in found}]
+        told = nodes.control.from_all([*asked, *((nodes.rank, file) for file in near)], list[tuple[int, str]])
+        here = nodes.nodes[nodes.node]
+        used = {file for found in told for rank, file in found if rank in here}
+    ranks = nodes.nodes[nodes.node]
+    hashed = [file for file in one.files if file in used and answers(file, ranks) == nodes.rank]
+    return Reading(wanted, near, far, hashed)
+
+
+class _Maps(dict[str, mmap.mmap]):
+    """The files of this node, mapped when they are asked for."""
+
+    def __init__(self, path: Path, files: dict[str, File]):
+        super().__init__()
+        self.path, self.files = path, files
+
+    def __missing__(self, file: str) -> mmap.mmap:
+        self[file] = old_memory(self.path / file, self.files[file].bytes)
+        return self[file]
+
+
+def _exchange(nodes: Nodes, reading: Reading, maps: _Maps) -> tuple[list[Any], list[tuple[Overlap, Tensor]]]:
+    """Collective: begin to send what others ask for and to receive what they have; rows, which are full when all that
+    has begun is over, and still to be put into their places."""
+    works, rows = list[Any](), list[tuple[Overlap, Tensor]]()
+    if nodes.group is None:
+        return works, rows
+    asked = [
+        [Asked(one.file, one.chunk.start + one.start, one.nbytes) for one in reading.far.get(rank, [])]
+        for rank in range(nodes.control.size)
+    ]
+    told = nodes.all_to_all([msgspec.msgpack.encode(one) for one in asked])
+    for rank, data in enumerate(told):
+        for one in msgspec.msgpack.decode(data, type=list[Asked]):
+            works += nodes.send(_range(maps, one), rank)
+    for rank, found in sorted(reading.far.items()):
+        for overlap in found:
+            part = torch.empty(overlap.shape, dtype=overlap.dtype)
+            works += nodes.receive(part.reshape(-1).view(torch.uint8), rank)
+            rows.append((overlap, part))
+    return works, rows
+
+
+def _range(maps: _Maps, one: Asked) -> Tensor:
+    """Of a file, or nothing but zeros where it cannot be read: whoever answers for it says so."""
+    with suppress(OSError, KeyError):
+        if one.start >= 0 and one.start + one.bytes <= len(maps[one.file]):
+            return tensor_of(maps[one.file])[one.start : one.start + one.bytes]
+    return torch.zeros(one.bytes, dtype=torch.uint8)
+
+
+def _read(memory: mmap.mmap, wanted: list[Overlap], hashing: bool) -> str:
+    """Copy what is wanted, and hash all of it if asked to; the file is divided over the threads that there are."""
+    whole, count = memoryview(memory), blocks(len(memory))
+    threads = max(1, min(for_files(), count))
+    bounds = [count * part // threads for part in range(threads + 1)]
+
+    def read(numbers: range) -> list[int]:
+        todo = [(one, (one.chunk.start + one.start + one.nbytes - 1) // BLOCK) for one in wanted]
+        todo = sorted(((one, last) for one, last in todo if last in numbers), key=lambda item: -item[1])
+        sums = []
+        for number in numbers:
+            if hashing:
+                sums.append(crc(whole, number))
+            while todo and todo[-1][1] <= number:
+                one, _ = todo.pop()
+                numbers_of = torch.frombuffer(
+                    memory, dtype=one.dtype, count=one.nbytes // one.dtype.itemsize, offset=one.chunk.start + one.start
+                )
+                one.put(numbers_of.view(one.shape))
+            beat()
+        return sums
+
+    parts = side_by_side(read, [range(first, last) for first, last in pairwise(bounds)], threads)
+    return total(number for part in parts for number in part)

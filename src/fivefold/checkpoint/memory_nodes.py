@@ -1,0 +1,122 @@
+"""The nodes on which a run's ranks are, and what they send each other of snapshots in memory.
+
+Copies travel over a gloo group of their own. The step's collectives have other groups, so that neither waits for the
+other whoever comes first; the store at which ranks met would carry all of it through one process. Where all ranks are
+on one node there is no such group, and nothing is sent.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.checkpoint.memory import copies, free, here, home, nodes_of
+from fivefold.launch.heartbeat import beat
+from fivefold.parallel.control import Control
+from fivefold.support.files import irregular
+from fivefold.support.formatting import bytes_text
+
+_PIECE = 1 << 26  # bytes of a message
+_SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once, not one after the other
+
+
+class Nodes:
+    """All ranks make one together."""
+
+    def __init__(self, control: Control, run: str, make: bool):
+        self.control, self.rank, self.run = control, control.rank, run
+        problem = ""
+        try:
+            self.home = home(run, make)
+        except FileNotFoundError:  # nothing has been kept here
+            self.home = Path(here()[1]) / run
+            problem = f"{self.home.parent} cannot be made" if make else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        told = control.from_all((*here(), problem), tuple[str, str, str])
+        self.nodes = nodes_of([(host, place) for host, place, _ in told])
+        self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+        self.first = self.rank == self.nodes[self.node][0]
+        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(told) if why), "")
+        self.to = copies(self.nodes)
+        self.start: int = control.from_first(int(1000 * time.time()), int)
+        self.group: Any = None
+        if len(self.nodes) > 1 and not self.problem:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=control.timeout))
+
+    def broadcast(self, parts: list[bytes], source: int) -> list[bytes]:
+        """Collective: the parts that `source` has, on every rank."""
+        if self.group is None:
+            return parts
+        sizes = torch.tensor([len(part) for part in parts])
+        dist.broadcast(sizes, source, group=self.group)
+        data = _bytes(parts) if self.rank == source else torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        dist.broadcast(data, source, group=self.group)
+        return [bytes(part.numpy()) for part in data.split(sizes.tolist())]
+
+    def all_to_all(self, parts: list[bytes]) -> list[bytes]:
+        """Collective: a part for each rank; those that the ranks had for this one."""
+        sent = torch.tensor([len(part) for part in parts])
+        sizes = torch.empty_like(sent)
+        dist.all_to_all_single(sizes, sent, group=self.group)
+        found = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(found, _bytes(parts), sizes.tolist(), sent.tolist(), group=self.group)
+        return [bytes(part.numpy()) for part in found.split(sizes.tolist())]
+
+    def send(self, data: Tensor, to: int) -> list[Any]:
+        """Begin to; each pair of ranks has one order of its messages."""
+        return [dist.isend(piece, to, group=self.group) for piece in data.split(_PIECE)]
+
+    def receive(self, into: Tensor, source: int) -> list[Any]:
+        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_PIECE)]
+
+
+def _bytes(parts: list[bytes]) -> Tensor:
+    whole = bytearray(b"".join(parts))
+    return torch.frombuffer(whole or bytearray(1), dtype=torch.uint8)[: len(whole)]
+
+
+def wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+        beat()
+
+
+def new_memory(path: Path, size: int) -> mmap.mmap:
+    """A new file, mapped. Its pages are there: one that is missing later would end the process."""
+    if (room := free(path.parent)) < size:
+        raise OSError(f"it takes {bytes_text(size)}, and {path.parent} has {bytes_text(max(0, room))} to spare")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, size)
+        return mmap.mmap(handle, size, flags=_SHARED)
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(handle)
+
+
+def old_memory(path: Path, size: int) -> mmap.mmap:
+    """A file that is there, mapped; it can be written to, as tensors have no other memory, and is not."""
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(handle)
+        if problem := irregular(found.st_mode):
+            raise OSError(problem)
+        if found.st_size != size:
+            raise OSError(f"it has {found.st_size} bytes, and the manifest promises {size}")
+        return mmap.mmap(handle, size, flags=_SHARED)
+    finally:
+        os.close(handle)
+
+
+def tensor_of(memory: mmap.mmap) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
