@@ -42,6 +42,10 @@ def opened(chrome: Any, server: Server, width: int = 1280, dark: bool = False) -
 def test_two_runs_are_sound_to_look_at(chrome: Any, given: Server, width: int, dark: bool) -> None:
     found = opened(chrome, given, width, dark)
     assert found.audit("contrast", "names", "wide") == {}
+    fills = found.page.evaluate(
+        "() => [...document.querySelectorAll('[data-testid=trace-card] .legend rect')].map(one => one.outerHTML)"
+    )
+    assert len(set(fills)) == len(fills) > 3  # an axis does not look like an action
     assert found.wrong == []
     found.page.context.close()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import fivefold as ff
 from fivefold.ui.ask import Ask
 from fivefold.ui.views import VIEWS
 from fivefold.ui.whole import held, whole
@@ -28,6 +29,7 @@ def test_a_view_is_sound(window: Opening, server: Server, view: str, width: int,
     found = window(view, width=width, dark=dark)
     assert sound(found) == {}
     assert found.one(f"tab-{view}").get_attribute("aria-current") == "page"
+    assert found.page.evaluate("() => { const { scrollWidth, clientWidth } = tabs; return scrollWidth <= clientWidth }")
     assert all(address.startswith(f"http://127.0.0.1:{server.port}/") for address in found.asked)
 
 
@@ -42,6 +44,26 @@ def test_a_view_is_sound_as_one_file(
     found = window(file=file, width=width)
     assert sound(found) == {}
     assert [address for address in found.asked if not address.startswith("data:")] == [f"file://{file}"]
+
+
+def test_a_plan_as_one_file_has_its_mesh_and_its_schedule(window: Opening, tmp_path: Path) -> None:
+    layout = "dp=2,tp=2,pp=4,zero=1,sp,microbatches=8"
+    plan = ff.plan("llama3-8b", "2x8xH100", layout=layout, batch=64, seq=8192)
+    assert plan.given is not None
+    ff.report(plan, tmp_path / "plan.html")
+    found = window(file=tmp_path / "plan.html")
+    for view in ("plan", "mesh", "schedule"):
+        found.one(f"tab-{view}").click()
+        found.page.wait_for_selector(f'[data-testid="view-{view}"]')
+        found.settle()
+        assert sound(found) == {}, view
+    timed = plan.given.estimate.simulation
+    assert timed is not None
+    assert found.text("makespan") == f"{timed.makespan:.4g}"
+    assert found.one("every-card").is_hidden()
+    found.one("tab-mesh").click()
+    found.one("cluster").press("ArrowRight")
+    assert found.text("rank") == "Rank 1 · node 0"
 
 
 @pytest.mark.parametrize("view", NAMES)

@@ -28,6 +28,7 @@ REPLICA = 512  # ranks of a replica that are drawn; of more, those of one place 
 FEW = 128  # ranks that are asked for their places one by one
 HELD = 64  # ranks whose parts a file holds
 CHOSEN = ("rank", "layer")
+SHARED = ("replicate", "zero", "ezero")  # what parameters are shared over: made of other axes
 
 
 def payload(ask: Ask) -> dict[str, Any]:
@@ -150,8 +151,10 @@ def _talking(case: Case) -> dict[str, list[int]]:
     more = ("ep", "ezero") if case.spec.experts is not None else ()
     found: dict[str, list[int]] = {}
     for axis in ("tp", "cp", "pp", "dp", "replicate", "zero", *more):
-        if case.layout.size(axis) > 1 and (group := case.layout.group(axis, 0)) not in found.values():
-            found[axis] = group  # dp and zero are often the same ranks
+        if case.layout.size(axis) > 1:
+            group = case.layout.group(axis, 0)
+            if axis not in SHARED or group not in found.values():  # dp and zero are often the same ranks
+                found[axis] = group
     return found
 
 
@@ -245,7 +248,7 @@ def _sent(case: Case, one: Sent, talking: dict[str, list[int]]) -> dict[str, Any
     leaves = (reach or case.cluster).nodes > 1
     link = card.across if leaves else card.inside
     group = talking.get(one.axis) or layout.group(one.axis, 0)
-    same = next((axis for axis, ranks in talking.items() if ranks == group), one.axis)
+    same = one.axis if one.axis in talking else next((axis for axis in talking if talking[axis] == group), one.axis)
     return one._asdict() | {
         "ranks": layout.size(one.axis),
         "together": layout.size(one.axis) if reach is None else reach.together,

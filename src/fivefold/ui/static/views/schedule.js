@@ -44,8 +44,8 @@ export function mount(root, source) {
 
   /** A file may have one schedule alone. */
   function alone(error) {
-    if (source.live) every.fail(error);
-    else every.element.hidden = true;
+    every.fail(error);
+    every.element.hidden = !source.live;
   }
 
   function fail(error) {
