@@ -26,8 +26,8 @@ def sent(layout: str, dtype: str = "float32", **more: object) -> dict[tuple[str,
 def test_plain_data_parallelism_sends_2m_of_its_gradients(n: int) -> None:
     [row] = expected(SPEC, Layout(dp=n), S, 8, "float32")
     assert row[:2] == ("dp", "all-reduce")
-    assert row.payload == M + 24
-    assert row.wire == 2 * (M + 24) * Fraction(n - 1, n)
+    assert row.payload == M + 32
+    assert row.wire == 2 * (M + 32) * Fraction(n - 1, n)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -161,9 +161,9 @@ def test_the_ends_of_a_pipeline_add_up_a_tied_embedding() -> None:
     assert shared == [table, 0, 0, table]
     # Two ranks are the ends of their own axis, and a V has both ends on one rank.
     two = {row[:2]: row for row in expected(tied, Layout(pp=2), S, B, "float32")}
-    assert two["pp", "all-reduce"].payload == table + 3 * 8
+    assert two["pp", "all-reduce"].payload == table + 4 * 8
     vee = expected(tied, Layout(pp=2, schedule="zb-v"), S, B, "float32")
-    assert [row.payload for row in vee if row[:2] == ("pp", "all-reduce")] == [3 * 8]
+    assert [row.payload for row in vee if row[:2] == ("pp", "all-reduce")] == [4 * 8]
 
 
 def test_weight_gradients_of_their_own_are_buckets_of_their_own() -> None:

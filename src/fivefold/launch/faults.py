@@ -11,13 +11,13 @@
 
 The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
 that call `strike`: step (the default: after the gradients of a step, before its update), batch (the same, and `step` is
-the number of the batch in the data order, which no rollback brings back; the default of spike), write, commit, retain
-and read of a checkpoint, memory (before a snapshot there counts), matmul, disk and link of what `fivefold doctor`
-measures, and where bits flip: weight (of the model, after the update of a step; the default of flip), shard (of the
-optimizer's states, likewise), compute (in the first microbatch of a step). It happens in the first start of a run only,
-not in those after a failure; `starts=3` has it happen in three, and `start=2` in the third alone. Several faults are
-separated by semicolons. Tests inject with it what docs/faults.md promises to survive; without the variable nothing
-happens.
+the number of the batch in the data order, which no rollback brings back; the default of spike), forward and backward of
+each microbatch, optimizer, write, commit, retain and read of a checkpoint, memory (before a snapshot there counts),
+matmul, disk and link of what `fivefold doctor` measures, and where bits flip: weight (of the model, after the update of
+a step; the default of flip), shard (of the optimizer's states, likewise), compute (in the first microbatch of a step).
+It happens in the first start of a run only, not in those after a failure; `starts=3` has it happen in three, and
+`start=2` in the third alone. Several faults are separated by semicolons. Tests inject with it what docs/faults.md
+promises to survive; without the variable nothing happens.
 """
 
 import ctypes
@@ -36,7 +36,9 @@ _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "st
 POISONS = ("nan", "spike", "flip")  # what the place does to itself that is struck
 KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", *POISONS)
 FLIPPED = ("weight", "shard", "compute")
-PLACES = ("step", "batch", "write", "commit", "retain", "memory", "read", "matmul", "disk", "link", *FLIPPED)
+_OF_STEPS = ("step", "batch", "forward", "backward", "optimizer")
+_OF_STATE = ("write", "commit", "retain", "memory", "read")
+PLACES = (*_OF_STEPS, *_OF_STATE, "matmul", "disk", "link", *FLIPPED)
 _DEFAULT = {"spike": "batch", "flip": "weight"}  # places; of all others it is the step
 _SLOW = 0.25  # seconds
 SPIKE = 100.0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fivefold.launch.ends import lost_peer
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.waits import stood
 from fivefold.schedule.actions import RECEIVES, RECV_ACTIVATION, SEND_ACTIVATION, Action, Channel
 from fivefold.schedule.schedule import Schedule
 
@@ -40,7 +41,7 @@ class Message:
         """Until it has come, or has been taken."""
         start = time.monotonic()
         try:
-            self.work.wait(self.patience)
+            stood(self.work.wait, self.patience)
         except RuntimeError as error:
             why = lost_peer(error)
             if why is None:

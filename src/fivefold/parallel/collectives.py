@@ -16,13 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.mesh import Axis
+from fivefold.parallel.waits import stood
 
 _ops = torch.ops._c10d_functional
 
 
 def wait(x: Tensor, axis: Axis) -> Tensor:
     """The result of a collective over the axis."""
-    return x if axis.size == 1 else _ops.wait_tensor(x)
+    if axis.size == 1:
+        return x
+    return _ops.wait_tensor(x) if torch.compiler.is_compiling() else stood(_ops.wait_tensor, x)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -94,7 +97,7 @@ class Exchange:
 
     def wait(self) -> Tensor:
         for work in self.work:
-            work.wait(self.patience)
+            stood(work.wait, self.patience)
         return self.received.to(self.home)
 
 

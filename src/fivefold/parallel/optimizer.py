@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fivefold.optimizers import OptimizerConfig
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.waits import stood
 from fivefold.parallel.zero import Weights
 from fivefold.spec.model import ModelSpec
 
@@ -42,7 +43,7 @@ class Optimizer:
         if self.mesh.world.size > 1:
             parts = [square, square.new_zeros(2) if wish is None else wish, *also]
             sums = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(sums, group=self.mesh.world.group)
+            stood(dist.all_reduce, sums, group=self.mesh.world.group)
             for part, found in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
                 part.copy_(found.view_as(part))
         return square.sqrt()

@@ -34,7 +34,9 @@ from fivefold.train.memory_ledger import Counted
 from fivefold.train.records import Deciding, Decision, Evaluation, Listener, Step
 from fivefold.train.watch.account import Account
 from fivefold.train.watch.corruption import Corrupt, Corruption
+from fivefold.train.watch.phases import Phases
 from fivefold.train.watch.policy import Policy
+from fivefold.train.watch.slow_watch import SlowWatch
 from fivefold.train.watch.spikes import Numbers
 
 if TYPE_CHECKING:
@@ -55,7 +57,9 @@ class Trainer:
     def __init__(self, job: Job, sources: Sources, mesh: Mesh):
         self.job, self.sources, self.mesh = job, sources, mesh
         self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
-        self.engine = Engine(job, mesh, self.tracer.watch)
+        self.phases = Phases(mesh.device, self.tracer.watch)
+        self.engine = Engine(job, mesh, self.phases.watch)
+        self.slow = SlowWatch(job, mesh, self.phases)
         if self.tracer.part is not None:
             self.engine.ops.dispatch.watch = self.tracer.part
         self.guard = DataGuard(job, sources)
@@ -101,7 +105,9 @@ class Trainer:
         self.guard.begin(self.done, self.samples)
         while self.done < steps:  # once, and once more after each rollback
             with closing(prefetch(self.reads())) as batches:
-                for batch in batches:
+                while self.done < steps:
+                    with self.phases.of("data"):
+                        batch = next(batches)
                     trace = self._next(batch, next(made), listeners)
                     if trace is not None and on_trace is not None:
                         on_trace(trace)
@@ -119,7 +125,7 @@ class Trainer:
         step, first = self.done + 1, made == 1
         heartbeat.enter(f"step {step}", least=heartbeat.LONG if first else 0.0)
         compared = same_calls(self.mesh) if first and not self.engine.compiled else nullcontext()
-        with compared, self.tracer.step(made), self.counted.step(made):
+        with compared, self.tracer.step(made), self.counted.step(made), self.phases.whole(step):
             record = self.step(step, batch)
         self.done, self.samples = step, int(batch.samples[-1]) + 1
         self.account.step(record.seconds)
@@ -206,18 +212,23 @@ class Trainer:
             # What one rank wishes for, all learn; and all have rank 0's loss to the bit, to decide alike.
             shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.wish), loss))
             shared[1] *= self.mesh.world.rank == 0
-            norm = self.engine.gradient_norm(shared)
+            with self.account.of("slow ranks"):
+                table = self.slow.table(step)
+            norm = self.engine.gradient_norm(shared, *([] if table is None else [table]))
             loads = self.engine.loads
             found = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
             norm_value, wishes, mean, *sums = found.tolist()  # the step's one wait for the device
         if wishes >= WISH:
             self.agree(sure=True)
+        with self.account.of("slow ranks"):
+            self.slow.look(step, table, self.policy.say)
+        self.account.add("slow ranks", self.phases.cost())
         with self.account.of("spikes"):
             judged = batch.loss_tokens or not math.isfinite(mean)
             self.decision = self.policy.look(step, first, samples, Numbers(mean, norm_value)) if judged else None
         learns = batch.loss_tokens and not (self.decision is not None and self.decision.changes)
         rate = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
-        with self.tracer.update("STEP"):
+        with self.tracer.update("STEP"), self.phases.of("optimizer"):
             self.engine.step(rate if learns else None, norm)
         self.corruption.after_update(step)
         seconds = time.perf_counter() - start

@@ -38,8 +38,8 @@ def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
     groups = buckets(held(spec, layout).values(), MINIMUM)
     calls, padded = len(groups), sum(group.padded(parts) for group in groups)
     if layout.zero == 0:
-        return {("dp", "all-reduce"): (calls + 1, sum(group.size() for group in groups) * WIDE + 16)}
-    norm: Rows = {("dp", "all-reduce"): (1, 16)}
+        return {("dp", "all-reduce"): (calls + 1, sum(group.size() for group in groups) * WIDE + 24)}
+    norm: Rows = {("dp", "all-reduce"): (1, 24)}
     if layout.zero < 3:
         reductions = m if layout.zero == 2 else 1
         scatter = ("dp", "reduce-scatter"), (calls * reductions, padded * WIDE * reductions)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fivefold.layout.buckets import Grouping
 from fivefold.parallel.host_staging import Work, all_gather_into, reduce_scatter_into
 from fivefold.parallel.mesh import Axis
+from fivefold.parallel.waits import stood
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Bucket:
     def settle(self) -> None:
         """Wait for that sum; afterwards `shard` has it."""
         if self.summing is not None:
-            self.summing.wait()
+            stood(self.summing.wait)
             self.summing = None
         if self.stage == 2 and self.table is not None:
             if self.accumulated:
@@ -141,7 +142,7 @@ class Bucket:
     def hand_over(self) -> None:
         """The sums are complete: they are the masters' gradients."""
         if self.summing is not None:
-            self.summing.wait()
+            stood(self.summing.wait)
             self.summing = None
         for slot in self.slots:
             slot.master.grad = slot.of_master(self.shard)
@@ -176,7 +177,7 @@ class Bucket:
         """Wait for them and put them into the model, if any are on their way."""
         if self.gathering is None or self.gathered is None:
             return
-        self.gathering.wait()
+        stood(self.gathering.wait)
         pairs = [pair for slot in self.slots for pair in slot.pairs(self.gathered, slot.weight)]
         torch._foreach_copy_([weight for _, weight in pairs], [new for new, _ in pairs])
         self.gathering = self.gathered = None
