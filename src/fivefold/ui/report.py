@@ -84,7 +84,8 @@ def seen(found: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
 
 def _of_plan(found: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     """The plan; where its ranks can be drawn the mesh of its layout, and of a pipeline the schedule."""
-    from fivefold.ui.api_mesh import MOST, placed
+    from fivefold.plan.mesh import MOST
+    from fivefold.ui.api_mesh import placed
     from fivefold.ui.api_plan import planned
     from fivefold.ui.api_schedule import stepped
 
