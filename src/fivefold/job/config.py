@@ -215,20 +215,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """What watchers ask for."""
         watch, kept = self.watch, self.checkpoint
         asked = [f"watch.{name}=rollback" for name in ("spike", "nonfinite") if getattr(watch, name) == "rollback"]
-        every = kept.every if kept.save else 0
+        every, back = kept.every if kept.save else 0, " and ".join(asked)
         none = "checkpoint.save=false" if not kept.save else "checkpoint.every=0"
-        steps = (kept.keep - 1) * every  # that the oldest checkpoint is behind, at least
+        steps = max((kept.keep - 1) * every, kept.memory_every)  # that the oldest is behind, at least: memory has two
         return [
             (
-                not asked or bool(every),
-                f"{' and '.join(asked)} goes back to a checkpoint, and {none} makes none; nearest: skip",
+                not asked or bool(every or kept.memory_every),
+                f"{back} goes back to a checkpoint, and {none} makes none; nearest: skip",
             ),
             (
-                not asked or not every or steps >= watch.rollback,
-                f"{' and '.join(asked)} goes back watch.rollback={watch.rollback} steps, and "
-                f"checkpoint.keep={kept.keep} of checkpoint.every={every} steps may have {steps} of them; nearest: "
-                f"checkpoint.keep="
-                f"{-(-watch.rollback // every) + 1 if every else 2}",
+                not asked or not (every or kept.memory_every) or steps >= watch.rollback,
+                f"{back} goes back watch.rollback={watch.rollback} steps, and checkpoint.keep={kept.keep} of "
+                f"checkpoint.every={kept.every} steps may have {steps} of them; nearest: checkpoint.keep="
+                f"{-(-watch.rollback // max(1, kept.every)) + 1}",
             ),
             (watch.slow == 0 or watch.slow > 1, f"watch.slow={watch.slow} is a factor: above 1, or 0 for none"),
         ]

@@ -127,6 +127,7 @@ class Checkpoints:
     def go_back(self, checkpoint: Checkpoint) -> None:
         """Collective, in mid-run: the trainer as it was then. Checkpoints of later steps are deleted."""
         self._take(checkpoint)
+        self.saved = min(self.saved, checkpoint.step)  # steps that come again are saved again
         self.control.from_all(True, bool)  # all have read it
         self.memory.forget(after=checkpoint.step)
         if self.control.rank == 0:

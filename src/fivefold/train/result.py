@@ -1,7 +1,7 @@
 """What a run has left in its directory: every step's figures, and how well it does on held-out data."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fivefold.report.scene import Curve, Scene
 from fivefold.support.formatting import counted
 from fivefold.train.display import chart, drawable
 from fivefold.train.metrics import read
-from fivefold.train.records import Evaluation, Step
+from fivefold.train.records import Decision, Evaluation, Step
 
 _HEIGHT = 560.0  # of the picture
 
@@ -25,13 +25,15 @@ class TrainResult(Result):
     steps: list[Step]
     evaluation: Evaluation | None = None  # the last
     damaged: int = 0  # lines of the metrics that are not what was written, and are left out
+    decisions: list[Decision] = field(default_factory=list)  # about steps that were spikes or no numbers
 
     @classmethod
     def read(cls, directory: Path) -> "TrainResult":
         records = [record for _, record in read(directory / "metrics.jsonl")]
         looks = [record for record in records if isinstance(record, Evaluation)]
         steps = [record for record in records if isinstance(record, Step)]
-        return cls(directory, steps, looks[-1] if looks else None, records.count(None))
+        decisions = [record for record in records if isinstance(record, Decision)]
+        return cls(directory, steps, looks[-1] if looks else None, records.count(None), decisions)
 
     @property
     def losses(self) -> list[float]:
@@ -43,6 +45,7 @@ class TrainResult(Result):
             "steps": msgspec.to_builtins(self.steps),
             "evaluation": msgspec.to_builtins(self.evaluation),
             "damaged": self.damaged,
+            "decisions": msgspec.to_builtins(self.decisions),
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -58,6 +61,8 @@ class TrainResult(Result):
         )
         if self.evaluation is not None:
             yield Text(f"held-out loss {self.evaluation.held_out_loss:.4f} nats per token", "bold")
+        for decision in self.decisions:
+            yield Text(str(decision))
         if self.damaged:
             yield Text(f"{counted(self.damaged, 'line')} of the metrics are damaged and left out")
         yield Text(f"job, metrics and checkpoints are in {self.directory}")

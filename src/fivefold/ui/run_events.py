@@ -154,7 +154,8 @@ def _of_line(line: str, rank: int, step: int | None, traceback: bool) -> Iterato
     elif traceback and line.strip() and not line.startswith(" "):
         yield Event("fault", step, None, _named(rank, line), _LATER)
     elif found := _NOTE.match(line):
-        yield Event("note", step, None, found[1].strip(), _LATER)
+        said = re.match(r"step (\d+): ", found[1])  # by watchers
+        yield Event("note", int(said[1]) if said else step, None, found[1].strip(), _LATER)
 
 
 def _named(rank: int, sentence: str) -> str:

@@ -9,8 +9,11 @@ from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.support.errors import TrainingError
 from fivefold.train.records import Decision
+from fivefold.train.result import TrainResult
 from fivefold.train.watch.decisions import NAME, Known, known
+from fivefold.ui.run_events import _of_log
 from tests.checkpoint.runs import Run, small_job
+from tests.commands import fivefold
 from tests.ranks import run_ranks
 
 WATCH = ["train.dtype=float64", "optimizer.schedule=constant", "train.steps=12", "checkpoint.every=2",
@@ -93,6 +96,19 @@ def test_a_crash_in_a_rollback_does_not_bring_back_what_it_undid(
     assert {step: whole[0][step] for step in rest[0]} == rest[0]
 
 
+def test_memory_is_gone_back_to_where_it_is_nearer(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIVEFOLD_FAULT", "nan@step=10,at=batch")
+    monkeypatch.setenv("FIVEFOLD_MEMORY", str(tmp_path / "memory"))
+    disk = story(0, 1, small_job(tokens, *WATCH), tmp_path / "disk")
+    job = small_job(tokens, *WATCH, "checkpoint.every=100", "checkpoint.memory_every=3")
+    memory = story(0, 1, job, tmp_path / "run")
+    (decided,) = known(tmp_path / "run").decisions
+    assert (decided.back, decided.samples) == (6, 80)
+    assert memory[0] == disk[0]
+
+
 def _crash(store: Store, step: int) -> None:
     raise RuntimeError("crash")
 
@@ -124,3 +140,24 @@ def test_a_note_has_the_step_its_numbers_and_its_samples() -> None:
         "step 9: loss 9, gradient norm 1 (usual are 2.25 and 0.5): a spike; samples 32 to 35; skipped: no update is "
         "made, and the samples are used up"
     )
+
+
+def test_a_run_shows_what_was_decided_wherever_it_is_looked_at(tmp_path: Path) -> None:
+    """The terminal, the files of the run, TensorBoard's, and the page's events of a log with that note."""
+    small = ["model.layers=1", "model.hidden=32", "model.ffn=32", "data.seq=16", "train.batch=4", "train.steps=10"]
+    words = ["watch.spike=skip", "watch.window=8", "train.eval_samples=0", "run.tensorboard=true", *small]
+    done = fivefold("train", *words, cwd=tmp_path, env={"FIVEFOLD_FAULT": "spike@step=6"})
+    assert done.returncode == 0, done.stderr
+    result = TrainResult.read(tmp_path / "runs/run")
+    (decided,) = result.decisions
+    assert known(tmp_path / "runs/run").decisions == [decided]
+    assert (decided.step, decided.action, decided.first, decided.samples) == (6, "skip", 20, 24)
+    assert [step.step for step in result.steps] == list(range(1, 11))
+    assert [step.samples for step in result.steps] == list(range(4, 44, 4))
+    assert f"note  {decided}" in done.stdout
+    assert str(decided) in " ".join("".join(str(block) for block in result.blocks()).split())
+    (board,) = (tmp_path / "runs/run/tensorboard").iterdir()
+    assert b"watch/skip" in board.read_bytes()
+    log = f"{'=' * 20} 2026-01-01T00:00:00 rank 0 of 1 on here, pid 1\nstep  5/10  loss 1\nnote  {decided}\n"
+    (event,) = [one for one in _of_log(log, 0, 0.0) if one.kind == "note"]
+    assert (event.step, event.text) == (6, str(decided))
