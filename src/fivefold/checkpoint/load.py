@@ -1,7 +1,9 @@
 """Loading: the newest checkpoint that is what its manifest says, into the ranks of any layout."""
 
 import math
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -85,13 +87,24 @@ def _candidate(
 
 def _share(checkpoint: Checkpoint, control: Control) -> tuple[list[str], list[str]]:
     """What is damaged in this rank's share of the files, and why a checkpoint must not be touched."""
-    faults.strike("read")
+    if faults.strike("read") == "flip":
+        _flip(checkpoint)
     try:
         return checkpoint.damage(checkpoint.manifest.files[control.rank :: control.size], beat), []
     except Damaged as error:
         return error.problems, []
     except UserError as error:
         return [], error.problems
+
+
+def _flip(checkpoint: Checkpoint) -> None:
+    """A planted fault: one bit of its largest file."""
+    path = Path(str(checkpoint.path), max(checkpoint.manifest.files, key=lambda file: file.bytes).name)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
 
 
 class Overlap(NamedTuple):

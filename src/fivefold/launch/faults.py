@@ -5,6 +5,7 @@
     segv      a read of address 0                usr1    SIGUSR1, as Slurm's --signal sends it
     nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
     hang      a wait that never ends             slow    a quarter of a second more
+    cut       closes its connections             full    a disk that has no room (at=write)
     lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/roster.py)
     spike     a loss and gradients 100 times too large
     flip      a bit that flips in memory
@@ -21,11 +22,14 @@ promises to survive; without the variable nothing happens.
 """
 
 import ctypes
+import errno
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -34,7 +38,7 @@ from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
 POISONS = ("nan", "spike", "flip")  # what the place does to itself that is struck
-KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", *POISONS)
+KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", "cut", "full", *POISONS)
 FLIPPED = ("weight", "shard", "compute")
 _OF_STEPS = ("step", "batch", "forward", "backward", "optimizer")
 _OF_STATE = ("write", "commit", "retain", "memory", "read")
@@ -75,7 +79,7 @@ def _one(word: str, text: str) -> Fault:
     try:
         at = words.pop("at", _DEFAULT.get(kind, "step"))
         fault = Fault(kind, at, **{name: int(value) for name, value in words.items()})
-        if kind not in KINDS or at not in (FLIPPED if kind == "flip" else PLACES):
+        if kind not in KINDS or at not in ((*FLIPPED, "read") if kind == "flip" else PLACES):
             raise ValueError
     except (ValueError, TypeError):  # no number, or no such word
         raise UserError(
@@ -89,8 +93,16 @@ def strike(at: str, step: int | None = None) -> str:
     """Called where a fault may happen; the kind, where the caller is to poison something, else nothing."""
     due = [fault for fault in parse(os.environ.get("FIVEFOLD_FAULT", "")) if fault.due(at, step)]
     for fault in due:
+        _note(fault)
         _happen(fault.kind)
     return next((fault.kind for fault in due if fault.kind in POISONS), "")
+
+
+def _note(fault: Fault) -> None:
+    """Write down that a fault happens, where the environment names a file for it."""
+    if path := os.environ.get("FIVEFOLD_FAULTS_SEEN"):
+        with open(path, "a") as file:
+            file.write(f"{fault.kind}@at={fault.at},rank={rank_here()},step={fault.step},start={starts_before()}\n")
 
 
 def lost(place: int, step: int) -> bool:
@@ -108,7 +120,21 @@ def _happen(kind: str) -> None:
         threading.Event().wait()
     if kind == "slow":
         time.sleep(_SLOW)
+    if kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if kind == "cut":
+        _cut()
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
     if kind == "lose":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _cut() -> None:
+    """Close every connection of this process to another, as a link does that is gone."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError, ValueError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                        one.shutdown(socket.SHUT_RDWR)
