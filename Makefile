@@ -3,7 +3,8 @@
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
 #              and on Slurm; make extras-test: a server of object storage; make browser-test: the page in a Chromium;
-#              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed.
+#              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
+#              make soak: random faults, and one loss curve.
 #              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +13,7 @@ KEEP := $(BIN)/python tools/keep.py
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
 .PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test browser-test \
-	wheel-test recipes contributing clean
+	wheel-test recipes contributing soak clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -70,6 +71,12 @@ wheel-test: install
 extras-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
 	$(KEEP) extras $(BIN)/python -m pytest -vv --no-header tests/extras
+
+# Random faults against small runs, from seeds: make soak SEEDS=1-100 JOBS=4
+SEEDS ?= 1-5
+JOBS ?= 1
+soak: install
+	$(KEEP) soak $(BIN)/python tools/soak.py $(SEEDS) --jobs $(JOBS)
 
 # The page in a real browser. What cannot be installed is said by the tests that are skipped.
 browser-test: install

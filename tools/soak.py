@@ -43,9 +43,10 @@ eval_samples = 0
 timeout = 12.0
 [checkpoint]
 every = {EVERY}
-memory_every = 2
+#memory_every = 2
 [watch]
 digests = 1
+slow_every = 5
 shards = 1
 [elastic]
 probe = 0.5
@@ -193,6 +194,7 @@ def play(home: Path, job: Path, script: Script, whole: dict[int, list[float]]) -
             problem = f"the last command ended with exit code {code}"
     folder = home / name
     seen = (folder / "faults").read_text().splitlines() if (folder / "faults").exists() else []
+    seen = list(dict.fromkeys(seen))  # what lasts for several steps is one fault
     starts = (folder / "output").read_text(errors="replace").count("fivefold 0.")
     apart = _apart(_losses(folder / "run"), whole) if (folder / "run/metrics.jsonl").exists() else float("nan")
     if not problem:

@@ -101,7 +101,7 @@ def strike(at: str, step: int | None = None) -> str:
 def _note(fault: Fault) -> None:
     """Write down that a fault happens, where the environment names a file for it."""
     if path := os.environ.get("FIVEFOLD_FAULTS_SEEN"):
-        with open(path, "a") as file:
+        with open(path, "a") as file:  # at once: the process may end in the next line
             file.write(f"{fault.kind}@at={fault.at},rank={rank_here()},step={fault.step},start={starts_before()}\n")
 
 
