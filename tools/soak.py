@@ -43,7 +43,7 @@ eval_samples = 0
 timeout = 12.0
 [checkpoint]
 every = {EVERY}
-#memory_every = 2
+memory_every = 2
 [watch]
 digests = 1
 slow_every = 5
