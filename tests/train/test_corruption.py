@@ -10,6 +10,7 @@ import pytest
 
 from fivefold.checkpoint.store import Store
 from fivefold.data.prepare import prepare
+from fivefold.launch import faults
 from fivefold.train import loop
 from tests.checkpoint.runs import Run, small_job
 from tests.ranks import run_ranks
@@ -17,8 +18,8 @@ from tests.ranks import run_ranks
 BFLOAT16 = "train.dtype=bfloat16"
 SHARED_KV = ["model.heads=4", "model.kv_heads=1"]
 EXPERTS = ["model=tiny-deepseek", "model.layers=3", "model.hidden=32", "model.experts.ffn=16"]
-EVERY = ["watch.digests=1", "watch.shards=1"]
-NEVER = ["watch.digests=0", "watch.shards=0"]
+EVERY = ["watch.digests=1", "watch.shards=1", "watch.replay=1"]
+NEVER = ["watch.digests=0"]
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +32,12 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(job: Any, world: int, directory: Path, fault: str = "") -> tuple[str, dict[int, tuple[float, float]]]:
     """Why the run ended early, and its losses."""
-    os.environ["FIVEFOLD_FAULT"] = fault
     run = Run(job, world, directory)
+    # Calls are numbered for one run, and these ranks make several.
+    once = patch.object(loop, "same_calls", lambda mesh: nullcontext())
     try:
-        run.keeper.restore()
-        with patch.object(loop, "same_calls", lambda mesh: nullcontext()):  # it numbers the calls of one run
+        with patch.dict(os.environ, FIVEFOLD_FAULT=fault), once:
+            run.keeper.restore()
             run.trainer.run([run.recorder], checkpointing=run.keeper)
     except Exception as error:
         return f"{type(error).__name__}: {error}", run.recorder.losses
@@ -56,7 +58,7 @@ def told(tokens: Path, directory: Path, world: int, cases: list[tuple[list[str],
     return said[0]
 
 
-def test_flips_in_what_two_ranks_hold_or_one_alone_are_found(tokens: Path, tmp_path: Path) -> None:
+def test_flips_in_what_two_ranks_hold_or_one_alone_and_in_compute_are_found(tokens: Path, tmp_path: Path) -> None:
     """Within N steps; a flip that the next gather of weights mends is seen in the step that used it."""
     shard = "flip@rank=1,step=2,at=shard"
     cases: list[tuple[list[str], str]] = [
@@ -64,10 +66,12 @@ def test_flips_in_what_two_ranks_hold_or_one_alone_are_found(tokens: Path, tmp_p
         (["layout=dp=2,zero=1", BFLOAT16, "watch.digests=3"], "flip@rank=1,step=2"),
         (["layout=dp=2,zero=2", "watch.shards=3", "watch.digests=0"], shard),
         (["layout=dp=2,zero=3", "watch.shards=3"], shard),
+        (["layout=dp=2,zero=1,microbatches=2", "watch.replay=3"], "flip@rank=1,step=3,at=compute"),
+        (["layout=dp=2,zero=3,microbatches=2", "watch.replay=3"], "flip@rank=0,step=3,at=compute"),
         (["layout=dp=2,zero=2", "watch.shards=4", "watch.digests=0"], shard),  # not the window that is audited
         (["layout=dp=2,zero=1", "watch.digests=4"], "flip@rank=1,step=1"),  # used, and mended before they look
     ]
-    weight, copy, in_two, in_three, *missed = told(tokens, tmp_path, 2, cases)
+    weight, copy, in_two, in_three, compute, gathered, *missed = told(tokens, tmp_path, 2, cases)
     assert weight.startswith(
         "Corrupt: step 3: rank 0 (dp 0) and rank 1 (dp 1) should hold the same bits of embedding.weight, and do not"
     )
@@ -75,7 +79,25 @@ def test_flips_in_what_two_ranks_hold_or_one_alone_are_found(tokens: Path, tmp_p
     assert "embedding.weight as the model has it" in copy
     for one in (in_two, in_three):
         assert "between the updates of steps 2 and 3, on rank 1 (dp 1): exp_avg of embedding.weight;" in one
+    assert "step 3: rank 1 (dp 1) got other gradients of the same microbatch one time than the other;" in compute
+    assert "gradients of steps 1 to 3 may be wrong" in compute
+    assert "step 3: rank 0 (dp 0) got other gradients" in gathered
     assert missed == ["", ""]
+
+
+@pytest.mark.parametrize("changes", [["layout.microbatches=2"], [BFLOAT16]])
+def test_a_rank_alone_checks_what_it_holds_and_what_it_computes(
+    tokens: Path, tmp_path: Path, changes: list[str]
+) -> None:
+    """Compute against itself: a flip that does not repeat."""
+    every = ["train.steps=4", "checkpoint.save=false", "watch.shards=2", "watch.replay=3", *changes]
+    ends = {at: trained(small_job(tokens, *every), 1, tmp_path, f"flip@step=3,at={at}")[0] for at in faults.FLIPPED}
+    held = "step 4: what nobody else holds has changed between the updates of steps 3 and 4, on rank 0: "
+    model = " as the model has it" if BFLOAT16 in changes else ""
+    assert f"{held}embedding.weight{model};" in ends["weight"]
+    assert f"{held}exp_avg of embedding.weight;" in ends["shard"]
+    assert "step 3: rank 0 got other gradients of the same microbatch one time than the other;" in ends["compute"]
+    assert trained(small_job(tokens, *every), 1, tmp_path)[0] == ""
 
 
 def test_of_three_copies_the_odd_one_is_named(tokens: Path, tmp_path: Path) -> None:
@@ -119,18 +141,21 @@ LAYOUTS = {
     2: [
         ["layout=dp=2", BFLOAT16],
         ["layout=dp=2,zero=2"],
-        ["layout=dp=2,zero=3", BFLOAT16],
+        ["layout=dp=2,zero=3,microbatches=2", BFLOAT16],
         ["layout=tp=2", *SHARED_KV],
         ["layout=pp=2,microbatches=4", "model.tied=true", "layout.zero=1"],
-        ["layout=dp=2,ep=2,zero=1", *EXPERTS],
+        ["layout=dp=2,ep=2,zero=1", "model.dropout=0.1", *EXPERTS],
     ],
     4: [
         ["layout=dp=2,tp=2,zero=1,sp=true", *SHARED_KV],
         ["layout=dp=2,pp=2,zero=2,microbatches=2,schedule=zb-h1", "model.tied=true"],
-        ["layout=dp=4,zero=3,replicate=2"],
+        ["layout=dp=2,pp=2,zero=3,microbatches=2,schedule=zb-h1"],
+        ["layout=dp=4,zero=3,replicate=2,microbatches=2"],
+        ["layout=dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4", "model=tiny-moe", "model.layers=4"],
         ["layout=dp=2,tp=2,ep=2", *EXPERTS],
+        ["layout=dp=4,ep=2,zero=3", *EXPERTS],
         ["layout=dp=2,cp=2,zero=1"],
-        ["layout=tp=2,pp=2,microbatches=2", "model.tied=true", "train.deterministic=false"],
+        ["layout=tp=2,pp=2,microbatches=2", "model.tied=true"],
     ],
 }
 

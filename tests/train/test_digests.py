@@ -9,6 +9,7 @@ from fivefold.layout.layout import Layout
 from fivefold.train.watch import digests as module
 from fivefold.train.watch.copies import Odd, groups, lanes, odd_one
 from fivefold.train.watch.digests import digest
+from fivefold.train.watch.verdict import Runs, Verdict, disagreements, neighbours, verdict
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn]
 
@@ -66,3 +67,38 @@ def test_ranks_that_hold_the_same_stand_in_one_group() -> None:
     experts = Layout(dp=2, tp=2, ep=2)
     assert groups(experts, ("ezero",)) == [[0, 2], [1, 3]]
     assert ("stage",) in lanes(experts, experts=True)
+
+
+def test_neighbours_have_the_same_weights_and_compute_with_the_same_places() -> None:
+    assert neighbours(Layout()) == {0: 0}
+    assert neighbours(Layout(dp=3)) == {0: 1, 1: 2, 2: 0}
+    assert neighbours(Layout(dp=2, tp=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert neighbours(Layout(dp=2, ep=2)) == {0: 0, 1: 1}  # each needs the other's experts: its own once more
+    assert neighbours(Layout(dp=4, ep=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
+    for layout in (Layout(dp=4, tp=2, ep=4), Layout(dp=2, tp=2, ep=2), Layout(dp=4, pp=2, cp=2, ep=8)):
+        for rank, other in neighbours(layout).items():
+            assert all(layout.position(axis, rank) == layout.position(axis, other) for axis in ("tp", "cp", "pp", "ep"))
+
+
+def story(of: dict[int, int], wrong: dict[str, set[int]]) -> Verdict:
+    """All ranks compute the microbatch of a rank rightly as that rank's number, but for those that are wrong."""
+
+    def run(which: str, whose: dict[int, int]) -> dict[int, int]:
+        return {rank: other + 100 * (rank + 1) * (rank in wrong.get(which, ())) for rank, other in whose.items()}
+
+    itself = {rank: rank for rank in of}
+    runs = Runs(run("own", itself), run("others", of), run("own_again", itself), run("others_again", of))
+    assert bool(disagreements(of, runs)) == any(wrong.values())
+    return verdict(of, runs)
+
+
+def test_who_computed_wrongly_is_named_where_it_can_be() -> None:
+    two, three = {0: 1, 1: 0}, {0: 1, 1: 2, 2: 0}
+    assert story(three, {}) == Verdict((), (), ())
+    assert story(two, {"own": {1}}) == Verdict((1,), (), ())  # in the step, and never again
+    assert story(two, {"others": {1}}) == Verdict((1,), (), ())  # in the rehearsal
+    assert story({0: 0}, {"own": {0}}) == Verdict((0,), (), ())
+    always = {which: {1} for which in ("own", "others", "own_again", "others_again")}
+    assert story(three, always) == Verdict((), (1,), ())
+    assert story(two, always) == Verdict((), (), (0, 1))
+    assert story(three, {"own": {2}, "own_again": {2}}) == Verdict((), (), (1, 2))  # of its own data only

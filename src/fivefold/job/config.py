@@ -94,6 +94,7 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Silent corruption, each every so many steps.
     digests: NoneOrMore = 100  # ranks that hold the same compare its bits, also before every checkpoint; 0: never
     shards: NoneOrMore = 0  # what one rank alone holds must be, before an update, what the update before has left
+    replay: NoneOrMore = 0  # each rank also computes a microbatch of another, and their gradients must be the same bits
 
 
 class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -228,6 +229,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"{back} goes back watch.rollback={watch.rollback} steps, and checkpoint.keep={kept.keep} of "
                 f"checkpoint.every={kept.every} steps may have {steps} of them; nearest: checkpoint.keep="
                 f"{-(-watch.rollback // max(1, kept.every)) + 1}",
+            ),
+            (
+                not watch.replay or self.train.deterministic,
+                f"watch.replay={watch.replay} compares bits, and train.deterministic=false computes others each time",
             ),
             (watch.slow == 0 or watch.slow > 1, f"watch.slow={watch.slow} is a factor: above 1, or 0 for none"),
         ]

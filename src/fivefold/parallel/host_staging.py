@@ -3,7 +3,7 @@
 So these go through a copy on the host. It is the slow way of trying a layout on one GPU, and changes no result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,3 +78,17 @@ class _HostScatter(_Temporary, ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         _by_host(_reduce_scatter, output_tensor, input_tensor, group=group, op=op)
+
+
+class Heard(_Temporary, ReduceScatter):
+    """FSDP2's sum of gradients, of which somebody is told first; if that says so, it is not made."""
+
+    def __init__(self, tell: Callable[[Tensor], bool], staged: bool):
+        self.tell, self.host = tell, _HostScatter() if staged else None
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        if self.tell(input_tensor):
+            return None
+        if self.host is not None:
+            return self.host(output_tensor, input_tensor, group, op, async_op)
+        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

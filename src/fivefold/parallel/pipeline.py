@@ -62,6 +62,7 @@ class Pipeline:
                 f"schedule {schedule.name} has GATHER, REDUCE or STEP, which are layout.zero's; leave them out"
             )
         self.order, self.stages = schedule.ranks[rank], stages
+        self.first = [action._replace(joined=False) for action in self.order if action.microbatch == 0]
         self.weights, self.later, self.channels = weights, later, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
         self.chunk = {stage: number for number, stage in enumerate(stages)}
@@ -86,20 +87,23 @@ class Pipeline:
         dispatch.hand_over = baton.hand_over
         return baton
 
-    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor]) -> None:
-        """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated."""
+    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor], first: bool = False) -> None:
+        """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated.
+
+        `first`: those of one microbatch, in the schedule's order for the first."""
         self.microbatches, self.loss_of = microbatches, loss_of
         self.arriving: dict[tuple[Kind, int, int], Message | Tensor] = {}
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.deferred: dict[tuple[int, int], list[Work]] = {}
-        order = iter(self.order)
+        order = iter(self.first if first else self.order)
+        watch: Watch = (lambda action: nullcontext()) if first else self.watch
         for action in order:
             if action.joined and self.baton is not None and self.in_turns:
                 self.peak = max(self.peak, len(self.outputs) + len(self.deferred) + 1)  # the F's, while the B's is held
                 self.baton.run(partial(self._half, action), partial(self._half, next(order)))
             else:
-                with self._named(str(action)), self.watch(action):
+                with self._named(str(action)), watch(action):
                     self._do(action)
             beat()
             self.peak = max(self.peak, len(self.outputs) + len(self.deferred))
@@ -152,6 +156,8 @@ class Pipeline:
     def _do(self, action: Action) -> None:
         kind, stage, number, _ = action
         place = stage, number
+        if kind in GRADIENT_MAKERS or kind in LAST_READERS:
+            self.weights.number = number
         match kind:
             case Kind.FORWARD:
                 self._forward(action)

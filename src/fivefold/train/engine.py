@@ -108,7 +108,6 @@ class Engine(Network):
         dp, count = self.mesh.batch, max(1, batch.loss_tokens)
         share = batch if isinstance(batch, Share) else batch.share(dp.size, dp.rank)
         mine = share.mine.split(self.job.layout.microbatches)
-        extras = {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
 
         def loss_of(total: Tensor) -> Tensor:
             sums.append(total.detach())
@@ -117,11 +116,22 @@ class Engine(Network):
         sums: list[Tensor] = []
         if self.loads is not None:
             self.loads.begin()
-        self.pipeline.run([self._microbatch(part, **extras) for part in mine], loss_of)
+        self.pipeline.run([self._microbatch(part, **self._extras()) for part in mine], loss_of)
         ends = [self.mesh.ends] if self.job.model.tied else []
         with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.of_experts()):
             self.weights.finish()
         return self._everywhere(sums) / count
+
+    def rehearse(self, share: Share) -> None:
+        """Forward and backward passes of a share's first microbatch, before a step: `weights.tap` is told of its
+        gradients, and nothing else is changed by them."""
+        first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
+        with self.weights.rehearsal():
+            microbatch = self._microbatch(first, **self._extras())
+            self.pipeline.run([microbatch], lambda total: self._share(total, count), first=True)
+
+    def _extras(self) -> dict[str, float]:
+        return {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
 
     def _microbatch(self, batch: Batch, **extras: float) -> Microbatch:
         """`extras` belong to training's loss, and not to the plain one."""

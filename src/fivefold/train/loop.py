@@ -203,11 +203,12 @@ class Trainer:
             raise PeerLost(f"step {step}: {error}") from error.__cause__
 
     def _step(self, step: int, batch: Batch | Share) -> Step:
-        start = time.perf_counter()
+        start, others = time.perf_counter(), partial(self._share_of, batch)
+        self.corruption.before_forward(step, others)
         loss = self.engine.accumulate(batch)
         first, samples = int(batch.samples.min()), int(batch.samples.max()) + 1
         loss = self._poisoned(loss, step, first // len(batch.samples) + 1)
-        self.corruption.before_update(step)
+        self.corruption.before_update(step, others)
         with self.tracer.update("norm"):
             # What one rank wishes for, all learn; and all have rank 0's loss to the bit, to decide alike.
             shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.wish), loss))
@@ -249,6 +250,10 @@ class Trainer:
             load=None if loads is None else loads.record(sums, whole=self.logs(step)),
             samples=samples,
         )
+
+    def _share_of(self, batch: Batch | Share, number: int) -> Share:
+        """What the dp rank of a number has of a step's global batch."""
+        return self.guard.read(self.sources.train, batch.samples.tolist(), self.mesh.batch.size, number)
 
     def _poisoned(self, loss: torch.Tensor, step: int, batch: int) -> torch.Tensor:
         """The loss; where a fault is asked for, its gradients are poisoned, and it is with them."""

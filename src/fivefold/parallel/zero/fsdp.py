@@ -11,6 +11,7 @@ sum: buckets take them, as in stage 2, and their shards accumulate beside FSDP2'
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from fivefold.model.dtypes import wide
 from fivefold.model.experts.mixture import ExpertNetworks
 from fivefold.model.init import draw
 from fivefold.model.recompute import unnumbered
-from fivefold.parallel.host_staging import stage
+from fivefold.parallel.host_staging import Heard, stage
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
 from fivefold.parallel.zero.reducer import Part, Reducer
-from fivefold.parallel.zero.weights import Weights, held_by, remake
+from fivefold.parallel.zero.weights import Tap, Weights, held_by, remake
 from fivefold.spec.model import ModelSpec
 
 
@@ -52,10 +53,13 @@ class FullySharded(Weights):
         self.parameters: dict[str, DTensor] = {}
         self.masters = {}
         self.roots: list[FSDPModule] = []
+        self.units: dict[str, FSDPModule] = {}  # by name
         for model, held in zip(stages, per_stage, strict=True):
             remake(model, wide(compute), torch.device("meta"))
-            self.modules += _shard(model, layers_of(one.parameter.unit for one in held.values()), mesh, compute)
+            found = _shard(model, layers_of(one.parameter.unit for one in held.values()), mesh, compute)
+            self.modules += found
             self.roots.append(self.modules[-1])
+            self.units |= {_unit(model, one): one for one in found}
             model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
             for name, parameter in model.named_parameters():
                 assert isinstance(parameter, DTensor)
@@ -86,9 +90,22 @@ class FullySharded(Weights):
     @contextmanager
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
-            self.roots[stage].set_requires_all_reduce(last)
-        with self.reducer.microbatch(last, stage, part) if part == "weights" else nullcontext():
+            self.roots[stage].set_requires_all_reduce(last and not self.rehearsing)
+        late = part == "weights" and not self.rehearsing
+        with self.reducer.microbatch(last, stage, part) if late else nullcontext():
             yield
+
+    def hear(self, tap: Tap) -> None:
+        """FSDP2 shows gradients where it sums them: a unit's at a time, one behind the other."""
+        super().hear(tap)
+        for name, module in self.units.items():
+            module.set_custom_reduce_scatter(Heard(partial(self.heard, name), staged=self.mesh.zero.staged))
+
+    def drop(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for group in _groups(self.modules):
+            group._partial_reduce_output = None
 
     def finish(self) -> None:
         self.reducer.finish()
@@ -155,6 +172,12 @@ def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype
     for below, sharded in zip((found[0], *found), found, strict=False):
         sharded.set_modules_to_backward_prefetch([below])
     return found
+
+
+def _unit(model: nn.Module, module: FSDPModule) -> str:
+    """The name of what is gathered at a time; the rest of a stage has that of its first layer."""
+    name = next(name for name, inside in model.named_modules() if inside is module)
+    return name or f"the rest of the stage of {next(iter(dict(model.named_parameters())))}"
 
 
 def _gather_aside(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ and 2) the new weights are gathered while the next forward runs: a block waits f
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from fivefold.model.init import draw
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero.bucket import Bucket, slots_of
 from fivefold.parallel.zero.reducer import Part, Reducer
-from fivefold.parallel.zero.weights import Weights, held_by, local_of, remake
+from fivefold.parallel.zero.weights import Tap, Weights, held_by, local_of, remake
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.parameters import BOTTOM, TOP
 
@@ -183,14 +183,33 @@ class Replicated(Weights):
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
-        return self.reducer.microbatch(last, stage, part)
+        return nullcontext() if self.rehearsing else self.reducer.microbatch(last, stage, part)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """A gradient has come, from autograd or from a weight-gradient pass of its own; it may be the bucket's last."""
+        if self.heard(name, gradient):
+            return
         if name in self.reducer.home:
             self.reducer.add(name, gradient)
         else:
             self.unsharded.add(name, gradient)
+
+    def hear(self, tap: Tap) -> None:
+        super().hear(tap)
+        for name, parameter in self._own():
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:  # else it was put off
+            self.heard(name, parameter.grad)
+
+    def drop(self) -> None:
+        for _, parameter in self._own():
+            parameter.grad = None
+
+    def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that are their masters: autograd accumulates where the optimizer looks."""
+        return ((name, parameter) for name, parameter in self.parameters.items() if parameter is self.masters[name])
 
     def finish(self) -> None:
         self.reducer.finish()

@@ -1,8 +1,8 @@
 """Weights: one rank's part of a model's parameters, made anew and seen as part of the whole."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -15,6 +15,8 @@ from fivefold.layout.sharding import Box
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.zero.reducer import Part, Reducer
 from fivefold.spec.model import ModelSpec
+
+Tap = Callable[[str, Tensor], None]
 
 
 class Weights(Protocol):
@@ -32,6 +34,12 @@ class Weights(Protocol):
     takes_away: bool
     """Whether the model's weights are there only while a pass of theirs runs."""
     reducer: Reducer
+    tap: Tap | None = None
+    """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
+    number = 0
+    """The microbatch of the backward pass that runs."""
+    rehearsing = False
+    """Whether gradients go to `tap` and nowhere else."""
 
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
         """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
@@ -39,7 +47,32 @@ class Weights(Protocol):
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient that does not come from autograd, but from a weight-gradient pass of its own."""
-        self.reducer.add(name, gradient)
+        if not self.heard(name, gradient):
+            self.reducer.add(name, gradient)
+
+    def hear(self, tap: Tap) -> None:
+        """From here on `tap` is told of gradients."""
+        self.tap = tap
+
+    def heard(self, name: str, gradient: Tensor) -> bool:
+        """Tell `tap`; whether that is all that is to be done."""
+        if self.tap is not None and self.number == 0:
+            self.tap(name, gradient)
+        return self.rehearsing
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around passes whose gradients are looked at and not learned from, before those of a step begin."""
+        self.rehearsing = True
+        self.drop()
+        try:
+            yield
+        finally:
+            self.rehearsing = False
+            self.drop()
+
+    def drop(self) -> None:
+        """Gradients that have come where nobody could keep them away."""
 
     def finish(self) -> None:
         """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""

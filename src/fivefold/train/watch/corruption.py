@@ -2,11 +2,13 @@
 
     watch.digests = N    every N steps, and before every checkpoint, ranks that hold the same compare digests
     watch.shards = N     every N steps, what one rank alone holds is digested after an update and before the next one
+    watch.replay = N     every N steps, each rank computes a microbatch of another, and the gradients are compared
 
 One small all-gather tells every rank what all have, so all come to the same end: nothing is wrong, or the run ends with
 the ranks and tensors that differ, before the update is made and before anything is saved.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from typing import NamedTuple
 from zlib import crc32
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fivefold.data.batch import Share
 from fivefold.parallel.collectives import all_gather, wait
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
@@ -25,7 +28,11 @@ from fivefold.train.watch import flips
 from fivefold.train.watch.account import Account
 from fivefold.train.watch.copies import Lane, Odd, groups, lanes, odd_one
 from fivefold.train.watch.digests import digests
+from fivefold.train.watch.replay import Replay
 from fivefold.train.watch.state import Kept, computed_with, state_of
+from fivefold.train.watch.verdict import Runs, Verdict, disagreements, neighbours, verdict
+
+Read = Callable[[int], Share]
 
 _NAMED = 4  # tensors in a sentence
 _ADVICE = "a rank that is named again has bad memory or a bad device"
@@ -59,6 +66,10 @@ class Corruption:
         self.lanes = lanes(engine.job.layout, engine.job.model.experts is not None)
         self.groups: dict[tuple[Lane, tuple[int, ...]], list[tuple[int, ...]]] = {}
         self.kind = torch.tensor([crc32(_rounds_as(mesh.device).encode())], device=mesh.device)
+        self.replay = Replay(engine, account) if self.watch.replay else None
+        self.replayed: Tensor | None = None  # of the neighbour's microbatch in this step
+        self.computed = -1  # the last step of which gradients were compared, or that was loaded
+        self.of = neighbours(engine.job.layout) if self.watch.replay else {}
         self.taken: tuple[int, Table] | None = None  # the optimizer's updates by then, and what nobody else has
         self.good = -1  # the last step after which all copies were the same, or that was loaded
 
@@ -67,9 +78,25 @@ class Corruption:
 
     # ---- when ----------------------------------------------------------------------------------------------------
 
-    def before_update(self, step: int) -> None:
+    def before_forward(self, step: int, read: Read) -> None:
+        """`read` gives the part of the step's batch that the dp rank of a number has."""
+        if self.replay is not None and self._due(self.watch.replay, step):
+            with self.account.of("replay"):
+                self.replayed = self.replay.rehearse(read(self._dp(self.of[self.mesh.world.rank])))
+                self.replay.listen()
+        flips.before_forward(self.engine, step)
+
+    def _dp(self, rank: int) -> int:
+        return self.mesh.layout.position("batch", rank)
+
+    def before_update(self, step: int, read: Read) -> None:
         """After the gradients of a step: its weights have done their work, and nothing has changed yet."""
-        self.good = step - 1 if self.good < 0 else min(self.good, step - 1)  # steps may have been undone
+        # At first, what was loaded; and steps may have been undone.
+        self.good, self.computed = (step - 1 if one < 0 else min(one, step - 1) for one in (self.good, self.computed))
+        if self.replay is not None and self.replayed is not None:
+            with self.account.of("replay"):
+                self._check_compute(self.replay, self.replayed, step, read)
+            self.replayed, self.computed = None, step
         if self._due(self.watch.shards, step):
             with self.account.of("shards"):
                 self._check_shards(step)
@@ -176,6 +203,42 @@ class Corruption:
             f"step {step - 1}; {_ADVICE}",
             suspect=step - 1,
         )
+
+    # ---- what ranks compute --------------------------------------------------------------------------------------
+
+    def _check_compute(self, replay: Replay, replayed: Tensor, step: int, read: Read) -> None:
+        """Raise `Corrupt` on all ranks, if two of them have made other gradients of the same microbatch."""
+        with _disable_current_modes():
+            rank, size = self.mesh.world.rank, self.mesh.world.size
+            every = self._exchanged(torch.stack((self.kind[0], replay.heard(), replayed)))
+            of = {one: other for one, other in self.of.items() if every[one][0] == every[other][0]}
+            runs = Runs({one: every[one][1] for one in range(size)}, {one: every[one][2] for one in range(size)})
+            if not disagreements(of, runs):
+                return
+            again = [replay.rehearse(read(self._dp(one))) for one in (rank, self.of[rank])]
+            more = self._exchanged(torch.stack(again))
+        found = verdict(of, Runs(*runs[:2], *({one: more[one][at] for one in range(size)} for at in (0, 1))))
+        raise Corrupt(
+            f"step {step}: {self._computed(found)}; its update was not made; gradients of steps {self.computed + 1} to "
+            f"{step} may be wrong, and those of step {self.computed} were not: the same command goes on from the last "
+            f"checkpoint up to there; {_ADVICE}",
+            suspect=self.computed + 1,
+        )
+
+    def _computed(self, found: Verdict) -> str:
+        def names(ranks: tuple[int, ...]) -> str:
+            more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+            return " and ".join(place(self.mesh, rank) for rank in ranks[:_NAMED]) + more
+
+        ends = {
+            found.once: "got other gradients of the same microbatch one time than the other",
+            found.always: "gets other gradients of the same microbatches than two others, each time",
+            found.undecided: "get other gradients of the same microbatch, each time; no third says who is right",
+        }
+        said = [f"{names(ranks)} {end}" for ranks, end in ends.items() if ranks]
+        layout = self.mesh.layout
+        together = layout.tp * layout.cp * layout.pp * layout.ep > 1
+        return "; ".join(said) + ("; what one of a group gets wrong, all that compute with it do" if together else "")
 
     # ---- between ranks -------------------------------------------------------------------------------------------
 

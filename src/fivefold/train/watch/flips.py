@@ -44,10 +44,12 @@ class _Flipped(torch.autograd.Function):
 
 
 def before_forward(engine: Engine, step: int) -> None:
-    """In what the first block of this rank is given, in the first microbatch of a step."""
+    """In what the first block of this rank is given, in the first microbatch of a step; of a stage without blocks, in
+    what that is given."""
     if faults.strike("compute", step=step) != "flip":
         return
-    block = next(block for model in engine.stages.values() for block in model.layers.values())
+    stages = [*engine.stages.values()]
+    block = next((block for model in stages for block in model.layers.values()), stages[-1])
 
     def once(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         handle.remove()
