@@ -93,12 +93,24 @@ class Slurm:
         self._daemon(self.head, "slurmctld", "-D", "-f", conf)
         for node in nodes:
             (folder / f"spool-{node.name}").mkdir()
-            self._daemon(node, "slurmd", "-D", "-f", conf, "-N", node.name)
+            self._slurmd(node)
         self._until(lambda: self._states() == {"idle"}, "the nodes")
 
     @property
     def env(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def lose(self, name: str) -> None:
+        """A node's everything ends, and Slurm is told, as it would find out by itself after SlurmdTimeout."""
+        for words in ("slurmd -D", "slurmstepd", "fivefold"):
+            self.nodes[name].kill(words)
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+
+    def regain(self, name: str) -> None:
+        self._slurmd(self.nodes[name])  # which returns to service by itself
+
+    def _slurmd(self, node: Host) -> None:
+        self._daemon(node, "slurmd", "-D", "-f", self.folder / "slurm.conf", "-N", node.name)
 
     def _daemon(self, host: Host, *words: object) -> None:
         self.stack.enter_context(host.start(*words, env=self.env))

@@ -1,12 +1,15 @@
-"""Jobs on a Slurm of two nodes, started by hand and by `fivefold launch --submit`, through kills and time limits."""
+"""Jobs on a Slurm of two nodes, started by hand and by `fivefold launch --submit`, through kills and time limits; on
+three nodes, of which one is lost and comes back."""
 
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from fivefold.train.recovery import FILE, Recovered
 from tests.cluster.conftest import FAST, losses
 from tests.cluster.slurm import Slurm
 from tests.commands import fivefold
@@ -39,9 +42,13 @@ class Submitted:
         self.slurm, self.folder = slurm, folder
         self.run = folder / "runs" / "run"
         folder.mkdir(exist_ok=True)
-        options = "--slurm", "--nodes=2", "--partition=all", "--account=", "--submit", *options
-        said = slurm.run("fivefold", "launch", *words, "layout=dp=2", *options, cwd=folder)
-        (self.number,) = re.findall(r"^ *squeue --jobs=(\d+)", said, re.M)
+        options = "--slurm", "--nodes=2", "--partition=all", "--account=", *options
+        self.number = self.submit("fivefold", "launch", *words, "layout=dp=2", *options)
+
+    def submit(self, *words: str) -> str:
+        said = self.slurm.run(*words, "--submit", cwd=self.folder)
+        (number,) = re.findall(r"^ *squeue --jobs=(\d+)", said, re.M)
+        return number
 
     @property
     def output(self) -> str:
@@ -54,6 +61,12 @@ class Submitted:
         """That its metrics have."""
         metrics = self.run / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    @property
+    def recoveries(self) -> list[Recovered]:
+        file = self.run / FILE
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        return [msgspec.json.decode(line, type=Recovered) for line in lines]
 
     @property
     def state(self) -> str:
@@ -95,3 +108,41 @@ def test_a_job_near_its_time_limit_saves_and_goes_on(slurm: Slurm, words: list[s
     job.until(lambda: job.state == "CANCELLED")
     assert re.findall(r"resumes from \S+, after step (\d+)", job.output) == [stopped]
     assert list(losses(job.run)) == list(range(1, job.steps + 1))
+
+
+class Elastic(Submitted):
+    """Of three nodes or two; it looks for nodes that it lacks every two seconds."""
+
+    def submit(self, *words: str) -> str:
+        words = tuple(word for word in words if not word.startswith(("layout=", "--nodes")))
+        self.slurm.run(*words, "layout=dp=3,tp=2", "--nodes=3", "--elastic", "-o", "run.sbatch", cwd=self.folder)
+        file = self.folder / "run.sbatch"
+        assert "\ngrow=600 " in file.read_text()
+        file.write_text(file.read_text().replace("\ngrow=600 ", "\ngrow=2 "))
+        return self.slurm.run("sbatch", "--parsable", file, cwd=self.folder).strip()
+
+
+def test_a_node_is_lost_and_comes_back(words: list[str], tmp_path: Path) -> None:
+    words += ["train.dtype=float64", "train.batch=12", "checkpoint.every=10", "optimizer.schedule_steps=1000000"]
+    with Slurm("n1", "n2", "n3") as slurm:
+        job = Elastic(slurm, tmp_path, [*words, "train.steps=1000000"])
+        job.until(lambda: job.steps > 20, pause=0.01)
+        slurm.lose("n3")
+        job.until(lambda: len(job.recoveries) == 1)
+        assert "2 of 3 nodes; looks for more every 2 s" in job.output
+        slurm.regain("n3")
+        job.until(lambda: len(job.recoveries) == 2)
+        assert "told to stop (to grow: it has 2 of 3 nodes, and would get more)" in job.output
+        job.until(lambda: job.steps > job.recoveries[1].step + 20)
+        slurm.run("scancel", job.number)
+        job.until(lambda: job.state == "CANCELLED")
+    fewer, more = job.recoveries
+    assert (fewer.ranks, fewer.step > 20) == (4, True)
+    assert (more.ranks, more.layout, more.step - more.resumed) == (6, "dp=3,tp=2", 0)
+    # Every step once, and each as if nothing had happened: the same samples, in other orders of addition.
+    found = losses(job.run)
+    assert list(found) == list(range(1, job.steps + 1))
+    done = fivefold("train", *words, f"train.steps={job.steps}", "run.name=alone", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert found == pytest.approx(losses(tmp_path / "runs" / "alone"), rel=1e-10)
+    print(*(line for line in job.output.splitlines() if "recovered in" in line), sep="\n")

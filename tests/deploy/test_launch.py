@@ -82,6 +82,10 @@ def test_data_that_is_elsewhere_is_not_checked_and_data_that_is_here_is(job: Pat
     [
         ("--torchrun --account lab", "--account belongs to --slurm, not to --torchrun"),
         ("--ssh hosts --submit", "--submit belongs to --slurm, not to --ssh"),
+        ("--ssh hosts --elastic", "--elastic belongs to --slurm and --torchrun, not to --ssh"),
+        ("--slurm --elastic elastic.least=5", "elastic.least=5 is more than the 4 ranks of 2 nodes x 2 GPUs"),
+        ("--slurm --elastic checkpoint.save=false", "--elastic goes on from checkpoints, and checkpoint.save=false"),
+        ("--slurm --elastic layout.dp=2 --nodes 1", "--elastic is for nodes that are lost, and 1 node x 2 GPUs"),
         ("--slurm --claim x", "--claim belongs to --kubernetes and --trainjob, not to --slurm"),
         ("--slurm --time soon", "--time 'soon' is no time limit of Slurm; write for example 24:00:00 or 7-00"),
         ("--slurm --restarts -1", "--restarts -1 must be between 0 and 1000"),

@@ -162,7 +162,17 @@ AGAIN = ["srun", "scontrol requeue 7"]
 
 @pytest.mark.parametrize(
     ("code", "calls"),
-    [(0, ["srun"]), (2, ["srun"]), (130, ["srun"]), (143, AGAIN), (1, AGAIN), (3, AGAIN), (137, AGAIN), (139, AGAIN)],
+    [
+        (0, ["srun"]),
+        (2, ["srun"]),
+        (130, ["srun"]),
+        (143, AGAIN),
+        (138, AGAIN),
+        (1, AGAIN),
+        (3, AGAIN),
+        (137, AGAIN),
+        (139, AGAIN),
+    ],
 )
 def test_ends_that_another_start_may_help_are_queued_again(node: Path, code: int, calls: list[str]) -> None:
     ended, _, called = ran(node, CODE=str(code))
@@ -242,6 +252,71 @@ def test_what_is_missing_on_the_node_is_refused(node: Path) -> None:
     with start(node, CODE="0") as script:
         assert script.wait(60) == 2
     assert not (node / "calls").exists()
+
+
+# ---- what the script of an elastic job does --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elastic(node: Path) -> Path:
+    """Of two nodes, or one; it looks every second for the other one, and Slurm has it."""
+    text = launched(node, "--elastic").replace(str(node / "job.toml"), "job.toml")
+    assert "\ngrow=600 " in text
+    (node / "job.sbatch").write_text(text.replace("\ngrow=600 ", "\ngrow=1 "))
+    test = 'echo "sbatch $*" >> calls; echo "sbatch: Job 8 to start at $(date -d "$AT" +%FT%T) using 2 processors"'
+    (node / "bin/sbatch").write_text(f"#!/bin/bash\n{test} >&2\n")
+    (node / "bin/sbatch").chmod(0o755)
+    (node / "bin/squeue").write_text('#!/bin/bash\n[[ $* = *PENDING* ]] && echo "$PENDING" || echo RUNNING\n')
+    return node
+
+
+ONE = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_PARTITION": "all", "CODE": "0", "AT": "now", "PENDING": "Dependency"}
+
+
+def test_an_elastic_job_asks_for_nodes_and_not_for_tasks(tmp_path: Path) -> None:
+    text = launched(tmp_path, "--elastic", accelerator="H100")
+    asked = asked_for(text)
+    assert (asked["nodes"], asked["mincpus"], asked["gpus-per-node"]) == ("1-2", "2", "2")
+    assert "ntasks-per-node" not in asked  # it would be queued again for as many tasks as it had
+    assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * 2))" --ntasks-per-node=2' in text
+    assert " --elastic &\n" in text
+    assert "restarts=10 " in text
+    assert asked_for(launched(tmp_path, "--elastic", "elastic.least=3"))["nodes"] == "2-2"
+
+
+def test_it_is_queued_again_when_it_would_get_more_nodes(elastic: Path) -> None:
+    code, output, calls = ran(elastic, **ONE, WAITS="yes")
+    assert calls == ["srun", "sbatch --test-only --nodes=1-1 job.sbatch", "ranks told", "scontrol requeue 7"]
+    assert "1 of 2 nodes; looks for more every 1 s" in output
+    assert "told to stop (to grow: it has 1 of 2 nodes, and would get more)" in output
+    # It got no more, and so waits longer; then it does, and that is forgotten.
+    assert "looks for more every 2 s" in ran(elastic, **ONE)[1]
+    assert "looks for more" not in ran(elastic, **{**ONE, "SLURM_JOB_NUM_NODES": "2"})[1]
+    assert "looks for more every 1 s" in ran(elastic, **ONE)[1]
+    assert code == 143
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"AT": "1 hour"}, "no other node is free"),
+        ({"PENDING": "Resources"}, "other jobs wait, and would take its nodes"),
+        ({"AT": "never"}, "Slurm says: date: invalid date"),
+    ],
+)
+def test_it_does_not_grow(elastic: Path, env: dict[str, str], why: str) -> None:
+    if env.get("AT") == "never":
+        (elastic / "bin/sbatch").write_text('#!/bin/bash\necho "sbatch x" >> calls; date -d never >&2\n')
+    with start(elastic, **{**ONE, **env, "WAITS": "yes"}) as script:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if (elastic / "calls").exists() and (elastic / "calls").read_text().count("sbatch") >= 2:
+                break
+            time.sleep(0.02)
+        script.send_signal(signal.SIGUSR1)
+        output, _ = script.communicate(timeout=60)
+    assert output.count(f"it does not grow now: {why}") == 1
+    assert "to grow" not in output.replace("not grow", "")
 
 
 # ---- submitting -----------------------------------------------------------------------------------------------------

@@ -42,6 +42,15 @@ def test_torchrun_understands_the_line(tmp_path: Path) -> None:
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
 
+def test_an_elastic_run_takes_a_range_of_nodes(tmp_path: Path) -> None:
+    job = read_job(None, ["layout=dp=8", "train.batch=16"])
+    words, env = typed(lines(Deployment(job, Machines(4, 2), "job.toml", least=3), "node1", "run-1", 5), tmp_path)
+    read = get_args_parser().parse_args(words)
+    assert (read.nnodes, read.rdzv_id) == ("3:4", "run-1")
+    assert read.training_script_args == ["train", "job.toml", "--elastic"]
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
 def test_one_node_is_spoken_to_as_one() -> None:
     text = lines(Deployment(read_job(None, ["layout=dp=4"]), Machines(1, 4)), "", "run-1", 5)
     assert "# Type this on the node. Its port 29400 must be free.\n" in text

@@ -26,7 +26,19 @@ def launch(
     per_node: Annotated[
         int | None, typer.Option(help="Ranks per node; default: the cluster's, or ranks / nodes.")
     ] = None,
-    restarts: Annotated[int, typer.Option(help="How often it is started again after failures in a row.")] = 3,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            help="How often it is started again after failures in a row; default: 3, with --elastic 10.",
+            show_default=False,
+        ),
+    ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Slurm, torchrun: go on when nodes are lost, with those left, and grow when they return."
+        ),
+    ] = False,
     account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
     time: Annotated[str | None, typer.Option(help="Slurm's time limit of one start; default: 24:00:00.")] = None,
@@ -51,6 +63,8 @@ def launch(
 
       fivefold launch job.toml --torchrun --host node1
 
+      fivefold launch job.toml --slurm --elastic elastic.least=48
+
       fivefold launch job.toml --kubernetes --container lab/fivefold:1 --claim shared
 
       fivefold launch job.toml --trainjob -o trainjob.yaml
@@ -64,7 +78,7 @@ def launch(
     kinds = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}
     options = Options(
         account=account, partition=partition, time=time, host=host, container=container, claim=claim,
-        hosts=ssh, restarts=restarts, submit=submit,
+        hosts=ssh, restarts=restarts if restarts is not None else 10 if elastic else 3, submit=submit, elastic=elastic,
     )  # fmt: skip
     file, changes = split(job)
     asked = [kind for kind, wanted in kinds.items() if wanted]

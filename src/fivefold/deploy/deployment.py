@@ -23,10 +23,12 @@ class Deployment:
     changes: tuple[str, ...] = ()  # KEY=VALUE
     step: float = 0.0  # seconds, as planned; 0: not known
     packaged: bool = False  # the file comes with Fivefold, and the nodes have it
+    least: int = 0  # nodes with which an elastic job goes on; 0: it is not elastic
 
     def words(self, command: str = "train") -> str:
         """What each rank runs."""
-        return shlex.join(["fivefold", command, *([self.file] if self.file else []), *self.changes])
+        elastic = ["--elastic"] if self.least and command == "train" else []
+        return shlex.join(["fivefold", command, *([self.file] if self.file else []), *self.changes, *elastic])
 
     @property
     def own_file(self) -> str:

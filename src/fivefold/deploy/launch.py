@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fivefold.deploy import kubernetes, slurm, ssh, torchrun
 from fivefold.deploy.deployment import Deployment, in_shell
-from fivefold.deploy.machines import Machines, machines
+from fivefold.deploy.machines import Machines, least_nodes, machines
 from fivefold.deploy.options import KINDS, Options
 from fivefold.deploy.result import LaunchResult
 from fivefold.deploy.yaml import documents
@@ -59,7 +59,7 @@ def launch(
         raise UserError(f"-o {output} is the job file itself; give another name")
     check_writable(output)
     hosts = ssh.read_hosts(options.hosts) if options.hosts else []
-    checked = deployment(file, changes, cluster, nodes, per_node, options.submit, len(hosts))
+    checked = deployment(file, changes, cluster, nodes, per_node, options, len(hosts))
     return written(kind, checked, output, options, hosts)
 
 
@@ -69,12 +69,13 @@ def deployment(
     cluster: str = "",
     nodes: int | None = None,
     per_node: int | None = None,
-    submit: bool = False,
+    options: Options = Options(),  # noqa: B008 - frozen
     hosts: int = 0,
 ) -> Checked:
     """Read a job, and hold it against the machines that are asked for."""
     job = read_job(file, list(changes))
     found = machines(job, cluster, nodes, per_node, hosts)
+    least = least_nodes(job, found) if options.elastic else 0
     problems, notes = job_problems(job, found.world), list(found.notes)
     if job.data.path and os.path.exists(path_of(job.data.path)):
         open_data(job, problems)
@@ -83,13 +84,13 @@ def deployment(
         notes.append(
             f"data.path={job.data.path} is not on this machine and was not checked: `{check}` does, where it is"
         )
-    if submit and needs_data(job):
+    if options.submit and needs_data(job):
         problems.append(f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it")
     if problems:
         raise UserError(problems)
     step = _planned(job, found, notes)
     packaged = bool(file) and not os.path.isfile(path_of(file or ""))
-    return Checked(Deployment(job, found, file or "", tuple(changes), step, packaged), notes)
+    return Checked(Deployment(job, found, file or "", tuple(changes), step, packaged, least), notes)
 
 
 def _planned(job: Job, found: Machines, notes: list[str]) -> float:
@@ -138,6 +139,11 @@ def written(kind: str, checked: Checked, output: Path | None, options: Options, 
         where = f" in {place}" if place else "=DIRECTORY"
         blanks.append(f"data.path{where}: a directory that `fivefold data prepare` has made{again}")
     notes = checked.notes + (kubernetes.notes(it) if kind in ("kubernetes", "trainjob") else [])
+    if it.least == it.machines.nodes:
+        notes.append(f"elastic.least={it.job.elastic.least} needs all {it.least} nodes: it does not go on without one")
+    elif it.least:
+        nodes, ranks = it.machines.nodes, it.machines.world
+        notes.append(f"it starts as soon as {it.least} of {nodes} nodes are there; elastic.least={ranks} waits for all")
     if kind == "slurm" and options.limit < 2 * it.notice:
         notes.append(f"--time {options.time} is short: saving is begun {options.limit // 2} s before its end")
     result = LaunchResult(kind, it.title, it.machines.nodes, it.machines.per_node, name, text, start, blanks, notes)

@@ -58,6 +58,22 @@ def machines(
     return replace(found, notes=notes, cluster=_resized(known.cluster, found) if known and known.cluster else None)
 
 
+def least_nodes(job: Job, found: Machines) -> int:
+    """With which an elastic job starts: those of elastic.least, but half of them, because a scheduler that has a few
+    free ones would begin with these, and a plan for all is worth a wait."""
+    least, world = job.elastic.least, found.world
+    if found.nodes == 1:
+        raise UserError(
+            f"--elastic is for nodes that are lost, and {found} have no other; `fivefold train --nproc "
+            f"{found.per_node} --elastic` goes on without lost ranks of one node"
+        )
+    if not job.checkpoint.save:
+        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
+    if least > world:
+        raise UserError(f"elastic.least={least} is more than the {world} ranks of {found}; nearest: {world}")
+    return max(-(-least // found.per_node), -(-found.nodes // 2))
+
+
 def _resized(cluster: Cluster, found: Machines) -> Cluster | None:
     """The cluster with the nodes that are asked for, where it is clear of which kind they are."""
     if (cluster.nodes, cluster.world) == (found.nodes, found.world):

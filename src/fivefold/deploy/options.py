@@ -14,6 +14,7 @@ KINDS = {
 _BELONG = {
     **dict.fromkeys(("account", "partition", "time", "submit"), ("slurm",)),
     "host": ("torchrun",),
+    "elastic": ("slurm", "torchrun"),
     "container": ("slurm", "kubernetes", "trainjob"),
     "claim": ("kubernetes", "trainjob"),
 }
@@ -38,6 +39,7 @@ class Options:
     claim: str | None = None  # of a volume
     hosts: Path | None = None  # a file
     restarts: int = 3
+    elastic: bool = False  # goes on when nodes are lost, and when they are back
 
     @property
     def limit(self) -> int:

@@ -16,6 +16,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
+from fivefold.deploy import growing
 from fivefold.deploy.deployment import Deployment, in_shell
 from fivefold.deploy.environment import comment, exports, variables
 from fivefold.deploy.options import USUAL_TIME, Options
@@ -29,9 +30,9 @@ _HEAD = r"""
 #SBATCH --job-name=@NAME@
 @NAMES@
 
-# Whole nodes, and a task for each rank.
+@WHOLE@
 #SBATCH --nodes=@NODES@
-#SBATCH --ntasks-per-node=@PER_NODE@
+#SBATCH --@EACH@=@PER_NODE@
 @GPUS@
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -48,6 +49,7 @@ _HEAD = r"""
 
 set -u
 restarts=@RESTARTS@  # so many failures in a row are followed by another start
+@GROW@
 refuse() { echo "error: $*" >&2; exit 2; }
 
 @PREPARE@
@@ -93,22 +95,23 @@ too_late() { sleep @LAST@ && echo "the ranks have not saved in time" && again; }
 trap 'stop "time limit"; too_late 2> /dev/null & timer=$!' USR1
 trap 'stop "by Slurm"' TERM
 
+@LOOK@
 echo "start ${SLURM_RESTART_COUNT:-0} at $(date -Is) on $SLURM_JOB_NODELIST; ranks write to $logs/rank-*.log"
 @RANKS@
 ranks=$!
 
 # By looking once a second: bash may lose the code of a process that ends while a signal interrupts `wait`.
-while kill -0 "$ranks" 2> /dev/null; do sleep 1; done
+while kill -0 "$ranks" 2> /dev/null; do sleep 1@MORE@; done
 wait "$ranks"
 code=$?
 [ -z "${timer:-}" ] || pkill --parent "$timer"
 
 case $code in
   0) echo "done at $(date -Is)" ;;
-  143)  # the checkpoint is saved, or there was nothing to save yet
+  138 | 143)  # the checkpoint is saved; there was nothing to save yet; or no rank could hear yet
     rm -f "$logs/failures"
     again ;;
-  2) echo "refused, as any other start would be; the reason is in $logs/rank-*.log" ;;
+  2) echo "refused, as any other start@ALIKE@ would be; the reason is in $logs/rank-*.log" ;;
   130) echo "interrupted" ;;
   *)  # a rank failed (1), lost a peer (3), or was killed (128 + signal); after an hour it counts as a first failure
     ending && exit "$code"
@@ -137,7 +140,15 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
         "SBATCH": shlex.quote(start),
         "NAME": it.plain_name,
         "NAMES": [f"#SBATCH --{key}={name or blank}" for key, (name, blank) in names.items() if name != ""],
-        "NODES": it.machines.nodes,
+        "WHOLE": comment(
+            f"Whole nodes, and a task for each rank.{' It starts on those that are free.' if it.least else ''}"
+        ),
+        "NODES": growing.nodes(it),
+        "GROW": growing.settings(it),
+        "LOOK": growing.look(it),
+        "MORE": "; more" if it.least else "",
+        "ALIKE": " on $SLURM_JOB_NUM_NODES nodes" if it.least else "",
+        "EACH": growing.each(it),
         "PER_NODE": it.machines.per_node,
         "GPUS": [f"#SBATCH --gpus-per-node={it.machines.per_node}"] if it.machines.gpus else [],
         "LIMIT": comment(
@@ -182,7 +193,7 @@ def _prepare(it: Deployment, container: str) -> list[str]:
 def _ranks(it: Deployment, container: str) -> list[str]:
     machines = it.machines
     flags = [
-        f"--nodes={machines.nodes} --ntasks={machines.world} --ntasks-per-node={machines.per_node}",
+        growing.tasks(it),
         '--distribution=block --cpus-per-task="$cpus" --cpu-bind=none --mpi=none',
         "--kill-on-bad-exit=0 --wait=120",
         '--open-mode=append --output="$logs/rank-%t.log"',
