@@ -44,6 +44,17 @@ def trained(job: Any, world: int, directory: Path, fault: str = "") -> tuple[str
     return "", run.recorder.losses
 
 
+def counted(rank: int, world: int, jobs: list[Any], directory: Path) -> list[dict[str, Any]]:
+    """What each of several runs has counted in its second step."""
+    found = []
+    for number, job in enumerate(jobs):
+        run = Run(job, world, directory / str(number))
+        with patch.object(loop, "same_calls", lambda mesh: nullcontext()):
+            run.trainer.run([run.recorder])
+        found.append(run.trainer.counted.to_dict())
+    return found
+
+
 def stories(rank: int, world: int, jobs: list[tuple[Any, str]], directory: Path) -> list[Any]:
     """Several runs, one after the other, on the same ranks."""
     return [trained(job, world, directory / str(number), fault) for number, (job, fault) in enumerate(jobs)]
@@ -135,6 +146,15 @@ def test_damaged_state_is_not_saved_and_what_may_be_is_set_aside(tokens: Path, t
     assert found.startswith("Corrupt: step 3: rank 0 (dp 0) and rank 1 (dp 1) should hold the same bits")
     assert "it was not saved" in found
     assert Store(tmp_path / "weight").complete() == []
+
+
+def test_counts_of_a_step_do_not_see_the_watchers(tokens: Path, tmp_path: Path) -> None:
+    changes = ["layout=dp=2,zero=3,microbatches=2", "train.steps=2", "train.count=true"]
+    for watched, plain in run_ranks(
+        2, counted, [small_job(tokens, *changes, *how) for how in (EVERY, NEVER)], tmp_path
+    ):
+        assert watched == plain
+        assert plain["traffic"]
 
 
 LAYOUTS = {

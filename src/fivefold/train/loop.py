@@ -67,6 +67,7 @@ class Trainer:
         self.policy = Policy(job.watch)
         self.account = Account()
         self.corruption = Corruption(self.engine, mesh, self.account)
+        self.corruption.unread = lambda: bool(self.guard.unread)
         self.decision: Decision | None = None  # about the last step
         self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
         self.samples = 0  # of the data order that they were trained on

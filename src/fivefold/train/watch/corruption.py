@@ -67,6 +67,7 @@ class Corruption:
         self.groups: dict[tuple[Lane, tuple[int, ...]], list[tuple[int, ...]]] = {}
         self.kind = torch.tensor([crc32(_rounds_as(mesh.device).encode())], device=mesh.device)
         self.replay = Replay(engine, account) if self.watch.replay else None
+        self.unread: Callable[[], bool] = lambda: False  # whether this rank could not read its data
         self.replayed: Tensor | None = None  # of the neighbour's microbatch in this step
         self.computed = -1  # the last step of which gradients were compared, or that was loaded
         self.of = neighbours(engine.job.layout) if self.watch.replay else {}
@@ -102,8 +103,8 @@ class Corruption:
                 self._check_shards(step)
         if self._due(self.watch.digests, step) and self.lanes:
             with self.account.of("digests"), _disable_current_modes():
-                table = self._table([*state_of(self.engine), *computed_with(self.engine)])
-                self._compare(table, step, "its update was not made")
+                kept = [*state_of(self.engine), *computed_with(self.engine)]
+                self._compare(kept, step, "its update was not made")
                 self.good = step - 1
 
     def after_update(self, step: int) -> None:
@@ -116,7 +117,7 @@ class Corruption:
         """What a checkpoint will have."""
         if self.watch.digests and self.lanes:
             with self.account.of("digests"), _disable_current_modes():
-                self._compare(self._table(state_of(self.engine)), step, "it was not saved")
+                self._compare(state_of(self.engine), step, "it was not saved")
                 self.good = step
 
     # ---- what several ranks hold ---------------------------------------------------------------------------------
@@ -124,8 +125,9 @@ class Corruption:
     def _table(self, kept: list[Kept]) -> Table:
         return Table(kept, digests([one.tensor for one in kept], self.mesh.device))
 
-    def _compare(self, table: Table, step: int, then: str) -> None:
+    def _compare(self, kept: list[Kept], step: int, then: str) -> None:
         """Raise `Corrupt` on all ranks, if ranks that should hold the same do not."""
+        table = self._table([one for one in kept if one.lane])
         every = self._exchanged(torch.cat((self.kind, self._by_lane(table))))
         odd = [
             (lane, group)
@@ -149,8 +151,7 @@ class Corruption:
         """Of each lane one number, which changes with the digest of any of its tensors."""
         lanes = torch.zeros(len(self.lanes), len(table.kept), dtype=torch.int64)
         for column, one in enumerate(table.kept):
-            if one.lane:
-                lanes[self.lanes.index(one.lane), column] = 2 * crc32(one.name.encode()) + 1
+            lanes[self.lanes.index(one.lane), column] = 2 * crc32(one.name.encode()) + 1
         return (lanes.to(self.mesh.device) * table.found).sum(1)
 
     def _groups(self, lane: Lane, kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -210,7 +211,10 @@ class Corruption:
         """Raise `Corrupt` on all ranks, if two of them have made other gradients of the same microbatch."""
         with _disable_current_modes():
             rank, size = self.mesh.world.rank, self.mesh.world.size
-            every = self._exchanged(torch.stack((self.kind[0], replay.heard(), replayed)))
+            blind = torch.full_like(replayed, self.unread())
+            every = self._exchanged(torch.stack((self.kind[0], replay.heard(), replayed, blind)))
+            if any(one[3] for one in every):  # the step will end for the data's sake
+                return
             of = {one: other for one, other in self.of.items() if every[one][0] == every[other][0]}
             runs = Runs({one: every[one][1] for one in range(size)}, {one: every[one][2] for one in range(size)})
             if not disagreements(of, runs):

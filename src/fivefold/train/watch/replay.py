@@ -44,4 +44,4 @@ class Replay:
         self.listen()
         with _disable_current_modes():
             self.engine.rehearse(share)
-        return self.heard()
+            return self.heard()
