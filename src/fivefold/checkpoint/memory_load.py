@@ -9,11 +9,10 @@ read is hashed by one rank of its node, block by block, on the way: what is hash
 copied. What is wrong is known before anybody trains on it.
 """
 
-import mmap
 import re
+from bisect import bisect
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +22,16 @@ from torch import Tensor
 
 from fivefold.checkpoint.load import Overlap, overlaps
 from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, listing
-from fivefold.checkpoint.memory_nodes import Nodes, old_memory, tensor_of, wait
-from fivefold.checkpoint.pieces import Pieces
+from fivefold.checkpoint.memory_nodes import Nodes, wait
+from fivefold.checkpoint.pieces import Pieces, raw
 from fivefold.checkpoint.save import agreed
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, altered
-from fivefold.checkpoint.sums import BLOCK, blocks, crc, total
+from fivefold.checkpoint.sums import Extent, extents, segment_sum, segments, total
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.launch import faults
 from fivefold.launch.cores import for_files, side_by_side
 from fivefold.launch.heartbeat import beat
-from fivefold.support.files import File, read_regular
+from fivefold.support.files import File, Regular, open_regular, plain_name, read_regular
 
 _NUMBER = re.compile(r"rank-(\d+)\.")
 
@@ -117,12 +116,12 @@ def load(nodes: Nodes, one: Candidate, checkpoint: Checkpoint, pieces: Pieces, w
     except Damaged as error:
         harm = [Harm(nodes.node, MANIFEST, str(error))]
     reading = _divided(nodes, one, wanted, whole)
-    maps = _Maps(Path(str(checkpoint.path)), sizes)
-    works, rows = _exchange(nodes, reading, maps)
+    files = _Files(nodes.home / one.name)
+    works, rows = _exchange(nodes, reading, files)
     for file in dict.fromkeys((*reading.hashed, *reading.near)):
         try:
-            memory = maps[file]
-            found = _read(memory, wanted.get(file, []), file in reading.hashed)
+            chunks = extents(checkpoint.tensors, file) if file in reading.hashed else []
+            found = _read(files[file], wanted.get(file, []), chunks)
         except OSError as error:
             harm.append(Harm(nodes.node, file, f"{checkpoint.path / file} cannot be read: {error.strerror or error}"))
             continue
@@ -157,19 +156,19 @@ def _divided(nodes: Nodes, one: Candidate, wanted: dict[str, list[Overlap]], who
     return Reading(wanted, near, far, hashed)
 
 
-class _Maps(dict[str, mmap.mmap]):
-    """The files of this node, mapped when they are asked for."""
+class _Files(dict[str, Regular]):
+    """Those of this node, opened when they are asked for."""
 
-    def __init__(self, path: Path, files: dict[str, File]):
+    def __init__(self, path: Path):
         super().__init__()
-        self.path, self.files = path, files
+        self.path = path
 
-    def __missing__(self, file: str) -> mmap.mmap:
-        self[file] = old_memory(self.path / file, self.files[file].bytes)
+    def __missing__(self, file: str) -> Regular:
+        self[file] = open_regular(self.path / file)
         return self[file]
 
 
-def _exchange(nodes: Nodes, reading: Reading, maps: _Maps) -> tuple[list[Any], list[tuple[Overlap, Tensor]]]:
+def _exchange(nodes: Nodes, reading: Reading, files: _Files) -> tuple[list[Any], list[tuple[Overlap, Tensor]]]:
     """Collective: begin to send what others ask for and to receive what they have; rows, which are full when all that
     has begun is over, and still to be put into their places."""
     works, rows = list[Any](), list[tuple[Overlap, Tensor]]()
@@ -182,7 +181,7 @@ def _exchange(nodes: Nodes, reading: Reading, maps: _Maps) -> tuple[list[Any], l
     told = nodes.all_to_all([msgspec.msgpack.encode(one) for one in asked])
     for rank, data in enumerate(told):
         for one in msgspec.msgpack.decode(data, type=list[Asked]):
-            works += nodes.send(_range(maps, one), rank)
+            works += nodes.send(_range(files, one), rank)
     for rank, found in sorted(reading.far.items()):
         for overlap in found:
             part = torch.empty(overlap.shape, dtype=overlap.dtype)
@@ -191,35 +190,41 @@ def _exchange(nodes: Nodes, reading: Reading, maps: _Maps) -> tuple[list[Any], l
     return works, rows
 
 
-def _range(maps: _Maps, one: Asked) -> Tensor:
+def _range(files: _Files, one: Asked) -> Tensor:
     """Of a file, or nothing but zeros where it cannot be read: whoever answers for it says so."""
-    with suppress(OSError, KeyError):
-        if one.start >= 0 and one.start + one.bytes <= len(maps[one.file]):
-            return tensor_of(maps[one.file])[one.start : one.start + one.bytes]
-    return torch.zeros(one.bytes, dtype=torch.uint8)
+    found = torch.zeros(one.bytes, dtype=torch.uint8)
+    with suppress(OSError):
+        if plain_name(one.file):
+            files[one.file].fill(raw(found), one.start)
+    return found
 
 
-def _read(memory: mmap.mmap, wanted: list[Overlap], hashing: bool) -> str:
-    """Copy what is wanted, and hash all of it if asked to; the file is divided over the threads that there are."""
-    whole, count = memoryview(memory), blocks(len(memory))
-    threads = max(1, min(for_files(), count))
-    bounds = [count * part // threads for part in range(threads + 1)]
+def _read(stream: Regular, wanted: list[Overlap], chunks: list[Extent]) -> str:
+    """What is wanted, into its place, and the sum of these chunks. What goes straight there is summed there, piece by
+    piece while the cache has it, and read once; segments are divided over the threads that there are."""
+    straight = {one.chunk.start: one for one in wanted if one.straight and one.nbytes == one.chunk.bytes and chunks}
+    places = {start: raw(one.place.detach()) for start, one in straight.items()}
+    begins = sorted(places)
 
-    def read(numbers: range) -> list[int]:
-        todo = [(one, (one.chunk.start + one.start + one.nbytes - 1) // BLOCK) for one in wanted]
-        todo = sorted(((one, last) for one, last in todo if last in numbers), key=lambda item: -item[1])
-        sums = []
-        for number in numbers:
-            if hashing:
-                sums.append(crc(whole, number))
-            while todo and todo[-1][1] <= number:
-                one, _ = todo.pop()
-                numbers_of = torch.frombuffer(
-                    memory, dtype=one.dtype, count=one.nbytes // one.dtype.itemsize, offset=one.chunk.start + one.start
-                )
-                one.put(numbers_of.view(one.shape))
-            beat()
-        return sums
+    def summed(pieces: list[Extent]) -> bytes:
+        spare = memoryview(bytearray(max(size for _, size in pieces)))
 
-    parts = side_by_side(read, [range(first, last) for first, last in pairwise(bounds)], threads)
-    return total(number for part in parts for number in part)
+        def read(start: int, size: int) -> memoryview:
+            number = bisect(begins, start) - 1
+            into = places[begins[number]][start - begins[number] :][:size] if number >= 0 else spare[:0]
+            into = into if len(into) == size else spare[:size]
+            stream.fill(into, start, beat)
+            return into
+
+        return segment_sum(pieces, read)
+
+    def fill(one: Overlap) -> None:
+        into = one.place.detach() if one.straight else torch.empty(one.shape, dtype=one.dtype)
+        stream.fill(raw(into), one.chunk.start + one.start, beat)
+        if not one.straight:
+            one.put(into)
+
+    threads = for_files()
+    sums = side_by_side(summed, segments(chunks), threads)
+    side_by_side(fill, [one for one in wanted if one.chunk.start not in straight], threads)
+    return total(sums)

@@ -20,7 +20,6 @@ from torch import Tensor
 from fivefold.checkpoint.memory import copies, free, here, home, nodes_of
 from fivefold.launch.heartbeat import beat
 from fivefold.parallel.control import Control
-from fivefold.support.files import irregular
 from fivefold.support.formatting import bytes_text
 
 _PIECE = 1 << 26  # bytes of a message
@@ -100,20 +99,6 @@ def new_memory(path: Path, size: int) -> mmap.mmap:
     except BaseException:
         path.unlink()
         raise
-    finally:
-        os.close(handle)
-
-
-def old_memory(path: Path, size: int) -> mmap.mmap:
-    """A file that is there, mapped; it can be written to, as tensors have no other memory, and is not."""
-    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        found = os.fstat(handle)
-        if problem := irregular(found.st_mode):
-            raise OSError(problem)
-        if found.st_size != size:
-            raise OSError(f"it has {found.st_size} bytes, and the manifest promises {size}")
-        return mmap.mmap(handle, size, flags=_SHARED)
     finally:
         os.close(handle)
 

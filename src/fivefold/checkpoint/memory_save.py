@@ -26,7 +26,7 @@ from fivefold.checkpoint.memory_nodes import Nodes, new_memory, tensor_of, wait
 from fivefold.checkpoint.pieces import Pieces, dtype_name
 from fivefold.checkpoint.save import NotSaved, Saving, agreed
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
-from fivefold.checkpoint.sums import blocks, crc, total
+from fivefold.checkpoint.sums import segment_sum, segments, total
 from fivefold.checkpoint.tensors import TABLE, Chunk, Stored, check, merged
 from fivefold.checkpoint.writer import Written
 from fivefold.launch import faults, heartbeat
@@ -187,11 +187,12 @@ class Keeper:
                 tensors[name] = Stored(tuple(piece.shape), dtype_name(piece.dtype), (chunk,))
             whole = memoryview(slot.memory)
 
-            def summed(number: int) -> int:
+            def read(start: int, size: int) -> memoryview:
                 heartbeat.beat()
-                return crc(whole, number)
+                return whole[start : start + size]
 
-            sums = side_by_side(summed, range(blocks(len(whole))), for_files())
+            parts = segments((start, snapshot.pieces[name].nbytes) for name, start in starts(snapshot.pieces).items())
+            sums = side_by_side(lambda part: segment_sum(part, read), parts, for_files())
             return Part(Written([File(slot.name, len(whole), total(sums))], tensors))
         except Exception as error:  # the others wait to hear of it
             return Part(problem=f"rank {self.nodes.rank}: {_why(error)}")

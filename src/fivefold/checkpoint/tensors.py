@@ -101,6 +101,11 @@ def _disjoint(chunks: tuple[Chunk, ...], dims: int) -> bool:
     """On the grid that all their sides make, each cell belongs to one of them. Layouts cut in few places."""
     if len(chunks) == 1:
         return True
+    sides = [{(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks} for dim in range(dims)]
+    cut = [dim for dim, found in enumerate(sides) if len(found) > 1]
+    if len(cut) == 1:  # one after the other in one dimension, as most are
+        ranges = sorted((chunk.offsets[cut[0]], chunk.sizes[cut[0]]) for chunk in chunks)
+        return all(first + size <= after for (first, size), (after, _) in pairwise(ranges))
     starts = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(-1, dims)
     ends = starts + np.array([chunk.sizes for chunk in chunks], np.int64).reshape(-1, dims)
     cuts = [np.unique(np.concatenate((starts[:, dim], ends[:, dim]))) for dim in range(dims)]

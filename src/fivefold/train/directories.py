@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from fivefold.checkpoint.memory import in_memory
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.job.config import Job
@@ -141,8 +142,9 @@ def complete(job: Job, directory: Path) -> list[Checkpoint]:
         found = store(job, directory).complete()
     except OSError as error:
         raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}") from None
-    if found:
-        return found
+    kept = in_memory(home(job, directory))  # of this machine: a run may have been lost before its first on disk
+    if found or kept:
+        return sorted([*kept, *found], key=lambda one: one.step, reverse=True)
     if job.checkpoint.url and (here := Store(directory / "checkpoints")).complete():
         raise UserError(
             f"{here.directory} has checkpoints, and {home(job, directory)} has none; 'fivefold checkpoint reshard "

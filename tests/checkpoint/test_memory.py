@@ -1,0 +1,161 @@
+"""Snapshots in memory: which of them count, whose they are, and what their sums find. No ranks."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fivefold.checkpoint import memory
+from fivefold.checkpoint.memory import Candidate, Held, candidates, copies, home, known, made, nodes_of, private
+from fivefold.checkpoint.memory_load import answers
+from fivefold.checkpoint.sums import segments, sum_of
+
+FILES = ["rank-0.tensors", "rank-1.tensors", "rank-2.tensors", "rank-3.tensors", "tensors.json"]
+
+
+def held(step: int, node: int, here: list[int], seal: str = "a", nodes: int = 4) -> Held:
+    """What node `node` has of a snapshot of four nodes with a rank each: the files of some ranks, and the table."""
+    names = [FILES[rank] for rank in here] + ["tensors.json"]
+    return Held(f"step-{step:08d}.{1000 + step}", step, 8 * step, seal, node, nodes, FILES, names)
+
+
+def test_all_nodes_together_have_a_snapshot_of_which_one_node_is_lost() -> None:
+    """Each has its own file and that of the node before; node 2 is gone."""
+    nodes = [[held(20, 0, [0, 3])], [held(20, 1, [1, 0])], [held(20, 3, [3, 2])]]
+    (one,) = candidates(nodes)
+    assert not one.missing
+    assert one.files["rank-2.tensors"] == [2]  # today's third node was the fourth
+    assert one.files["rank-0.tensors"] == [0, 1]
+    assert one.said == "3 of 4 nodes"
+
+
+def test_two_neighbours_that_are_lost_take_a_file_with_them() -> None:
+    (one,) = candidates([[held(20, 0, [0, 3])], [held(20, 1, [1, 0])]])
+    assert one.missing == ["rank-2.tensors"]
+
+
+def test_the_newest_comes_first_and_of_equal_steps_the_one_that_was_made_last() -> None:
+    again = Held("step-00000020.5000", 20, 160, "b", 0, 1, FILES, FILES)
+    found = candidates([[held(16, 0, [0, 1, 2, 3]), held(20, 0, [0, 1, 2, 3]), again]])
+    assert [(one.step, one.name) for one in found] == [
+        (20, "step-00000020.5000"), (20, "step-00000020.1020"), (16, "step-00000016.1016")
+    ]  # fmt: skip
+
+
+def test_snapshots_with_one_name_and_two_seals_never_mix() -> None:
+    found = candidates([[held(20, 0, [0, 1], "a")], [held(20, 1, [2, 3], "b")]])
+    assert [one.missing for one in found] == [FILES[2:4], FILES[:2]]
+
+
+def test_a_copy_that_is_bad_leaves_the_other_and_then_none() -> None:
+    one = Candidate("step-00000004.1", 4, 32, 2, [0, 1], {"rank-0.tensors": [0, 1], "tensors.json": [0, 1]})
+    rest = one.without([(0, "rank-0.tensors")])
+    assert rest.files["rank-0.tensors"] == [1]
+    assert rest.without([(1, "rank-0.tensors")]).missing == ["rank-0.tensors"]
+    assert one.without([(0, memory.MANIFEST)]).files["tensors.json"] == [1]
+
+
+def test_a_node_is_a_host_and_a_place_and_copies_go_to_the_next_one() -> None:
+    ranks = [("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "x")]
+    nodes = nodes_of(ranks)
+    assert nodes == [[0, 1, 4], [2, 5], [3]]
+    assert copies(nodes) == {0: 2, 1: 5, 4: 2, 2: 3, 5: 3, 3: 0}
+    assert copies([[0, 1]]) == {}
+
+
+def test_who_wrote_a_file_hashes_it_if_it_is_there() -> None:
+    assert answers("rank-5.tensors", [4, 5]) == 5
+    assert answers("rank-7.tensors", [4, 5]) == 5
+    assert answers("rank-6.tensors", [4, 5]) == 4
+
+
+def test_a_run_keeps_its_id_and_a_copy_of_its_directory_gets_another(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    assert known(run) == ""
+    name = made(run)
+    assert made(run) == known(run) == name
+    assert len(name) == 32
+    copy.mkdir()
+    (copy / memory.ID).write_bytes((run / memory.ID).read_bytes())
+    assert known(copy) == ""
+    assert made(copy) != name
+    run.rename(tmp_path / "moved")
+    assert known(tmp_path / "moved") == name
+    (tmp_path / "moved" / memory.ID).write_text('{"id": "../../etc", "inode": 1}')
+    assert known(tmp_path / "moved") == ""
+
+
+def test_memory_is_of_this_user_alone_and_no_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "memory"
+    monkeypatch.setenv(memory.PLACE, str(place))
+    with pytest.raises(FileNotFoundError):
+        home("a" * 32)
+    assert home("a" * 32, make=True) == place / ("a" * 32)
+    assert (place.stat().st_mode & 0o777, (place / ("a" * 32)).stat().st_mode & 0o777) == (0o700, 0o700)
+    (place / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="is no directory"):
+        private(place / "link", make=True)
+    place.chmod(0o755)
+    with pytest.raises(OSError, match="is not this user's alone"):
+        home("a" * 32, make=True)
+    place.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(OSError, match="is not this user's alone"):
+        home("a" * 32)
+
+
+def summed(data: bytearray, chunks: list[tuple[int, int]]) -> str:
+    return sum_of(chunks, lambda start, size: memoryview(data)[start : start + size])
+
+
+def test_every_flipped_bit_of_a_chunk_changes_the_sum() -> None:
+    data = bytearray(np.random.default_rng(0).bytes(300))
+    chunks = [(0, 100), (104, 196)]
+    whole = summed(data, chunks)
+    inside = [byte for start, size in chunks for byte in range(start, start + size)]
+    for byte in inside:
+        for bit in range(8):
+            data[byte] ^= 1 << bit
+            assert summed(data, chunks) != whole
+            data[byte] ^= 1 << bit
+    data[102] ^= 1  # between chunks nothing lies
+    assert summed(data, chunks) == whole
+
+
+def test_sums_of_large_chunks_find_flips_moved_pages_and_bursts() -> None:
+    size = (1 << 24) + 12345
+    data = bytearray(np.random.default_rng(1).bytes(size))
+    chunks = [(0, 1 << 20), (1 << 20, size - (1 << 20))]
+    parts = segments(chunks)
+    assert sum(length for part in parts for _, length in part) == size
+    assert len(parts) == 2
+    whole = summed(data, chunks)
+    for first in (0, (1 << 20) - 1, size // 2, size - 1):
+        data[first] ^= 128
+        assert summed(data, chunks) != whole
+        data[first] ^= 128
+    page = bytes(data[4096:8192])
+    for other in (8192, 1 << 16, 1 << 20, 1 << 23):  # two pages change places
+        data[4096:8192], data[other : other + 4096] = data[other : other + 4096], page
+        assert summed(data, chunks) != whole
+        data[other : other + 4096], data[4096:8192] = data[4096:8192], page
+    for length in (64, 4096, 65528):  # zeros, as a page that was lost
+        kept = bytes(data[5000 : 5000 + length])
+        data[5000 : 5000 + length] = bytes(length)
+        assert summed(data, chunks) != whole
+        data[5000 : 5000 + length] = kept
+    for far in (1 << 13, 1 << 16, 1 << 20, 1 << 22):  # the same bit twice, at powers of two
+        data[7] ^= 128
+        data[7 + far] ^= 128
+        assert summed(data, chunks) != whole
+        data[7] ^= 128
+        data[7 + far] ^= 128
+    assert summed(data, chunks) == whole
+
+
+def test_the_room_is_that_of_the_machine_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "MemTotal:       1600 kB\nMemFree: 10 kB\nMemAvailable:    700 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: told)
+    assert memory.free(tmp_path) == (700 - 100) * 1024
