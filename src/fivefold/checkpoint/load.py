@@ -42,6 +42,8 @@ def newest(
             return None
         checkpoint = Checkpoint(store.directory / name)
         enter(f"the reading of {name}")
+        if faults.strike("read") == "flip" and not bad:
+            _flip(checkpoint)
         shares = control.from_all(_share(checkpoint, control), tuple[list[str], list[str]])
         if refusal := _all(refused for _, refused in shares):
             raise UserError(refusal if control.rank == 0 else [])
@@ -87,8 +89,6 @@ def _candidate(
 
 def _share(checkpoint: Checkpoint, control: Control) -> tuple[list[str], list[str]]:
     """What is damaged in this rank's share of the files, and why a checkpoint must not be touched."""
-    if faults.strike("read") == "flip":
-        _flip(checkpoint)
     try:
         return checkpoint.damage(checkpoint.manifest.files[control.rank :: control.size], beat), []
     except Damaged as error:
