@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 120_000  # ms, of a busy machine
-QUIET = "() => !document.querySelector('.busy') && document.querySelector('main .view')?.childElementCount > 0"
+QUIET = """() => !document.querySelector(':root[data-asking], .busy')
+    && document.querySelector('main .view')?.childElementCount > 0"""
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text()
 FOCUS = (

@@ -20,7 +20,22 @@ export function takeToken() {
   history.replaceState(null, "", location.pathname);
 }
 
+let asking = 0;  // questions under way, which a mark on the page tells of
+function under(way) {
+  asking += way;
+  document.documentElement.toggleAttribute("data-asking", asking > 0);
+}
+
 async function ask(path, words, signal) {
+  under(1);
+  try {
+    return await answered(path, words, signal);
+  } finally {
+    under(-1);
+  }
+}
+
+async function answered(path, words, signal) {
   const query = new URLSearchParams(Object.entries(words || {}).filter(([, value]) => value !== "" && value !== null && value !== undefined));
   const address = `api${path}${query.size ? `?${query}` : ""}`;
   const headers = { Authorization: `Bearer ${kept(KEY)}`, "X-Page": page };

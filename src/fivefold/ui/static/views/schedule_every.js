@@ -59,11 +59,11 @@ export function drawEvery({ onTake, live }) {
     grid.classList.remove("busy");
   }
 
-  const whole = card("All schedules, the quickest first", { aside: about, "data-testid": "every-card" }, grid, refused);
+  const shown = card("All schedules, the quickest first", { aside: about, "data-testid": "every-card" }, grid, refused);
   return {
-    element: whole,
+    element: shown,
     wait() { grid.classList.add("busy"); rows = []; extra = null; },
-    show(answer) { if (answer.these) whole.querySelector("h2").textContent = "These schedules, the quickest first"; rows = answer.schedules; fine = answer.fine; draw(); },
+    show(answer) { if (answer.these) shown.querySelector("h2").textContent = "These schedules, the quickest first"; rows = answer.schedules; fine = answer.fine; draw(); },
     add({ schedule, drawn, refused: why }) { extra = drawn ? { ...drawn.figures, whole: drawn } : { schedule, refused: why }; if (rows.length) draw(); },
     mark(name) { marked = name; for (const box of grid.children) box.setAttribute("aria-pressed", String(box.dataset.name === name)); },
     fail(error) { about.textContent = error.message; grid.classList.remove("busy"); },
