@@ -91,7 +91,7 @@ class Policy:
         if before is not None and before.changes:
             return before.action
         asked = self.config.spike if why == "spike" else self.config.nonfinite
-        return None if asked in ("stop", "off") else asked
+        return None if asked == "stop" or asked == "off" else asked
 
     def _limit(self, decision: Decision) -> None:
         """No policy goes on for ever."""
