@@ -79,6 +79,19 @@ def test_what_was_decided_is_decided_again_in_another_layout(tokens: Path, tmp_p
     assert curve(unwatched)[5:] != pytest.approx(curve(first[0])[5:], rel=1e-3)  # the proof would notice
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "dp=2,zero=2", "pp=2,microbatches=2", "tp=2,sp"])
+def test_a_rollback_brings_back_all_of_the_state(tokens: Path, tmp_path: Path, layout: str) -> None:
+    """Against a run that leaves the samples out and never had anything to bring back: to the bit."""
+    job = small_job(tokens, *WATCH, f"layout={layout}", "train.dtype=bfloat16")
+    first = run_ranks(2, story, job, tmp_path / "first", env={"FIVEFOLD_FAULT": "nan@rank=1,step=10,at=batch"})
+    assert known(tmp_path / "first").decisions[0].back == 6
+    (tmp_path / "told").mkdir()
+    shutil.copy(tmp_path / "first" / NAME, tmp_path / "told")
+    told = run_ranks(2, story, job, tmp_path / "told")
+    assert [one[0] for one in told] == [one[0] for one in first]
+
+
 def test_a_crash_in_a_rollback_does_not_bring_back_what_it_undid(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,7 @@ def test_the_account_is_of_the_steps_time() -> None:
     account.step(1.0)
     account.step(1.0)
     assert account.shares() == {"spikes": 0.0005, "slow ranks": 0.001}
-    assert str(account) == "0.15% of the steps' time: spikes 0.05%, slow ranks 0.10%"
+    assert str(account) == "0.150% of the steps' time: spikes 0.050%, slow ranks 0.100%"
 
 
 def step(number: int) -> Step:

@@ -4,7 +4,7 @@ account = Account()
 with account.of("spikes"):
     ...                      # a watcher at work
 account.step(seconds)        # a step is over
-print(account)               # watchers  0.08% of the steps' time: spikes 0.00%, slow ranks 0.08%
+print(account)               # watchers  0.084% of the steps' time: spikes 0.001%, slow ranks 0.083%
 """
 
 import time
@@ -39,5 +39,5 @@ class Account:
 
     def __str__(self) -> str:
         shares = self.shares()
-        each = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
-        return f"{sum(shares.values()):.2%} of the steps' time: {each}" if shares else "none at work"
+        each = ", ".join(f"{name} {share:.3%}" for name, share in shares.items())
+        return f"{sum(shares.values()):.3%} of the steps' time: {each}" if shares else "none at work"
