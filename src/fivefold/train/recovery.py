@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.train.metrics import read
+from fivefold.train.progress import reached
 from fivefold.train.records import Evaluation, Step
 
 FILE = "recoveries.jsonl"
@@ -68,11 +68,10 @@ class Recovery:
     @classmethod
     def seen(cls, directory: Path, planned: float, apart: bool, say: Callable[[str], None]) -> "Recovery | None":
         """Of a run that had come somewhere; None if its metrics say nothing."""
-        metrics = directory / "metrics.jsonl"
-        last = max((record.step for _, record in read(metrics) if isinstance(record, Step)), default=0)
+        last = reached(directory)
         if not last:
             return None
-        recovery = cls(last, metrics.stat().st_mtime, planned, apart, say)
+        recovery = cls(last, (directory / "metrics.jsonl").stat().st_mtime, planned, apart, say)
         recovery.directory = directory
         return recovery
 

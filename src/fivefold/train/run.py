@@ -46,6 +46,7 @@ from fivefold.train.display import Display
 from fivefold.train.experts import PICTURE, ExpertsResult
 from fivefold.train.loop import Stopped, Trainer
 from fivefold.train.outputs import Outputs, vanishing
+from fivefold.train.progress import begin
 from fivefold.train.records import Evaluation, Listener
 from fivefold.train.recovery import Recovery
 from fivefold.train.resuming import SCHEDULE, Start, differences
@@ -202,6 +203,7 @@ def _begun(job: Job, sources: Sources, start: Start) -> Path:
     """The run's directory, claimed. A schedule from a file is kept in it, so that the run resumes without the file."""
     directory = entered(job, start.checked(job, sources))
     claim_directory(directory)
+    begin(directory, again=bool(worlds.starts_before() or os.environ.get(worlds.PLANNED)))
     if schedule := job.layout.record.schedule:
         save(schedule, directory / SCHEDULE)
     return directory

@@ -1,0 +1,48 @@
+"""Whether starts of a run get anywhere: launchers that restart for ever are stopped by the run itself.
+
+Our own launcher knows why ranks failed, and stops earlier (`launch/restarts.py`); torchrun and Slurm know only that
+they did. A run's directory has the furthest step that any start has recorded, and how many have begun since.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from fivefold.support.errors import UserError
+from fivefold.support.files import put
+from fivefold.train.metrics import read
+from fivefold.train.records import Step
+
+FILE = "progress.json"
+MOST = 5  # starts in a row without a new step
+
+
+class Progress(msgspec.Struct, frozen=True):
+    step: int = 0  # the furthest that was recorded
+    starts: int = 0  # that have begun since
+
+
+def begin(directory: Path, again: bool) -> None:
+    """Count a start. UserError if a launcher starts the run `again`, and several starts have brought no new step."""
+    here = reached(directory)
+    before = _stored(directory) if again else Progress(here)
+    now = Progress(here, 1) if here > before.step else Progress(before.step, before.starts + 1)
+    if now.starts > MOST:
+        raise UserError(
+            f"{MOST} starts in a row have made no step after step {now.step}, and this one is not tried; the reasons "
+            f"are in {directory / 'logs'}, and a start by hand tries again"
+        )
+    put(directory / FILE, msgspec.json.encode(now).decode() + "\n")
+
+
+def reached(directory: Path) -> int:
+    """The last step that a run has recorded."""
+    records = (record for _, record in read(directory / "metrics.jsonl"))
+    return max((record.step for record in records if isinstance(record, Step)), default=0)
+
+
+def _stored(directory: Path) -> Progress:
+    try:
+        return msgspec.json.decode((directory / FILE).read_bytes(), type=Progress)
+    except (OSError, msgspec.MsgspecError):
+        return Progress()

@@ -1,0 +1,41 @@
+"""Starts that get nowhere are counted in the run's directory, whoever makes them."""
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.support.errors import UserError
+from fivefold.train.metrics import to_line
+from fivefold.train.progress import FILE, MOST, begin, reached
+from fivefold.train.records import Step
+
+
+def record(directory: Path, step: int) -> None:
+    line = Step(step=step, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, loss_tokens=1, seconds=1.0, tokens_per_second=1.0,
+                mfu=None, memory=0)  # fmt: skip
+    with (directory / "metrics.jsonl").open("ab") as file:
+        file.write(to_line(line))
+
+
+def test_starts_without_a_new_step_end(tmp_path: Path) -> None:
+    begin(tmp_path, again=False)
+    record(tmp_path, 7)
+    for _ in range(MOST):
+        begin(tmp_path, again=True)
+    with pytest.raises(UserError, match=f"{MOST} starts in a row have made no step after step 7"):
+        begin(tmp_path, again=True)
+    begin(tmp_path, again=False)  # by hand
+    begin(tmp_path, again=True)
+
+
+def test_a_new_step_is_progress(tmp_path: Path) -> None:
+    for step in range(1, 3 * MOST):
+        begin(tmp_path, again=True)
+        record(tmp_path, step)
+    assert reached(tmp_path) == 3 * MOST - 1
+
+
+def test_damage_begins_the_count_anew(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{")
+    begin(tmp_path, again=True)
+    assert reached(tmp_path) == 0
