@@ -62,7 +62,7 @@ NEED_TORCH = {
     "checkpoint reshard": "{} --layout tp=2 -o {}/x", "import hf": "{}/hf -o {}/x",
     "export hf": "{} -o {}/x", "bench attention": "--tp 2", "bench pipeline": "", "bench checkpoint": "",
     "bench steps": "llama3-8b", "bench overhead": "", "bench overlap": "", "bench peers": "", "bench scaling": "",
-    "bench train": "tiny",
+    "bench train": "tiny", "bench recovery": "",
     "bench mixed": "",
     "report verify": "--layout dp=2 -o {}/proof.html",
 }  # fmt: skip

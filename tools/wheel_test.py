@@ -40,6 +40,7 @@ WORKS = {
 NEED_TORCH = {
     "bench attention": "",
     "bench checkpoint": "",
+    "bench recovery": "",
     "bench mixed": "",
     "bench overhead": "",
     "bench overlap": "",

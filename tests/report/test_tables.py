@@ -15,7 +15,19 @@ import pytest
 from rich.cells import cell_len
 
 import fivefold as ff
-from fivefold.bench import attention, checkpoint, comparison, overlap, pipeline, plan, scaling, schedules, steps, train
+from fivefold.bench import (
+    attention,
+    checkpoint,
+    comparison,
+    overlap,
+    pipeline,
+    plan,
+    recovery,
+    scaling,
+    schedules,
+    steps,
+    train,
+)
 from fivefold.bench import mixed as mixed_ranks
 from fivefold.bench.harness import Machine, RowsResult, Times
 from fivefold.hardware.accelerators import ACCELERATORS
@@ -52,6 +64,12 @@ def compared() -> comparison.ComparisonResult:
     times = Times({name: [1.25, 1.5, 2.0] for name in systems})
     losses = {name: [5.0, 4.0] for name in systems}
     return comparison.ComparisonResult(case, times, losses, Machine(cores=2, torch="2.13", name="a core"))
+
+
+def recovered() -> recovery.RecoveryResult:
+    times = Times({"memory": [0.1, 0.2], "disk": [0.4, 0.5]})
+    job = comparison.base_job(["checkpoint.memory_every=10"])
+    return recovery.RecoveryResult(job, 10**9, [0.1, 0.2], [0.01], [0.02], times, times, times)
 
 
 def saved() -> checkpoint.CheckpointResult:
@@ -146,6 +164,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
         ACCELERATORS["H100"],
     ),
     "CheckpointResult": saved,
+    "RecoveryResult": recovered,
     "AttentionResult": lambda: attention.AttentionResult(
         attention.Shape(2, 64, 4, 2, 16, 1, "float32", 1), {"output": 1e-7, "input gradient": 2e-7}, True, 0.1, 0.2, 2
     ),

@@ -54,7 +54,7 @@ class Columns:
         weighted += plain
 
     def digest(self) -> bytes:
-        return hashlib.sha256(self.sums).digest()
+        return hashlib.sha256(self.sums.data).digest()
 
 
 def extents(tensors: Tensors, file: str) -> list[Extent]:

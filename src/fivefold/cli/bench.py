@@ -190,6 +190,34 @@ def checkpoint(
     _show(lambda told: [measure(*split(job), rounds, steps, directory, timeout, told)], as_json)
 
 
+@app.command(short_help="Going on from memory against from disk.  [dim]fivefold bench recovery model=small[/]")
+def recovery(
+    job: JobWords = None,
+    rounds: Annotated[int, typer.Option(help="Starts from each of the two, in turns; medians are shown.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps before each snapshot, and beside it.")] = 4,
+    directory: Annotated[
+        Path | None, typer.Option(help="On the disk to be measured; without it the system's for temporary files.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each start.")] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Time how ranks that are started anew get their state: from memory, and from disk.
+
+    Each start is of new processes. Before one from disk, its files are dropped from
+    the page cache. Loading ends when weights and moments are in place, hashed.
+    What a snapshot costs the steps beside it is measured, too. Nothing is left behind.
+
+    [dim]Examples:[/]
+
+      fivefold bench recovery model=small data.seq=64 train.batch=2 layout=dp=2,zero=1
+
+      fivefold bench recovery model=small checkpoint.memory_every=5 --rounds 9 --json
+    """
+    from fivefold.bench.recovery import measure
+
+    _show(lambda told: [measure(*split(job), rounds, steps, directory, timeout, told)], as_json)
+
+
 @app.command(short_help="Training steps, measured and planned.  [dim]fivefold bench steps tiny,seq=128[/]")
 def steps(
     words: Annotated[

@@ -35,17 +35,18 @@ class Checkpoints:
         self.told = False  # that steps wait for the disk
         self.memory = Remembering(control, say)
         self.began, self.seconds = "", 0.0  # which checkpoint was loaded, and how long that took
+        self.start, self.read = 0.0, 0.0  # of these seconds, until masters and states were in place
 
     def restore(self) -> Checkpoint | None:
         """Collective: the trainer as the newest good checkpoint has it, in memory or on disk, if there is one."""
-        begin, wanted = time.monotonic(), bool(self.trainer.job.checkpoint.memory_every)
+        self.start, wanted = time.monotonic(), bool(self.trainer.job.checkpoint.memory_every)
         self.memory.enter(self.trainer.mesh, self.store.directory.parent, wanted)
         found = self.memory.find(self._counts)
         disk: int | None = self.control.from_first(self._on_disk() if found else None, int | None)
         checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
         if checkpoint is None:
             checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
-        self.seconds = time.monotonic() - begin
+        self.seconds = time.monotonic() - self.start
         return checkpoint
 
     def _from_memory(self, found: list[Candidate], disk: int | None) -> Checkpoint | None:
@@ -109,7 +110,7 @@ class Checkpoints:
 
     def _begin(self, checkpoint: Checkpoint) -> None:
         """Its tensors are loaded."""
-        manifest = checkpoint.manifest
+        self.read, manifest = time.monotonic() - self.start, checkpoint.manifest
         self.trainer.engine.optimizer.restore(manifest.updates)
         self.trainer.policy.restore(manifest.watched, checkpoint.path)
         self.trainer.done, self.trainer.samples = manifest.step, manifest.samples
