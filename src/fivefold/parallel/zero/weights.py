@@ -36,9 +36,9 @@ class Weights(Protocol):
     reducer: Reducer
     tap: Tap | None = None
     """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
-    number = 0
+    number: int = 0
     """The microbatch of the backward pass that runs."""
-    rehearsing = False
+    rehearsing: bool = False
     """Whether gradients go to `tap` and nowhere else."""
 
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
