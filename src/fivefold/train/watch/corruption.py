@@ -24,17 +24,16 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.peer_errors import waiting
 from fivefold.support.errors import TrainingError
 from fivefold.train.engine import Engine
-from fivefold.train.watch import flips
+from fivefold.train.watch import flips, words
 from fivefold.train.watch.account import Account
 from fivefold.train.watch.copies import Lane, Odd, groups, lanes, odd_one
 from fivefold.train.watch.digests import digests
 from fivefold.train.watch.replay import Replay
 from fivefold.train.watch.state import Kept, computed_with, state_of
-from fivefold.train.watch.verdict import Runs, Verdict, disagreements, neighbours, verdict
+from fivefold.train.watch.verdict import Runs, disagreements, neighbours, verdict
 
 Read = Callable[[int], Share]
 
-_NAMED = 4  # tensors in a sentence
 _ADVICE = "a rank that is named again has bad memory or a bad device"
 
 
@@ -171,7 +170,7 @@ class Corruption:
             odd = odd_one({rank: table.get(name) for rank, table in tables.items()})
             if odd is not None:
                 found.setdefault(odd, []).append(name)
-        return "; ".join(_differ(self.mesh, odd, names) for odd, names in found.items())
+        return "; ".join(words.differ(self.mesh.layout, odd, names) for odd, names in found.items())
 
     # ---- what one rank alone holds -------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ class Corruption:
             if not any(found for (found,) in self._exchanged(torch.tensor([len(bad)], device=self.mesh.device))):
                 return
         said = [
-            f"{place(self.mesh, rank)}: {listed(names)}"
+            f"{words.place(self.mesh.layout, rank)}: {words.listed(names)}"
             for rank, names in enumerate(self._told(bad, list[str]))
             if names
         ]
@@ -223,26 +222,12 @@ class Corruption:
             more = self._exchanged(torch.stack(again))
         found = verdict(of, Runs(*runs[:2], *({one: more[one][at] for one in range(size)} for at in (0, 1))))
         raise Corrupt(
-            f"step {step}: {self._computed(found)}; its update was not made; gradients of steps {self.computed + 1} to "
+            f"step {step}: {words.computed(self.mesh.layout, found)}; its update was not made; gradients of steps "
+            f"{self.computed + 1} to "
             f"{step} may be wrong, and those of step {self.computed} were not: the same command goes on from the last "
             f"checkpoint up to there; {_ADVICE}",
             suspect=self.computed + 1,
         )
-
-    def _computed(self, found: Verdict) -> str:
-        def names(ranks: tuple[int, ...]) -> str:
-            more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-            return " and ".join(place(self.mesh, rank) for rank in ranks[:_NAMED]) + more
-
-        ends = {
-            found.once: "got other gradients of the same microbatch one time than the other",
-            found.always: "gets other gradients of the same microbatches than two others, each time",
-            found.undecided: "get other gradients of the same microbatch, each time; no third says who is right",
-        }
-        said = [f"{names(ranks)} {end}" for ranks, end in ends.items() if ranks]
-        layout = self.mesh.layout
-        together = layout.tp * layout.cp * layout.pp * layout.ep > 1
-        return "; ".join(said) + ("; what one of a group gets wrong, all that compute with it do" if together else "")
 
     # ---- between ranks -------------------------------------------------------------------------------------------
 
@@ -256,24 +241,6 @@ class Corruption:
         """What every rank has to say, when something is wrong."""
         with closing(Control(self.mesh, self.engine.job.train.timeout)) as control:
             return control.from_all(value, kind)
-
-
-def place(mesh: Mesh, rank: int) -> str:
-    at = mesh.layout.place(rank)
-    return f"rank {rank} ({at})" if at else f"rank {rank}"
-
-
-def listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
-def _differ(mesh: Mesh, odd: Odd, names: list[str]) -> str:
-    ranks, verb = " and ".join(place(mesh, rank) for rank in odd.ranks), "hold" if len(odd.ranks) > 1 else "holds"
-    if odd.others:
-        others = ("ranks " if len(odd.others) > 1 else "rank ") + ", ".join(map(str, odd.others))
-        return f"{ranks} {verb} other bits than {others} of {listed(names)}"
-    return f"{ranks} should hold the same bits of {listed(names)}, and do not; no majority says who is right"
 
 
 def _rounds_as(device: torch.device) -> str:
