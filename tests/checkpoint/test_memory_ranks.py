@@ -140,3 +140,25 @@ def test_killed_while_a_snapshot_is_taken_the_one_before_counts(tokens: Path, tm
         run_ranks(2, run, job, tmp_path / "run", [tmp_path / "m"], env={"FIVEFOLD_FAULT": "kill@at=memory,step=8"})
     began, said, losses, _ = run_ranks(2, run, job, tmp_path / "run", [tmp_path / "m"])[0]
     assert (began, said, list(losses)) == ("memory, after step 6 (disk has step 5)", [], [7, 8, 9, 10])
+
+
+def rolled_back(rank: int, world: int, job: Job, directory: Path, place: Path) -> Any:
+    os.environ[PLACE] = str(place)
+    mine = Run(job, world, directory / "checkpoints")
+    mine.keeper.restore()
+    mine.trainer.run([mine.recorder], checkpointing=mine.keeper)
+    mine.keeper.close()
+    return [(one.step, one.back) for one in mine.trainer.policy.decisions], list(mine.recorder.losses), mine.samples
+
+
+@pytest.mark.slow
+def test_a_rollback_takes_what_memory_has_and_forgets_what_it_undid(tokens: Path, tmp_path: Path) -> None:
+    """Disk has nothing; batch 11 is a spike, and at least three steps before it are undone."""
+    settings = ["checkpoint.save=false", "checkpoint.memory_every=3", "watch.spike=rollback", "watch.rollback=3"]
+    job = small_job(tokens, "layout=dp=2,zero=1", "train.steps=12", "watch.window=8", "optimizer.lr=1e-3", *settings)
+    (tmp_path / "run").mkdir()
+    env = {"FIVEFOLD_FAULT": "spike@step=11"}
+    for decisions, steps, samples in run_ranks(2, rolled_back, job, tmp_path / "run", tmp_path / "m", env=env):
+        assert decisions == [(11, 6)]  # not 9, which is less than three steps before
+        assert sorted(steps) == list(range(1, 13))
+        assert len(samples) == len(set(samples)) == 8 * (11 + 6)  # none comes twice

@@ -48,7 +48,16 @@ class Nodes:
         self.start: int = control.from_first(int(1000 * time.time()), int)
         self.group: Any = None
         if len(self.nodes) > 1 and not self.problem:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=control.timeout))
+            self.problem = self._join()
+
+    def _join(self) -> str:
+        """Collective: the group of all ranks, or why there is none."""
+        why = ""
+        try:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.control.timeout))
+        except RuntimeError as error:
+            why = f"rank {self.rank} cannot reach the others over gloo: {str(error).splitlines()[0][:200]}"
+        return next(filter(None, self.control.from_all(why, str)), "")
 
     def broadcast(self, parts: list[bytes], source: int) -> list[bytes]:
         """Collective: the parts that `source` has, on every rank."""

@@ -170,8 +170,11 @@ def _connect(world: World, backend: str, store: "Store", patience: timedelta) ->
     from fivefold.launch.interfaces import choose
 
     way = ""
-    if backend == "gloo" and world.apart:
+    if world.apart:  # under NCCL, too: copies of snapshots travel over gloo
         way = choose(world.meeting, store, world.size, patience.total_seconds())
+    if backend != "gloo":
+        way = ""
+    elif world.apart:
         patience = min(patience, _CONNECTING)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
