@@ -127,10 +127,10 @@ def test_a_node_is_lost_and_comes_back(words: list[str], tmp_path: Path) -> None
     with Slurm("n1", "n2", "n3") as slurm:
         job = Elastic(slurm, tmp_path, [*words, "train.steps=1000000"])
         job.until(lambda: job.steps > 20, pause=0.01)
-        slurm.lose("n3")
+        slurm.lose("n1")  # which also runs the script
         job.until(lambda: len(job.recoveries) == 1)
         assert "2 of 3 nodes; looks for more every 2 s" in job.output
-        slurm.regain("n3")
+        slurm.regain("n1")
         job.until(lambda: len(job.recoveries) == 2)
         assert "told to stop (to grow: it has 2 of 3 nodes, and would get more)" in job.output
         job.until(lambda: job.steps > job.recoveries[1].step + 20)

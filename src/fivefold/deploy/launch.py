@@ -142,8 +142,8 @@ def written(kind: str, checked: Checked, output: Path | None, options: Options, 
     if it.least == it.machines.nodes:
         notes.append(f"elastic.least={it.job.elastic.least} needs all {it.least} nodes: it does not go on without one")
     elif it.least:
-        nodes, ranks = it.machines.nodes, it.machines.world
-        notes.append(f"it starts as soon as {it.least} of {nodes} nodes are there; elastic.least={ranks} waits for all")
+        most, ranks = it.machines.nodes, it.machines.world
+        notes.append(f"it starts as soon as {it.least} of {most} nodes are there; elastic.least={ranks} waits for all")
     if kind == "slurm" and options.limit < 2 * it.notice:
         notes.append(f"--time {options.time} is short: saving is begun {options.limit // 2} s before its end")
     result = LaunchResult(kind, it.title, it.machines.nodes, it.machines.per_node, name, text, start, blanks, notes)
