@@ -138,8 +138,24 @@ def test_killed_while_a_snapshot_is_taken_the_one_before_counts(tokens: Path, tm
     (tmp_path / "run").mkdir()
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(2, run, job, tmp_path / "run", [tmp_path / "m"], env={"FIVEFOLD_FAULT": "kill@at=memory,step=8"})
+    began, said, _, _ = run_ranks(2, resumed, job, tmp_path / "run", [tmp_path / "m"])[0]
+    assert (began, said) == ("memory, after step 6 (disk has step 5)", [])
+    (table,) = (tmp_path / "m").glob("*/step-00000006.*/tensors.json")
+    table.write_bytes(table.read_bytes().replace(b"float32", b"float64", 1))
     began, said, losses, _ = run_ranks(2, run, job, tmp_path / "run", [tmp_path / "m"])[0]
-    assert (began, said, list(losses)) == ("memory, after step 6 (disk has step 5)", [], [7, 8, 9, 10])
+    assert (began, list(losses)) == (f"{tmp_path}/run/checkpoints/step-00000005, after step 5", [6, 7, 8, 9, 10])
+    assert said == [
+        f"{table} is damaged: the manifest promises other bytes", "step 6 in memory is not used; disk is tried"
+    ]  # fmt: skip
+
+
+def resumed(rank: int, world: int, job: Job, directory: Path, places: list[Path]) -> Any:
+    """Where a run would begin."""
+    os.environ[PLACE] = str(places[0])
+    mine = Run(job, world, directory / "checkpoints")
+    mine.keeper.restore()
+    mine.keeper.close()
+    return mine.keeper.began, mine.said, {}, mine.state()
 
 
 def rolled_back(rank: int, world: int, job: Job, directory: Path, place: Path) -> Any:

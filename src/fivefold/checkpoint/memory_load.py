@@ -25,12 +25,13 @@ from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, lis
 from fivefold.checkpoint.memory_nodes import Nodes, wait
 from fivefold.checkpoint.pieces import Pieces, raw
 from fivefold.checkpoint.save import agreed
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, altered
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, altered
 from fivefold.checkpoint.sums import Extent, extents, segment_sum, segments, total
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.launch import faults
 from fivefold.launch.cores import for_files, side_by_side
 from fivefold.launch.heartbeat import beat
+from fivefold.support.errors import UserError
 from fivefold.support.files import File, Regular, open_regular, plain_name, read_regular
 
 _NUMBER = re.compile(r"rank-(\d+)\.")
@@ -105,20 +106,24 @@ def answers(file: str, ranks: list[int]) -> int:
     return number if number in ranks else ranks[number % len(ranks)]
 
 
-def load(nodes: Nodes, one: Candidate, checkpoint: Checkpoint, pieces: Pieces, whole: bool = False) -> list[Harm]:
+Wanted = Callable[[Checkpoint], Pieces]  # what a rank fills from a checkpoint that is one of its model
+
+
+def load(nodes: Nodes, one: Candidate, checkpoint: Checkpoint, pieces: Wanted, whole: bool = False) -> list[Harm]:
     """Collective: fill the pieces' memory; all ranks get the same list. `whole`: also what nobody wants is hashed."""
     faults.strike("read")
     wanted, harm = dict[str, list[Overlap]](), list[Harm]()
     sizes = dict[str, File]()
     try:
-        sizes = {file.name: file for file in checkpoint.manifest.files}
-        wanted = overlaps(checkpoint, pieces)
-    except Damaged as error:
+        sizes, _ = {file.name: file for file in checkpoint.manifest.files}, checkpoint.tensors
+    except UserError as error:
         harm = [Harm(nodes.node, MANIFEST, str(error))]
+    else:
+        wanted = overlaps(checkpoint, pieces(checkpoint))
     reading = _divided(nodes, one, wanted, whole)
     files = _Files(nodes.home / one.name)
     works, rows = _exchange(nodes, reading, files)
-    for file in dict.fromkeys((*reading.hashed, *reading.near)):
+    for file in dict.fromkeys((*reading.hashed, *reading.near)) if not harm else ():
         try:
             chunks = extents(checkpoint.tensors, file) if file in reading.hashed else []
             found = _read(files[file], wanted.get(file, []), chunks)

@@ -7,7 +7,6 @@ on one node there is no such group, and nothing is sent.
 
 import mmap
 import os
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +28,9 @@ _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at onc
 class Nodes:
     """All ranks make one together."""
 
-    def __init__(self, control: Control, run: str, make: bool):
-        self.control, self.rank, self.run = control, control.rank, run
+    def __init__(self, control: Control, run: str, start: int, make: bool):
+        """`start`: a number that is larger with every start of the run, and the same on all ranks."""
+        self.control, self.rank, self.run, self.start = control, control.rank, run, start
         problem = ""
         try:
             self.home = home(run, make)
@@ -45,7 +45,6 @@ class Nodes:
         self.first = self.rank == self.nodes[self.node][0]
         self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(told) if why), "")
         self.to = copies(self.nodes)
-        self.start: int = control.from_first(int(1000 * time.time()), int)
         self.group: Any = None
         if len(self.nodes) > 1 and not self.problem:
             self.problem = self._join()

@@ -6,13 +6,13 @@ memory.keeper.start(pieces, manifest)
 memory.close()
 """
 
+import time
 from collections.abc import Callable
 
 from fivefold.checkpoint.memory import Candidate, clear, known, made
-from fivefold.checkpoint.memory_load import Harm, fetch, find, load
+from fivefold.checkpoint.memory_load import Harm, Wanted, fetch, find, load
 from fivefold.checkpoint.memory_nodes import Nodes
 from fivefold.checkpoint.memory_save import Keeper
-from fivefold.checkpoint.pieces import Pieces
 from fivefold.checkpoint.save import NotSaved
 from fivefold.checkpoint.store import MANIFEST, Checkpoint
 from fivefold.parallel.control import Control
@@ -36,9 +36,10 @@ class Memory:
                 name = made(run) if wanted else known(run)
             except OSError as error:
                 problem = f"{run} cannot be written to: {error.strerror or error}"
-        name, problem = control.from_first((name, problem), tuple[str, str])
+        told = name, problem, int(1000 * time.time())
+        name, problem, start = control.from_first(told, tuple[str, str, int])
         if name:
-            nodes = Nodes(Control(mesh, control.timeout), name, wanted)
+            nodes = Nodes(Control(mesh, control.timeout), name, start, wanted)
             if nodes.first and not nodes.problem:
                 clear(nodes.home)
             problem = nodes.problem
@@ -58,7 +59,7 @@ class Memory:
         fetch(self.nodes, one)
         return Checkpoint(self.nodes.home / one.name)
 
-    def load(self, one: Candidate, checkpoint: Checkpoint, pieces: Pieces, whole: bool = False) -> list[str]:
+    def load(self, one: Candidate, checkpoint: Checkpoint, pieces: Wanted, whole: bool = False) -> list[str]:
         """Collective: fill the pieces, or say why they are not to be used. Where a copy of a file is damaged, and
         another node has one that is not, that one is read. `whole`: also what no piece needs is hashed."""
         said: list[str] = []

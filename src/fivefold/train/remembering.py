@@ -1,20 +1,19 @@
 """A trainer's snapshots in memory: when they are taken, and which one it goes on from."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from fivefold.checkpoint.load import Say
 from fivefold.checkpoint.memory import Candidate
+from fivefold.checkpoint.memory_load import Wanted
 from fivefold.checkpoint.memory_tier import Memory
-from fivefold.checkpoint.pieces import Piece, Pieces
+from fivefold.checkpoint.pieces import Pieces
 from fivefold.checkpoint.store import Checkpoint, Manifest
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.errors import TrainingError
 from fivefold.support.places import Place
-
-Wanted = Callable[[Checkpoint], Mapping[str, Piece]]  # what this rank fills from a checkpoint
 
 
 class Remembering:
@@ -40,9 +39,7 @@ class Remembering:
         for number, one in enumerate(found):
             assert self.memory is not None
             checkpoint = self.memory.open(one)
-            told = self.control.from_all(_unreadable(checkpoint), list[str])
-            harm = list(dict.fromkeys(problem for problems in told for problem in problems))
-            harm = harm or self.memory.load(one, checkpoint, wanted(checkpoint), whole)
+            harm = self.memory.load(one, checkpoint, wanted, whole)
             if not harm:
                 return one, checkpoint
             following = f"step {found[number + 1].step} in memory" if number + 1 < len(found) else "disk"
@@ -66,7 +63,7 @@ class Remembering:
         one = self.opened.pop(checkpoint.path, None)
         if one is None or self.memory is None:
             return False
-        if harm := self.memory.load(one, checkpoint, pieces):
+        if harm := self.memory.load(one, checkpoint, lambda _: pieces):
             raise TrainingError(f"step {one.step} in memory was whole, and is no more: {harm[0]}")
         return True
 
@@ -93,12 +90,3 @@ class Remembering:
     def close(self) -> None:
         if self.memory is not None:
             self.memory.close()
-
-
-def _unreadable(checkpoint: Checkpoint) -> list[str]:
-    """Of a snapshot's tables."""
-    try:
-        _ = checkpoint.manifest, checkpoint.tensors
-    except UserError as error:
-        return error.problems
-    return []
