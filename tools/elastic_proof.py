@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fivefold.report.chart import Plot, legend, sheet
 from fivefold.report.look import BLUE, ORANGE
@@ -81,7 +82,7 @@ def _plain(home: Path, name: str, layout: str, ranks: int) -> list[float]:
     return _losses(home / "runs" / name)
 
 
-def _nproc(home: Path) -> tuple[list[float], list[dict]]:
+def _nproc(home: Path) -> tuple[list[float], list[dict[str, Any]]]:
     faults = ";".join(f"lose@rank={rank},step={LOST},until={BACK}" for rank in (6, 7))
     words = ["train", "elastic.toml", f"layout={OWN}", "--nproc", "8", "--elastic", "run.name=nproc"]
     with (home / "nproc.log").open("wb") as log:
@@ -90,7 +91,7 @@ def _nproc(home: Path) -> tuple[list[float], list[dict]]:
     return _losses(home / "runs/nproc"), _recovered(home / "runs/nproc")
 
 
-def _torchrun(home: Path) -> tuple[list[float], list[dict]]:
+def _torchrun(home: Path) -> tuple[list[float], list[dict[str, Any]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -150,7 +151,7 @@ def _losses(run: Path) -> list[float]:
     return [loss for _, loss in steps]
 
 
-def _recovered(run: Path) -> list[dict]:
+def _recovered(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "recoveries.jsonl").read_text().splitlines()]
 
 
@@ -158,7 +159,7 @@ def _apart(one: list[float], other: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(one, other, strict=True))
 
 
-def _draw(whole: list[float], elastic: tuple[list[float], list[dict]], six: str) -> None:
+def _draw(whole: list[float], elastic: tuple[list[float], list[dict[str, Any]]], six: str) -> None:
     losses, recovered = elastic
     drawn = sheet("Two of eight ranks are lost, and come back", f"--nproc 8 --elastic: {OWN}, then {six}", height=480)
     plot = Plot(drawn, left=90, top=110, width=1080, height=270, low=(0, 0), high=(STEPS, max(whole)))
