@@ -24,7 +24,7 @@ from fivefold.report.paint import to_svg
 from fivefold.report.scene import Curve, Line, Text
 
 ROOT = Path(__file__).parent.parent
-STEPS, LOST, BACK = 60, 20, 40
+STEPS, LOST, BACK = 90, 20, 40
 OWN = "dp=2,tp=2,pp=2,microbatches=2"
 JOB = f"""
 [model]
