@@ -60,7 +60,7 @@ class Submitted:
     def steps(self) -> int:
         """That its metrics have."""
         metrics = self.run / "metrics.jsonl"
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        return metrics.read_text().count('"kind":"step"') if metrics.exists() else 0  # a last line may be half written
 
     @property
     def recoveries(self) -> list[Recovered]:
