@@ -16,7 +16,7 @@ def job(*changes: str) -> Job:
 def test_all_ranks_take_the_jobs_own_layout() -> None:
     asked = job()
     choice = choose(asked, 8, 8)
-    assert choice.job is asked
+    assert choice.job == asked
     assert choice.spares == []
     assert str(choice) == "layout dp=2,tp=2,pp=2,microbatches=2 on 8 of 8 ranks: the job's own"
 
@@ -28,7 +28,10 @@ def test_fewer_ranks_take_a_legal_layout_and_nothing_else_changes(ranks: int) ->
     layout = choice.job.layout
     assert layout.world + len(choice.spares) == ranks
     assert choice.job.problems(layout.world) == []
-    assert msgspec.structs.replace(choice.job, layout=asked.layout) == asked
+    assert choice.job.elastic.whole == str(asked.layout)
+    again = choose(choice.job, 8, 8).job  # of a run's directory
+    assert again.layout == asked.layout
+    assert msgspec.structs.replace(again, elastic=asked.elastic) == asked
     assert Layout.parse(str(layout)) == layout  # as the launcher hands it on
     assert choose(asked, ranks, 8).job == choice.job  # every rank chooses for itself
 

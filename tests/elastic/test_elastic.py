@@ -29,6 +29,15 @@ def test_ranks_are_lost_and_come_back(tokens: Path, tmp_path: Path) -> None:  # 
     assert (fewer.step, fewer.resumed, fewer.ranks) == (4, 3, 3)
     assert (more.ranks, more.layout, more.step - more.resumed) == (4, "tp=2,pp=2", 0)
     assert 12 <= more.step < 40
+    # A run's directory goes on as well, loses a rank, fails while it is told to grow, and grows in the next start.
+    faults = "lose@rank=3,step=42,until=45;raise@rank=1,at=write,start=1"
+    done = fivefold("resume", "runs/run", "train.steps=60", "--nproc", "4", "--elastic", "checkpoint.every=100",
+                    cwd=tmp_path, env={"FIVEFOLD_FAULT": faults})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 3 is back: 4 of 4 are here" in done.stderr
+    assert len(losses(tmp_path / "runs/run")) == 60
+    last = msgspec.json.decode((tmp_path / "runs/run" / FILE).read_bytes().splitlines()[-1], type=Recovered)
+    assert (last.ranks, last.layout) == (4, "tp=2,pp=2")
 
 
 def test_an_elastic_run_ends_where_its_job_says(tokens: Path, tmp_path: Path) -> None:  # noqa: F811

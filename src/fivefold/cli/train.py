@@ -209,8 +209,9 @@ def _elastic(job: "Job", nproc: int) -> "Elastic":
     def arrange(ranks: int) -> "Arrangement":
         choice = choose(job, ranks, nproc)
         layout = choice.job.layout
-        words = [f"layout={layout}"] if layout != job.layout else []
-        said = f"elastic: {choice}" if words else ""
+        # Always said: the job of a run's directory may be that of fewer ranks by then.
+        words = [f"layout={layout}", f"elastic.whole={choice.job.elastic.whole}"]
+        said = f"elastic: {choice}" if layout != job.layout else ""
         return Arrangement(layout.world, layout.place, words, said, choice.took)
 
     gpus = 0 if job.train.device == "cpu" else len(gpus_here())

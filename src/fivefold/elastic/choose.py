@@ -46,9 +46,10 @@ class Choice:
 
 def choose(job: Job, ranks: int, per_node: int) -> Choice:
     """`per_node`: of those ranks, how many share a machine. UserError if no layout within the job's bounds is left."""
-    _check(job)
-    if ranks == job.layout.world:
-        return Choice(job, ranks, "the job's own")
+    own = Layout.parse(job.elastic.whole) if job.elastic.whole else job.layout
+    _check(job, own)
+    if ranks == own.world:
+        return Choice(msgspec.structs.replace(job, layout=own), ranks, "the job's own")
     begin = time.monotonic()
     least = job.elastic.least
     if ranks < least:
@@ -70,18 +71,18 @@ def choose(job: Job, ranks: int, per_node: int) -> Choice:
     best = found[0]
     for option in found[1:]:  # fewer and fewer ranks
         best = option if option.seconds < _WORTH * best.seconds else best
-    return Choice(
-        msgspec.structs.replace(job, layout=best.layout), ranks, _why(best, ranks, found), time.monotonic() - begin
-    )
+    noted = msgspec.structs.replace(job.elastic, whole=str(own))  # for who goes on with the directory of this run
+    chosen = msgspec.structs.replace(job, layout=best.layout, elastic=noted)
+    return Choice(chosen, ranks, _why(best, ranks, found), time.monotonic() - begin)
 
 
-def _check(job: Job) -> None:
+def _check(job: Job, layout: Layout) -> None:
     """What every layout keeps, the job's own has as well."""
     try:
         fixed = fixed_choices(job.elastic.fixed)
     except UserError as error:
         raise UserError(f"elastic.fixed={job.elastic.fixed!r}: {problem}" for problem in error.problems) from None
-    own = {key: getattr(job.layout, key) for key in fixed if key in FIXED and key != "samples"}
+    own = {key: getattr(layout, key) for key in fixed if key in FIXED and key != "samples"}
     if other := [f"{key}={value}" for key, value in own.items() if fixed[key] != value]:
         raise UserError(f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {other[0]}")
 

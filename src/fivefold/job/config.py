@@ -102,6 +102,7 @@ class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     least: Annotated[int, within(1, SEQUENCES)] = 1  # ranks; with fewer the run ends, and goes on when they are back
     fixed: str = ""  # choices that every layout keeps, such as tp=2,zero=1
+    whole: str = ""  # the layout with all ranks, which a run that has lost some notes here; empty: the job's own
     probe: Annotated[float, within(0.1, SECONDS)] = 30.0  # seconds between looks for lost ranks of this machine
 
 

@@ -15,7 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -70,7 +70,11 @@ def launch(
     """
     starts = _Starts(nproc, arguments, place, interrupted, elastic)
     with starts.signals_handed_on():
-        return starts.all(Restarts(restarts))
+        try:
+            return starts.all(Restarts(restarts))
+        except KeyboardInterrupt:  # the second, between two starts
+            say_ended()
+            return INTERRUPTED
 
 
 class _Starts:
@@ -91,7 +95,7 @@ class _Starts:
         self.roster = Roster(nproc, elastic.gpus if elastic else 0, self._step)
         self.now = elastic.arrange(nproc) if elastic else Arrangement(nproc, place)
         self.growing = False  # the start under way was told to stop, because ranks are back
-        self.back: list[int] = []  # those
+        self.places: list[int] = []  # of the ranks of that start
         self.furthest = 0  # step that a start has come to
 
     def all(self, policy: Restarts) -> int:
@@ -103,16 +107,18 @@ class _Starts:
             code, failure, dead = self.once(start)
             start += 1
             if self.growing and code == TERMINATED and not self.told:
-                self._arrange("are back", self.back)
+                self._arrange()
             elif failure is None or not self._again(policy, failure, dead):
                 return code
+            if self.told:
+                say(f"stopped by {signal_name(self.told)} between two starts; no step was saved since")
+                return INTERRUPTED if self.told == signal.SIGINT else code
 
     def _again(self, policy: Restarts, failure: End, dead: list[int]) -> bool:
         """After a failure: wait, and arrange another start, if one may help."""
-        if self.elastic:
-            here = self.roster.here
-            if lost := self.roster.lose([here[rank] for rank in dead]):
-                return self._arrange("do not answer", lost)
+        if self.elastic and (lost := self.roster.lose([self.places[rank] for rank in dead], lambda: bool(self.told))):
+            say(f"{ranks_text(lost)} {'does' if len(lost) == 1 else 'do'} not answer: {self.roster}")
+            return self._arrange()
         verdict = policy.after(failure)
         if not verdict.again:
             if verdict.why:
@@ -120,15 +126,14 @@ class _Starts:
             return False
         pause = f" in {verdict.pause:.0f} s" if verdict.pause else ""
         say(f"starting again from the last checkpoint{pause}: {verdict.why}")
-        time.sleep(verdict.pause)  # a signal to stop raises nothing, and is handed on to the next start
-        return not self.told
+        end = time.monotonic() + verdict.pause
+        while not self.told and time.monotonic() < end:
+            time.sleep(0.1)
+        return not self.elastic or self._arrange()  # ranks may have come back in the start that failed
 
-    def _arrange(self, what: str, ranks: list[int]) -> bool:
-        """Another number of ranks, if the job takes it."""
+    def _arrange(self) -> bool:
+        """For the ranks that are here, if the job takes so many."""
         assert self.elastic is not None
-        one = "is" if len(ranks) == 1 else "are"
-        said = what.replace("are", one).replace("do not", "does not" if len(ranks) == 1 else "do not")
-        say(f"{ranks_text(ranks)} {said}: {len(self.roster.here)} of {self.roster.ranks} are here")
         try:
             self.now = self.elastic.arrange(len(self.roster.here))
         except UserError as error:
@@ -139,26 +144,28 @@ class _Starts:
 
     def _step(self) -> int:
         """That the run has come to."""
-        place = self.ranks.board.place(0) if self.ranks else ""
-        step = re.match(r"step (\d+)", place)
-        self.furthest = max(self.furthest, int(step[1]) if step else 0)
+        self.furthest = max(self.furthest, self._step_now())
         return self.furthest
+
+    def _step_now(self) -> int:
+        """That the start under way is in; 0 if its ranks have not begun one."""
+        step = re.match(r"step (\d+)", self.ranks.board.place(0) if self.ranks else "")
+        return int(step[1]) if step else 0
 
     def _look(self) -> None:
         """While ranks work: if lost ones are back, and more of them are of use, have all save and stop."""
         assert self.elastic is not None
-        if self.growing or self.told or not self._step():  # before the first step there is nobody to tell
+        if self.growing or self.told or not self._step_now():  # a rank that is in no step does not listen yet
             return
         if back := self.roster.look(self.elastic.every):
-            try:
-                more = self.elastic.arrange(len(self.roster.here))
-            except UserError:
-                return
-            if more.words != self.now.words and self.ranks:
-                self.growing, self.back = True, back
+            with suppress(UserError):
+                self.growing = self.elastic.arrange(len(self.roster.here)).words != self.now.words
+            one = len(back) == 1
+            if self.growing and self.ranks:
+                say(f"{ranks_text(back)} {'is' if one else 'are'} back: {self.roster}")
                 self.ranks.tell(signal.SIGUSR1)
             else:
-                say(f"{ranks_text(back)} answer{'s' * (len(back) == 1)} again; the layout stays what it is")
+                say(f"{ranks_text(back)} answer{'s' * one} again; the layout stays what it is")
 
     @contextmanager
     def signals_handed_on(self) -> Iterator[None]:
@@ -189,6 +196,7 @@ class _Starts:
     def once(self, start: int) -> tuple[int, End | None, list[int]]:
         """The exit code of one start; what failed, if another start may help; and the ranks that died by themselves."""
         nproc, self.growing = self.now.ranks, False
+        self.places = self.roster.here[:nproc]
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
         with tempfile.TemporaryDirectory(prefix="fivefold-") as home:  # private to this user: no port is opened
             added = {RUN: self.run, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}

@@ -34,10 +34,16 @@ class Roster:
     def here(self) -> list[int]:
         return [place for place in range(self.ranks) if place not in self.lost]
 
-    def lose(self, places: Sequence[int]) -> list[int]:
-        """Try some places, and return those that do not answer."""
+    def __str__(self) -> str:
+        return f"{len(self.here)} of {self.ranks} are here"
+
+    def lose(self, places: Sequence[int], stopping: Callable[[], bool] = lambda: False) -> list[int]:
+        """Try some places, and return those that do not answer; if it is `stopping`, none is waited for."""
         trials = {place: self._trial(place) for place in places}
         deadline = time.monotonic() + _PATIENCE
+        while any(trial.poll() is None for trial in trials.values()) and time.monotonic() < deadline and not stopping():
+            time.sleep(0.01)
+        deadline = 0.0 if stopping() else deadline
         gone = [place for place, trial in trials.items() if not self._answers(place, trial, deadline)]
         self.lost.update(gone)
         self.looked = time.monotonic()
