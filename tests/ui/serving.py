@@ -1,11 +1,12 @@
 """A server of `fivefold ui` in a thread, asked by plain HTTP."""
 
-import http.client
 import json
+import secrets
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -35,7 +36,14 @@ class Server(NamedTuple):
         self, path: str, *, token: str | None = TOKEN, host: str = "", method: str = "GET", **headers: str
     ) -> Answer:
         """What a request is answered; the path is sent as it is."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=120)
+        connection = self._sent(path, token=token, host=host, method=method, **headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)
+
+    def _sent(self, path: str, *, token: str | None, host: str, method: str, **headers: str) -> HTTPConnection:
+        connection = HTTPConnection(LOOPBACK, self.port, timeout=120)
         connection.putrequest(method, path, skip_host=True)
         if host != "none":
             connection.putheader("Host", host or f"{LOOPBACK}:{self.port}")
@@ -44,13 +52,15 @@ class Server(NamedTuple):
         for name, value in headers.items():
             connection.putheader(name.replace("_", "-"), value)
         connection.endheaders()
-        answer = connection.getresponse()
-        body = answer.read()
-        connection.close()
-        return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)
+        return connection
 
     def ask(self, path: str, words: dict[str, str] | None = None, **more: Any) -> Answer:
         return self.get(f"/api/{path}?{urlencode(words or {})}", **more)
+
+    def leaving(self, path: str, words: dict[str, str]) -> HTTPConnection:
+        """A question whose answer is not waited for: close it to go."""
+        page = {"X_Page": secrets.token_hex(12)}
+        return self._sent(f"/api/{path}?{urlencode(words)}", token=TOKEN, host="", method="GET", **page)
 
 
 @contextmanager

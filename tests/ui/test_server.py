@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+from asyncio.subprocess import Process
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from fivefold.support.errors import UserError
 from fivefold.ui import server as serving_module
 from fivefold.ui import ui as ui_module
+from fivefold.ui import workers as workers_module
 from fivefold.ui.api_plan import search
 from fivefold.ui.ask import Ask
 from fivefold.ui.server import FILES, STATIC
@@ -19,7 +21,7 @@ from fivefold.ui.threads import Busy, in_thread
 from fivefold.ui.ui import LOOPBACK, bound, ui
 from fivefold.ui.views import VIEWS, answer
 from fivefold.ui.worker import Question
-from fivefold.ui.workers import Broken, Replaced, Workers
+from fivefold.ui.workers import MOST, Broken, Replaced, Workers
 from tests.ui.serving import TOKEN, Server, serving
 
 TINY = {"model": "tiny", "cluster": "2xCPU", "batch": "8", "seq": "64"}
@@ -222,6 +224,26 @@ def test_a_newer_question_of_a_page_replaces_its_older_one() -> None:
         assert all(process.returncode is not None for process in processes)
 
     asyncio.run(asked())
+
+
+def test_the_work_of_pages_that_have_gone_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are processes, each with a question that never ends; then another page asks."""
+    exchange, never, begun = workers_module._exchange, {"model": "llama3-405b"}, threading.Semaphore(0)
+
+    async def endless(process: Process, question: Question) -> bytes:
+        if question.query != never:
+            return await exchange(process, question)
+        begun.release()
+        return await asyncio.Future()
+
+    monkeypatch.setattr(workers_module, "_exchange", endless)
+    with serving() as server:
+        for view in ("plan/search", "plan/why"):
+            pages = [server.leaving(view, never) for _ in range(MOST + 1)]
+            assert all(begun.acquire(timeout=60) for _ in range(MOST))
+            for page in pages:
+                page.close()
+            assert server.ask("plan/search", TINY).status == 200
 
 
 def test_a_worker_that_dies_is_a_bug_and_the_next_question_is_answered() -> None:

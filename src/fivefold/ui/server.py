@@ -6,7 +6,7 @@ Bad questions are 400 with their sentences; a bug is 500, without a trace for th
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,10 @@ KINDS = {
 PAGE = "x-page"  # the header in which a page names itself: its newer question replaces its own older one
 
 
+class Gone(Exception):
+    """Nobody is there any more to take the answer."""
+
+
 def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
     """The whole server as an ASGI application."""
     workers = Workers(runs)
@@ -58,7 +62,7 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
                 question = Question(view, part, words)
                 found = kept.get(key := msgspec.json.encode(question))
                 if found is None:
-                    found = await workers.ask(lane, question)
+                    found = await _while_there(request, workers.ask(lane, question))
                     kept.update({key: found} if part in view_of(view).kept else {})
             return _json(found)
         except UserError as error:
@@ -67,6 +71,8 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
             return _error(503, [str(error)])
         except asyncio.CancelledError:  # its time to end has come, and a trace would tell nobody anything
             return _error(503, ["the server stops"])
+        except Gone:
+            return _error(503, ["the page has gone"])
         except Replaced:
             return _error(409, ["a newer question took this one's place"])
         except Exception as error:
@@ -80,6 +86,25 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
         Route("/{path:path}", _file),
     ]
     return Guard(Starlette(routes=routes, lifespan=lifespan), token, port)
+
+
+async def _while_there(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
+    """The answer; where the page is closed, reloaded or gives up before it comes, its work is stopped."""
+    asked, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            raise Gone
+        return asked.result()
+    finally:
+        asked.cancel()
+        gone.cancel()
+        await asyncio.gather(asked, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _slow(view: str, part: str) -> bool:

@@ -14,3 +14,15 @@ export function keep(key, value) {
     // A page from a file may have no storage.
   }
 }
+
+/** Put a value down for the next page of this tab; without one, take what the last page put down. */
+export function passOn(key, value) {
+  try {
+    const found = sessionStorage.getItem(key) || "";
+    if (value) sessionStorage.setItem(key, value);
+    else sessionStorage.removeItem(key);
+    return found;
+  } catch {
+    return "";
+  }
+}

@@ -7,10 +7,15 @@
 // A page that stands for itself has <script type="application/json" id="payload">:
 //   {"views": [{"name", "title", "says", "payload": {...}, "parts": {"search": {...}}}]}
 
-import { keep, kept } from "./kept.js";
+import { keep, kept, passOn } from "./kept.js";
 
 const KEY = "fivefold-token";
-const page = Array.from(crypto.getRandomValues(new Uint8Array(12)), byte => byte.toString(16).padStart(2, "0")).join("");
+// By this name the server knows a page, whose newer question replaces its older one. A reload keeps the name; a duplicate
+// of a tab gets another, since the name lies in storage only while the page is away.
+const PAGE = "fivefold-page";
+const page = passOn(PAGE) || Array.from(crypto.getRandomValues(new Uint8Array(12)), byte => byte.toString(16).padStart(2, "0")).join("");
+addEventListener("pagehide", () => passOn(PAGE, page));
+addEventListener("pageshow", () => passOn(PAGE));
 
 /** The token stands behind the # of the first address, which no server sees; it is kept for this origin and hidden. */
 export function takeToken() {
