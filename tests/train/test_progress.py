@@ -18,24 +18,30 @@ def record(directory: Path, step: int) -> None:
 
 
 def test_starts_without_a_new_step_end(tmp_path: Path) -> None:
-    begin(tmp_path, again=False)
+    begin(tmp_path, again=False, steps=99)
     record(tmp_path, 7)
     for _ in range(MOST):
-        begin(tmp_path, again=True)
+        begin(tmp_path, again=True, steps=99)
     with pytest.raises(UserError, match=f"{MOST} starts in a row have made no step after step 7"):
-        begin(tmp_path, again=True)
-    begin(tmp_path, again=False)  # by hand
-    begin(tmp_path, again=True)
+        begin(tmp_path, again=True, steps=99)
+    begin(tmp_path, again=True, steps=99)  # by who has read that, and mended the cause
+    for _ in range(2 * MOST):
+        begin(tmp_path, again=True, steps=7)  # of a run that is done
+
+
+def test_a_start_by_hand_begins_the_count_anew(tmp_path: Path) -> None:
+    for _ in range(3 * MOST):
+        begin(tmp_path, again=False, steps=99)
 
 
 def test_a_new_step_is_progress(tmp_path: Path) -> None:
     for step in range(1, 3 * MOST):
-        begin(tmp_path, again=True)
+        begin(tmp_path, again=True, steps=99)
         record(tmp_path, step)
     assert reached(tmp_path) == 3 * MOST - 1
 
 
 def test_damage_begins_the_count_anew(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
-    begin(tmp_path, again=True)
+    begin(tmp_path, again=True, steps=99)
     assert reached(tmp_path) == 0

@@ -146,7 +146,7 @@ def train(
         how = _elastic(asked, nproc) if elastic else None
         raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts, _interrupted(resolved), how))
     elif world.rank >= resolved.layout.world:
-        wait_for_the_others(world, resolved.train.timeout)
+        raise typer.Exit(wait_for_the_others(world, resolved.train.timeout))
     else:
         raise typer.Exit(_run(resolved, sources, world, start))
 

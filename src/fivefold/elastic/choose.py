@@ -20,7 +20,7 @@ from fivefold.plan.imbalance import imbalance_for
 from fivefold.plan.plan import case_of, fixed_choices
 from fivefold.plan.search.explain import simplest
 from fivefold.plan.search.option import Option
-from fivefold.plan.search.search import FIXED, search
+from fivefold.plan.search.search import FIXED, TooLarge, search
 from fivefold.support.errors import UserError
 
 _TRIED = 4  # numbers of ranks of which layouts are searched: with fewer ranks steps only become longer
@@ -57,13 +57,14 @@ def choose(job: Job, ranks: int, per_node: int) -> Choice:
             f"{ranks} ranks are left, and elastic.least={least} asks for more; the run goes on when they are back, or "
             f"with elastic.least={ranks}"
         )
-    found, problems = list[Option](), list[str]()
+    found, problems, large = list[Option](), list[str](), 0
     for count, nodes in _sizes(ranks, per_node, least):
         try:
             found.append(_fastest(job, count, nodes))
         except UserError as error:
             problems = problems or error.problems
-        if len(found) == _TRIED:
+            large += isinstance(error, TooLarge)
+        if len(found) == _TRIED or large == _TRIED:  # fewer ranks have more to hold
             break
     if not found:
         bound = f" with elastic.fixed={job.elastic.fixed!r}" if job.elastic.fixed else ""
@@ -88,16 +89,16 @@ def _check(job: Job, layout: Layout) -> None:
 
 
 def _why(best: Option, ranks: int, found: list[Option]) -> str:
-    expected = f"the fastest by the plan, {_ms(best)} a step"
+    expected = f"the fastest by the plan, {_time(best)} a step"
     if best.layout.world == ranks:
         return expected
     every = next((option for option in found if option.layout.world == ranks), None)
-    others = f"{_ms(every)} with all of them" if every else "no layout uses all of them"
+    others = f"{_time(every)} with all of them" if every else "no layout uses all of them"
     return f"{expected}; {others}"
 
 
-def _ms(option: Option) -> str:
-    return f"{option.seconds * 1e3:.3g} ms"
+def _time(option: Option) -> str:
+    return f"{option.seconds:.3g} s" if option.seconds >= 1 else f"{option.seconds * 1e3:.3g} ms"
 
 
 def _sizes(ranks: int, per_node: int, least: int) -> Iterator[tuple[int, int]]:

@@ -121,6 +121,11 @@ def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.enviro
     return directory
 
 
+def trained(job: Job, directory: Path, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this run has trained there before, by a name that a launcher gave it."""
+    return bool(set(owners(home(job, directory)) or []) & set(identities(job, env)))
+
+
 def _same(job: Job) -> str:
     """The name of a run that no launcher names."""
     return f"job {_digest(job)}"

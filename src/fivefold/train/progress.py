@@ -22,17 +22,20 @@ class Progress(msgspec.Struct, frozen=True):
     starts: int = 0  # that have begun since
 
 
-def begin(directory: Path, again: bool) -> None:
-    """Count a start. UserError if a launcher starts the run `again`, and several starts have brought no new step."""
-    here = reached(directory)
+def begin(directory: Path, again: bool, steps: int) -> None:
+    """Count a start of a run of so many steps. UserError if a launcher starts it `again`, and several starts have made
+    no new step; with that the count begins anew, so that a person who has mended the cause is not refused."""
+    if (here := reached(directory)) >= steps:
+        return
     before = _stored(directory) if again else Progress(here)
     now = Progress(here, 1) if here > before.step else Progress(before.step, before.starts + 1)
-    if now.starts > MOST:
+    tired = now.starts > MOST
+    put(directory / FILE, msgspec.json.encode(Progress(now.step) if tired else now).decode() + "\n")
+    if tired:
         raise UserError(
             f"{MOST} starts in a row have made no step after step {now.step}, and this one is not tried; the reasons "
-            f"are in {directory / 'logs'}, and a start by hand tries again"
+            f"are in {directory / 'logs'}, and the next start tries again"
         )
-    put(directory / FILE, msgspec.json.encode(now).decode() + "\n")
 
 
 def reached(directory: Path) -> int:

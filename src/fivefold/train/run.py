@@ -41,7 +41,7 @@ from fivefold.support.files import cannot_write, put
 from fivefold.support.formatting import counted, graphs_text, si
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.directories import claim as claim_directory
-from fivefold.train.directories import entered, store
+from fivefold.train.directories import entered, store, trained
 from fivefold.train.display import Display
 from fivefold.train.experts import PICTURE, ExpertsResult
 from fivefold.train.loop import Stopped, Trainer
@@ -91,7 +91,8 @@ def _run_job(
         leaving.callback(worlds.leave, world)
         mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
         control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
-        directory = control.from_first(_agreed(control, lambda: _begun(job, sources, start)) or Path(), Path)
+        directory, again = _agreed(control, lambda: _begun(job, sources, start)) or (Path(), False)
+        directory = control.from_first(directory, Path)
         if world.apart and job.checkpoint.save and not job.checkpoint.url:
             marked = control.from_first(_agreed(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
@@ -108,7 +109,7 @@ def _run_job(
             show_job(console, job, directory)
         for sentence in before_step_1(job, mesh, control):
             note(sentence)
-        recovery = _recovery(directory, world, note)
+        recovery = _recovery(directory, world, note) if again else None
         trainer.policy.say = note
         trainer.policy.learn(control.from_first(_agreed(control, lambda: _decided(directory, note)) or Known(), Known))
         trainer.policy.directory = directory if world.rank == 0 else None
@@ -177,10 +178,8 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
 
 def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
     """Of rank 0 of a run that a launcher has started again."""
-    planned = os.environ.get(worlds.PLANNED)
-    if world.rank or not (worlds.starts_before() or planned):
-        return None
-    recovery = Recovery.seen(directory, float(planned or 0), world.apart or not world.meeting.file, say)
+    planned = float(os.environ.get(worlds.PLANNED, 0))
+    recovery = Recovery.seen(directory, planned, world.apart or not world.meeting.file, say)
     if recovery is not None:
         recovery.loads()
     return recovery
@@ -199,14 +198,17 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
     return done
 
 
-def _begun(job: Job, sources: Sources, start: Start) -> Path:
-    """The run's directory, claimed. A schedule from a file is kept in it, so that the run resumes without the file."""
-    directory = entered(job, start.checked(job, sources))
+def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
+    """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
+    so that the run resumes without the file."""
+    found = start.checked(job, sources)
+    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and found is not None and trained(job, found))
+    directory = entered(job, found)
     claim_directory(directory)
-    begin(directory, again=bool(worlds.starts_before() or os.environ.get(worlds.PLANNED)))
+    begin(directory, again, job.train.steps)
     if schedule := job.layout.record.schedule:
         save(schedule, directory / SCHEDULE)
-    return directory
+    return directory, again
 
 
 def _decided(directory: Path, note: Callable[[str], None]) -> Known:

@@ -36,6 +36,10 @@ RIVALS = 2  # layouts with tp within a node that are timed, however many across 
 TRIED = 20  # orders that a schedule which is made for its stages tries, about
 
 
+class TooLarge(UserError):
+    """Layouts are legal, and none fits into the devices."""
+
+
 class Ranking(NamedTuple):
     options: tuple[Option, ...]  # the best first
     evaluated: int  # combinations of choices
@@ -64,7 +68,7 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
     options = _timed(case, every, _survivors(every, fits, by, case.cluster.groups[0].gpus))
     fitting = [option for option in options if option.fits]
     if not fitting:
-        raise UserError(_too_large(case, options))
+        raise TooLarge(_too_large(case, options))
     return Ranking(_ranked(fitting, by)[:top], len(every), int(fits.sum()))
 
 
