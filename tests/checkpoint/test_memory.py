@@ -43,6 +43,20 @@ def test_the_newest_comes_first_and_of_equal_steps_the_one_that_was_made_last() 
     ]  # fmt: skip
 
 
+def test_a_snapshot_of_a_way_that_the_run_has_left_does_not_count(tmp_path: Path) -> None:
+    """A start keeps steps 5 and 10 on a node, which goes away; the next goes on after step 8, without it."""
+    memory.begin(tmp_path, 1000, 0)
+    began = memory.starts(tmp_path)
+    assert not memory.abandoned("step-00000010.1002", 10, began)  # its own
+    memory.begin(tmp_path, 2000, 8)
+    began = memory.starts(tmp_path)
+    assert memory.abandoned("step-00000010.1002", 10, began)
+    assert not memory.abandoned("step-00000005.1001", 5, began)  # both ways have it
+    assert not memory.abandoned("step-00000010.2001", 10, began)  # of the other way
+    (tmp_path / memory.STARTS).write_text("?")
+    assert memory.starts(tmp_path) == []
+
+
 def test_snapshots_with_one_name_and_two_seals_never_mix() -> None:
     found = candidates([[held(20, 0, [0, 1], "a")], [held(20, 1, [2, 3], "b")]])
     assert [one.missing for one in found] == [FILES[2:4], FILES[:2]]

@@ -56,6 +56,8 @@ def test_a_job_bounds_what_it_accepts() -> None:
         choose(job("elastic.fixed=dp=2,pp=2"), 3, 8)
     with pytest.raises(UserError, match=r"elastic.fixed='tp=4' is for every layout, and the job's own has tp=2"):
         choose(job("elastic.fixed=tp=4"), 8, 8)
+    with pytest.raises(UserError, match=r"elastic.least=9 is more than the 8 ranks of layout"):
+        choose(job("elastic.least=9"), 8, 8)
     with pytest.raises(UserError, match=r"elastic.fixed='tpx=4': "):
         choose(job("elastic.fixed=tpx=4"), 8, 8)
 

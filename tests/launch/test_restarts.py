@@ -39,3 +39,16 @@ def test_no_more_than_were_allowed() -> None:
     assert policy.after(failure(1)).again
     assert policy.after(failure(2)) == (False, 0.0, "all 1 restarts are used up")
     assert Restarts(0).after(failure(1)) == (False, 0.0, "")
+
+
+def test_places_are_tried_of_ranks_that_no_peer_explains() -> None:
+    """A GPU that is gone shows as an exception or as silence more often than as a signal."""
+    gone = [
+        End(0, "died", "SIGKILL", code=-9),
+        End(1, "died", "exit code 1", code=1),
+        End(2, "hung", stack='most recent call first):\n  File "train.py", line 3'),
+        End(3, "stopped", paused=True),
+    ]
+    assert all(end.accused for end in gone)
+    explained = [End(4, "returned"), End(5, "died", "exit code 3", code=3), End(6, "died", "exit code 2", code=2)]
+    assert not any(end.accused for end in [*explained, End(7, "died", "exit code 143", code=143)])

@@ -32,8 +32,10 @@ from fivefold.support.places import Place
 
 PLACE = "FIVEFOLD_MEMORY"
 ID = "memory-id"  # in the run's directory
+STARTS = "memory-starts.json"  # likewise
 NODE = "node.json"
 KEPT = 2  # snapshots
+_STARTS = 64
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -82,6 +84,34 @@ def made(run: Place) -> str:
     new = Identity(secrets.token_hex(16), _inode(run))
     storage_of(run).put(run / ID, msgspec.json.encode(new) + b"\n")
     return new.id
+
+
+class Began(msgspec.Struct, frozen=True):
+    """A start of the run, by the number that the names of its snapshots count from, and after which step it began."""
+
+    at: int
+    step: int
+
+
+def starts(run: Place) -> list[Began]:
+    """Those that are remembered, the last one last."""
+    try:
+        return msgspec.json.decode(storage_of(run).read(run / STARTS, 1 << 16), type=list[Began])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return []
+
+
+def begin(run: Place, at: int, step: int) -> None:
+    """Remember a start. What it cannot write down leaves old snapshots as they were."""
+    with suppress(OSError):
+        last = [*starts(run), Began(at, step)][-_STARTS:]
+        storage_of(run).put(run / STARTS, msgspec.json.encode(last) + b"\n")
+
+
+def abandoned(name: str, step: int, began: Sequence[Began]) -> bool:
+    """Whether a later start went on from an earlier step than a snapshot's: its node was away, and the run has taken
+    another way since."""
+    return any(made_at(name) < start.at and step > start.step for start in began)
 
 
 def _inode(run: Place) -> int:

@@ -47,7 +47,7 @@ The model cannot change.
 
 _Nproc = Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")]
 _Restarts = Annotated[
-    int,
+    int | None,
     typer.Option(
         help="With --nproc: how often to restart from the last checkpoint when a rank fails; the same failure "
         "twice in a row is not tried again."
@@ -68,7 +68,7 @@ _Check = Annotated[bool, typer.Option("--check", help="Check the job and print i
 def train(
     job: RunWords = None,
     nproc: _Nproc = 1,
-    restarts: _Restarts = 0,
+    restarts: _Restarts = None,
     elastic: _Elastic = False,
     fresh: _Fresh = False,
     check: _Check = False,
@@ -118,7 +118,7 @@ def train(
 
     path, changes = split(job)
     world = current_world()
-    _check(nproc, restarts, elastic, world)
+    _check(nproc, restarts or 0, elastic, world)
     with _node_named(world):
         if world.meeting.address:
             world.meeting.resolved()  # before torch is imported, and data hashed
@@ -142,9 +142,9 @@ def train(
         typer.echo(to_toml(resolved))
     elif nproc > 1:
         words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
-        restarts = restarts or (_TRIES if elastic else 0)
+        tries = restarts if restarts is not None else _TRIES if elastic else 0
         how = _elastic(asked, nproc) if elastic else None
-        raise typer.Exit(launch(nproc, words, resolved.layout.place, restarts, _interrupted(resolved), how))
+        raise typer.Exit(launch(nproc, words, resolved.layout.place, tries, _interrupted(resolved), how))
     elif world.rank >= resolved.layout.world:
         raise typer.Exit(wait_for_the_others(world, resolved.train.timeout))
     else:
@@ -161,7 +161,7 @@ def resume(
         ),
     ] = None,
     nproc: _Nproc = 1,
-    restarts: _Restarts = 0,
+    restarts: _Restarts = None,
     elastic: _Elastic = False,
     fresh: _Fresh = False,
     check: _Check = False,

@@ -78,7 +78,12 @@ def choose(job: Job, ranks: int, per_node: int) -> Choice:
 
 
 def _check(job: Job, layout: Layout) -> None:
-    """What every layout keeps, the job's own has as well."""
+    """What every layout keeps, the job's own has as well; and it has enough ranks."""
+    if job.elastic.least > layout.world:
+        raise UserError(
+            f"elastic.least={job.elastic.least} is more than the {layout.world} ranks of layout {layout}; nearest: "
+            f"elastic.least={layout.world}"
+        )
     try:
         fixed = fixed_choices(job.elastic.fixed)
     except UserError as error:

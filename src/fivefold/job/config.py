@@ -220,6 +220,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         every, back = kept.every if kept.save else 0, " and ".join(asked)
         none = "checkpoint.save=false" if not kept.save else "checkpoint.every=0"
         steps = max((kept.keep - 1) * every, kept.memory_every)  # that the oldest is behind, at least: memory has two
+        has = f"checkpoint.keep={kept.keep} of checkpoint.every={every}" if every else "two of checkpoint.memory_every"
+        more = f"keep={-(-watch.rollback // max(1, every)) + 1}" if every else f"memory_every={watch.rollback}"
         return [
             (
                 not asked or bool(every or kept.memory_every),
@@ -227,9 +229,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ),
             (
                 not asked or not (every or kept.memory_every) or steps >= watch.rollback,
-                f"{back} goes back watch.rollback={watch.rollback} steps, and checkpoint.keep={kept.keep} of "
-                f"checkpoint.every={kept.every} steps may have {steps} of them; nearest: checkpoint.keep="
-                f"{-(-watch.rollback // max(1, kept.every)) + 1}",
+                f"{back} goes back watch.rollback={watch.rollback} steps, and {has} steps may have {steps} of them; "
+                f"nearest: checkpoint.{more}",
             ),
             (
                 not watch.replay or self.train.deterministic,

@@ -87,6 +87,12 @@ class End:
         return 1 if self.error == "SIGABRT" else 0  # gloo and NCCL abort in a thread of theirs when a peer is gone
 
     @property
+    def accused(self) -> bool:
+        """Whether the place that the rank had may be to blame: it failed, and no peer's end explains that."""
+        fine = self.kind == "returned" or self.code in (2, INTERRUPTED, TERMINATED)
+        return not fine and self.doubt < 3
+
+    @property
     def blame(self) -> tuple[bool, int, int, bool, float, int]:
         """Sorts the rank that explains the others first.
 

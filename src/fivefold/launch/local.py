@@ -194,7 +194,7 @@ class _Starts:
                 signal.signal(number, handler)
 
     def once(self, start: int) -> tuple[int, End | None, list[int]]:
-        """The exit code of one start; what failed, if another start may help; and the ranks that died by themselves."""
+        """The exit code of one start; what failed, if another start may help; and the ranks that no peer explains."""
         nproc, self.growing = self.now.ranks, False
         self.places = self.roster.here[:nproc]
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
@@ -218,7 +218,7 @@ class _Starts:
                 self.ranks = None
                 ranks.kill()
                 logs.wait_for(Path(added[logs.LIVES]))  # the ranks' last words come before what is said of them
-        return *self._judged(ends), [end.rank for end in ends if end.kind == "died" and end.code < 0]
+        return *self._judged(ends), [end.rank for end in ends if end.accused]
 
     def _grace(self, end: End) -> float:
         """Seconds for the others after an end. Ranks that a signal ended before they could answer it leave no hope."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from fivefold.checkpoint.load import Say, load, newest, set_aside
-from fivefold.checkpoint.memory import Candidate
+from fivefold.checkpoint.memory import Began, Candidate, abandoned, begin, starts
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.state import held, optimizer_of, stored_buffers, written
@@ -34,18 +34,23 @@ class Checkpoints:
         self.saved = 0  # the last step of which a save was begun, or that was loaded
         self.told = False  # that steps wait for the disk
         self.memory = Remembering(control, say)
+        self.starts: list[Began] = []  # of the run, before this one
         self.began, self.seconds = "", 0.0  # which checkpoint was loaded, and how long that took
         self.start, self.read = 0.0, 0.0  # of these seconds, until masters and states were in place
 
     def restore(self) -> Checkpoint | None:
         """Collective: the trainer as the newest good checkpoint has it, in memory or on disk, if there is one."""
         self.start, wanted = time.monotonic(), bool(self.trainer.job.checkpoint.memory_every)
-        self.memory.enter(self.trainer.mesh, self.store.directory.parent, wanted)
+        run = self.store.directory.parent
+        self.memory.enter(self.trainer.mesh, run, wanted)
+        self.starts = starts(run) if self.control.rank == 0 and self.memory.memory is not None else []
         found = self.memory.find(self._counts)
         disk: int | None = self.control.from_first(self._on_disk() if found else None, int | None)
         checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
         if checkpoint is None:
             checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
+        if self.control.rank == 0 and self.memory.memory is not None:
+            begin(run, self.memory.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
         self.seconds = time.monotonic() - self.start
         return checkpoint
 
@@ -89,7 +94,8 @@ class Checkpoints:
         return True
 
     def _counts(self, one: Candidate) -> bool:
-        return not self.trainer.policy.decisions.undone(one.samples)
+        """On rank 0: whether a snapshot is of this run as it went on, by rollbacks and by later starts."""
+        return not (self.trainer.policy.decisions.undone(one.samples) or abandoned(one.name, one.step, self.starts))
 
     def _wanted(self, checkpoint: Checkpoint) -> dict[str, Piece]:
         """What this rank fills from a checkpoint, which must be of its model."""
