@@ -99,7 +99,10 @@ def test_a_layout_that_cannot_run_says_so_and_can_be_left(window: Opening) -> No
     page.settle()
     assert "This cannot run." in page.text("problems")
     assert page.one("slider-tp").get_attribute("aria-invalid") == "true"
-    assert agrees(page, case) == page.text("nearest") != in_address(page)
+    near = agrees(page, case)
+    assert near == page.text("nearest") != in_address(page)
+    fits = ff.simulate(*case[1:2], near, case[2], batch=case[4], seq=case[5]).to_dict()["fits"]
+    assert ("does not fit either" in page.text("nearest-fits")) is not fits
     page.page.reload()  # as one who was sent the link
     page.settle()
     assert "This cannot run." in page.text("problems")

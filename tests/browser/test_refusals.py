@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.browser.conftest import FOREIGN
 from tests.browser.window import Window
 from tests.ui.serving import TOKEN, Server
@@ -58,3 +60,38 @@ def test_the_page_of_the_server_cannot_be_framed(chrome: Any, server: Server) ->
     page.wait_for_timeout(1500)
     assert all("Fivefold" not in frame.content() for frame in page.frames[1:])
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "notice", "said", "control"),
+    [
+        ("plan?cluster=8xNOPE", "question-error", "unknown accelerator 'NOPE'", "select-model"),
+        ("mesh?rank=99999", "notice-mesh", "99999", "select-model"),
+        ("schedule?pp=abc", "refused", "pp='abc' is not a whole number", "slider-pp"),
+    ],
+)
+def test_a_bad_first_address_has_its_sentence_and_the_defaults_below_it(
+    window: Callable[..., Window], address: str, notice: str, said: str, control: str
+) -> None:
+    found = window(address)
+    assert said in found.text(notice)
+    assert "Shown instead" in found.text(notice)
+    assert found.one(control).is_enabled()
+    assert found.page.url.endswith(f"#{address}")  # the user's own, until something is chosen
+    found.one("slider-pp").press("ArrowRight")
+    found.settle()
+    assert not found.page.url.endswith(f"#{address}")
+    assert not found.one(notice).is_visible()
+    assert all("400" in wrong for wrong in found.wrong)
+
+
+def test_an_emptied_number_is_named(window: Callable[..., Window]) -> None:
+    found = window("plan?model=tiny&cluster=2xCPU&batch=8&seq=64")
+    nodes = found.one("number-nodes")
+    nodes.fill("")
+    nodes.press("Tab")
+    assert "Nodes is empty" in found.text("question-error")
+    nodes.fill("1")
+    nodes.press("Tab")
+    found.settle()
+    assert not found.one("question-error").is_visible()

@@ -129,3 +129,11 @@ def test_a_file_holds_all_of_them() -> None:
 def test_a_slow_rank_that_is_not_there_is_refused(slow: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         payload(Ask({"slow": slow}))
+
+
+@pytest.mark.parametrize("times", ["f=0,i=0,w=0", "f=0,b=0", "f=0,i=0,w=0,b=1", "f=0:0,i=0,w=0,comm=1"])
+def test_times_in_which_nothing_happens_are_refused(times: str) -> None:
+    for asked in (payload, every):
+        with pytest.raises(UserError, match="neither a forward nor a backward pass takes time"):
+            asked(Ask({"times": times}))
+    assert payload(Ask({"times": "f=0,i=1,w=0"}))["drawn"] is not None

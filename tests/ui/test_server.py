@@ -116,6 +116,7 @@ def test_no_address_leads_out_of_the_page(server: Server, path: str) -> None:
         ({"model": "../job.toml"}, "unknown model"),
         ({"cluster": "8x/etc/x.toml"}, "is a file"),
         ({"cluster": "2x8xmine.TOML"}, "is a file"),
+        ({"cluster": "x8xH100"}, "no number of nodes before its first x; nearest: 1x8xH100"),
         ({"layout": "dp=2,schedule=/etc/passwd"}, "unknown schedule"),
         ({"layout": "dp=2, schedule = x.json"}, "unknown schedule"),
         ({"layout": "dp=2", "move": "schedule=x.json"}, "unknown schedule"),

@@ -56,6 +56,9 @@ class Times:
             problems.append("times: bandwidth=0 carries nothing; leave it out for a link that takes no time")
         if "fb" in values and "ep" in values:
             problems.append("times: fb and ep both say how long a joined pair takes; leave one of them out")
+        spent = {key: sum(values.get(key, (1.0,))) for key in ("f", "i", "w", "b")}
+        if not spent["f"] and not (spent["b"] and spent["i"] + spent["w"]):
+            problems.append(f"times: with {text} neither a forward nor a backward pass takes time; give f more than 0")
         if problems:
             raise UserError(problems)
         return cls(values)

@@ -45,6 +45,8 @@ def case_of(ask: Ask) -> Case:
         raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}")
     if ".toml" in cluster.lower() or "/" in cluster:
         raise UserError(f"cluster={cluster[:60]!r} is a file, and the page reads none; `fivefold plan --cluster` does")
+    if cluster.startswith("x"):
+        raise UserError(f"cluster={cluster[:60]!r} has no number of nodes before its first x; nearest: 1{cluster[:60]}")
     if "+" in cluster:
         raise UserError(
             f"cluster={cluster[:60]!r} has unlike nodes, for which there are no sliders; `fivefold plan` has them"

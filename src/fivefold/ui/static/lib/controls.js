@@ -1,11 +1,12 @@
-// Controls that are real inputs: each is an object with `element` and `set(...)`, and calls back with its value.
+// Controls that are real inputs: each is an object with `element` and `set(...)`, and calls back with its value. They are off
+// until they have one.
 import { element, unique } from "./dom.js";
 
 /** A range over a list of steps: slider({ name: "tp", label: "tp", hint: "...", onInput }). set(steps, value, { bad, off }) */
 export function slider({ name, label, hint, write = String, onInput, onStart }) {
   const id = unique(name);
   const output = element("output", { for: id, "data-testid": `${name}-value` });
-  const input = element("input", { type: "range", id, min: 0, step: 1, "data-testid": `slider-${name}`, title: hint });
+  const input = element("input", { type: "range", id, min: 0, max: 0, step: 1, disabled: true, "data-testid": `slider-${name}`, title: hint });
   let steps = [];
   const value = () => steps[Number(input.value)];
   const say = () => {
@@ -33,7 +34,7 @@ export function slider({ name, label, hint, write = String, onInput, onStart }) 
 /** select({ name, label, onInput }). set([value or { value, text }], now, { off }) */
 export function select({ name, label, hint, onInput }) {
   const id = unique(name);
-  const input = element("select", { id, "data-testid": `select-${name}`, title: hint });
+  const input = element("select", { id, disabled: true, "data-testid": `select-${name}`, title: hint });
   input.addEventListener("change", () => onInput(input.value, name));
   let before = "";
   return {
@@ -52,7 +53,7 @@ export function select({ name, label, hint, onInput }) {
 /** A whole number: number({ name, label, onInput, min }). set(value, { off }) */
 export function number({ name, label, hint, onInput, min = 1 }) {
   const id = unique(name);
-  const input = element("input", { type: "number", id, min, step: 1, inputmode: "numeric", "data-testid": `number-${name}`, title: hint });
+  const input = element("input", { type: "number", id, min, step: 1, disabled: true, inputmode: "numeric", "data-testid": `number-${name}`, title: hint });
   input.addEventListener("change", () => onInput(input.value, name));
   return {
     element: element("div", { class: "field" }, element("label", { for: id }, label), input), input,
@@ -66,7 +67,7 @@ export function number({ name, label, hint, onInput, min = 1 }) {
 /** A checkbox: toggle({ name, label, onInput }). set(value, { off }) */
 export function toggle({ name, label, hint, onInput }) {
   const id = unique(name);
-  const input = element("input", { type: "checkbox", id, "data-testid": `toggle-${name}`, title: hint });
+  const input = element("input", { type: "checkbox", id, disabled: true, "data-testid": `toggle-${name}`, title: hint });
   input.addEventListener("change", () => onInput(input.checked, name));
   return {
     element: element("div", { class: "toggle" }, input, element("label", { for: id }, label)), input,

@@ -13,6 +13,9 @@ export const address = view => latest[view] || `#${view}`;
 /** The words with which another view was left: last("plan").layout */
 export const last = view => Object.fromEntries(new URLSearchParams((latest[view] || "").split(/\?(.*)/s)[1] || ""));
 
+/** A view was left with words that nobody can answer. */
+export function forget(view) { delete latest[view]; }
+
 /** Write a view's words. While a slider moves they replace each other; `push` makes a step that Back undoes. A view that
  * was left while its answer was on the way keeps its words for later, and the address stays that of the view that is shown. */
 export function write(view, words, push = false) {
@@ -26,9 +29,9 @@ export function write(view, words, push = false) {
   else history.replaceState(null, "", hash);
 }
 
-/** Called when the user goes to another address: a link, Back, or a typed one. `write` does not call it. */
+/** Called when the user goes to another address: a link, Back, or a typed one. `write` does not call it. popstate comes
+ * beside hashchange, and would ask everything twice. */
 export function onChange(listener) {
   addEventListener("hashchange", listener);
-  addEventListener("popstate", listener);
-  return () => { removeEventListener("hashchange", listener); removeEventListener("popstate", listener); };
+  return () => removeEventListener("hashchange", listener);
 }

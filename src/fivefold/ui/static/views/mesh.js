@@ -10,13 +10,13 @@ import { everyNode, everyRank, oneNode, oneReplica } from "./mesh_arrange.js";
 import { board } from "./mesh_board.js";
 import { drawLayer } from "./mesh_layer.js";
 import { drawRank } from "./mesh_rank.js";
-import { questionControls } from "./plan_controls.js";
+import { DEFAULTS, questionControls } from "./plan_controls.js";
 
 const QUESTION = ["model", "cluster", "batch", "seq", "precision", "software"];
 const DEGREES = [["tp", "Ranks that share every matrix"], ["pp", "Ranks that share the layers"], ["cp", "Ranks that share every sequence"], ["ep", "Ranks that experts are dealt out over"], ["zero", "What is sharded over dp x cp"]];
 
 export function mount(root, source) {
-  let words = { ...state.read().words }, shown = null, kept = null, asked = -1;
+  let words = { ...state.read().words }, shown = null, kept = null, asked = -1, told = null;  // told: what was wrong with the first address
   if (!words.layout && source.live) words = { ...words, ...some(state.last("plan"), [...QUESTION, "layout"]), ...words };
   const look = { axis: "", sizes: {}, chosen: null, groups: {}, wire: null };
   const question = questionControls(change, source.live);
@@ -43,6 +43,7 @@ export function mount(root, source) {
   function some(all, names) { return Object.fromEntries(names.map(name => [name, all[name]]).filter(([, value]) => value)); }
   function refresh(changed = {}) {
     const { move, ...others } = changed;
+    if (shown) told = null;  // the user's own change
     words = { ...words, ...others };
     asking({ ...some(words, [...QUESTION, "layout", "rank", "layer"]), move: move || "" });
   }
@@ -54,9 +55,15 @@ export function mount(root, source) {
     words = next;
     refresh();
   }
+  const sentence = error => error.problems?.length ? error.problems.join(" · ") : error.message;
   function fail(error) {
-    notice.textContent = error.problems?.length ? error.problems.join(" · ") : error.message;
+    notice.textContent = sentence(error);
     notice.hidden = false;
+    if (shown || told || error.status !== 400) return;
+    told = error;
+    state.forget("mesh");
+    words = {};
+    refresh();
   }
 
   function show(payload, all, stale) {
@@ -65,13 +72,13 @@ export function mount(root, source) {
     const { fields } = payload.wanted, hand = all.move.split("=")[0];
     for (const [name] of DEGREES) sliders[name].set(payload.steps[name], fields[name], { off: !source.live, bad: payload.problems.length > 0 && name === hand, held: stale && name === hand });
     sliders.ep.element.hidden = !payload.question.experts;
-    notice.hidden = !payload.problems.length;
-    if (payload.problems.length) notice.textContent = `${payload.problems.join(" · ")}${payload.shown ? ` · shown is the nearest that can run: ${payload.shown.text}` : ""}`;
+    notice.hidden = !payload.problems.length && !told;
+    if (told) notice.textContent = `${sentence(told)}. ${DEFAULTS}`;
+    else if (payload.problems.length) notice.textContent = `${payload.problems.join(" · ")}${payload.shown ? ` · shown is the nearest that is legal: ${payload.shown.text}` : ""}`;
     layout.replaceChildren(layoutText(payload.shown ? payload.shown.text : payload.wanted.text));
     if (!payload.map) return;
     const { map } = payload;
     words = { ...some(words, QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.shown.text, rank: String(payload.chosen.part.rank), ...(words.layer ? { layer: words.layer } : {}) };
-    keep();
     look.sizes = Object.fromEntries(map.axes.map(one => [one.axis, one.ranks]));
     if (!look.sizes[look.axis]) look.axis = map.axes[0]?.axis || "";
     title.textContent = map.singly ? `${format.count(payload.shown.world)} ranks on ${format.count(map.nodes)} node${map.nodes > 1 ? "s" : ""}` : `${format.count(payload.shown.world)} ranks, node by node`;
@@ -79,12 +86,12 @@ export function mount(root, source) {
     nodeCard.hidden = map.singly;
     layer.show(payload.layer);
     paint(look.axis);
-    light(payload.chosen);
+    light(payload.chosen, stale);
     if (!source.live && !kept) source.part("ranks").then(all => { kept = new Map(all.map(one => [one.part.rank, one])); }, () => { kept = new Map(); });
   }
 
   /** The address has the layout that was asked for, which may not be the one that is shown. */
-  function keep() { if (source.live) state.write("mesh", { ...words, layout: shown.wanted.text }); }
+  function keep() { if (source.live && !told) state.write("mesh", { ...words, layout: shown.wanted.text }); }
 
   function paint(axis, pressed) {
     look.axis = axis;
@@ -101,7 +108,7 @@ export function mount(root, source) {
     pointing({ ...some(words, [...QUESTION, "layout"]), rank: String(number) });
   }
 
-  function light(chosen) {
+  function light(chosen, stale = false) {
     look.chosen = chosen;
     asked = chosen.part.rank;
     look.groups = chosen.groups;
@@ -110,7 +117,7 @@ export function mount(root, source) {
     nodeTitle.textContent = `Node ${format.count(chosen.node.number)}`;
     replicaTitle.textContent = `The model once: replica ${chosen.replica.dp}${chosen.replica.whole ? "" : ", one place along cp"}, a line for each pipeline rank`;
     words = { ...words, rank: String(chosen.part.rank) };
-    keep();
+    if (!stale) keep();
     for (const one of boards) one.update();
   }
 

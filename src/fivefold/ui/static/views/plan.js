@@ -2,7 +2,7 @@
 import { element } from "../lib/dom.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
-import { layoutControls, questionControls } from "./plan_controls.js";
+import { DEFAULTS, layoutControls, questionControls } from "./plan_controls.js";
 import { drawFigures } from "./plan_figures.js";
 import { drawNeighbours, drawRanking } from "./plan_ranking.js";
 
@@ -16,6 +16,7 @@ export function mount(root, source) {
   let hand = "";                              // that slider
   let free = !words.layout;                   // nobody has chosen a layout: the planner's choice is taken when it comes
   let timer = 0, ranked = null, ranking = "";
+  let told = null;                            // what was wrong with the first address: the defaults are shown below it
 
   const question = questionControls(ask, source.live);
   const layout = layoutControls({ onMove: move, onGrab: grab, onBest: takeBest, live: source.live });
@@ -34,6 +35,7 @@ export function mount(root, source) {
   const refresh = move => asking({ ...only(QUESTION), layout: base, move });
 
   function ask(name, value) {
+    told = null;
     const before = only(QUESTION);
     words = { ...words, [name]: value };
     if (name === "model" || name === "cluster") { delete words.batch; delete words.layout; base = ""; free = true; }
@@ -44,18 +46,21 @@ export function mount(root, source) {
   }
 
   function grab(name) {
+    if (!shown) return;
     if (name === hand) return;
     hand = name;
     base = shown?.shown?.text || base;
   }
 
   function move(name, value) {
+    told = null;
     grab(name);
     free = false;
     refresh(`${name}=${value}`);
   }
 
   function take(text) {
+    told = null;
     hand = "";
     free = false;
     base = text;
@@ -70,13 +75,14 @@ export function mount(root, source) {
     shown = payload;
     const current = asked.move ? asked.move.split("=")[0] : "";
     if (!asked.move) base = payload.shown?.text || base;
-    words = { ...only(QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.wanted.text };
+    if (!stale) words = { ...only(QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.wanted.text };
     question.show(payload);
+    if (told) question.fail(told, DEFAULTS);
     layout.show(payload, current, stale);
     const wanted = JSON.stringify(payload.asks.search), anew = wanted !== ranking;
     if (anew) ranked = null;
     figures.show(payload, source.live && free && !ranked);
-    if (source.live) state.write("plan", words);
+    if (source.live && !stale && !told) state.write("plan", words);
     if (anew) {
       ranking = wanted;
       list.wait();
@@ -95,8 +101,17 @@ export function mount(root, source) {
   }
 
   function failed(error) {
+    if (!shown && !told && error.status === 400) {
+      told = error;
+      state.forget("plan");
+      words = {};
+      base = "";
+      free = true;
+      refresh("");
+      return;
+    }
     question.fail(error);
-    figures.fail(error);
+    figures.fail();
   }
 
   function found(answer) {
@@ -111,6 +126,7 @@ export function mount(root, source) {
   const listening = state.onChange(() => {
     const now = state.read();
     if (now.view !== "plan") return;
+    told = null;
     words = { ...now.words };
     base = words.layout || "";
     hand = "";

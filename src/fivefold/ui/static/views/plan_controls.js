@@ -3,10 +3,16 @@ import { button, number, select, slider, toggle } from "../lib/controls.js";
 import { card, element, layoutText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 
+export const DEFAULTS = "Shown instead is what the page begins with.";
+const COUNTED = { nodes: "Nodes", gpus: "GPUs per node" };
+
 export function questionControls(ask, live) {
   let cluster = { nodes: 1, gpus: 8, accelerator: "H100" };
   const together = changed => {
     cluster = { ...cluster, ...changed };
+    const lacks = Object.keys(COUNTED).find(name => cluster[name] === "");
+    error.hidden = !lacks;
+    if (lacks) { error.textContent = `${COUNTED[lacks]} is empty; give a whole number, 1 or more`; return; }
     ask("cluster", `${cluster.nodes}x${cluster.gpus}x${cluster.accelerator}`);
   };
   const off = !live;
@@ -38,8 +44,8 @@ export function questionControls(ask, live) {
       about.textContent = `${format.si(question.parameters, 4)} parameters${experts}, ${question.layers} layers · ${format.count(question.world)} GPUs · ` +
         `${format.si(question.batch * question.seq)} tokens a step · in a node ${question.links.inside.name}, between nodes ${question.links.across.name}`;
     },
-    fail(problem) {
-      error.textContent = problem.problems.length ? problem.problems.join(" · ") : problem.message;
+    fail(problem, more = "") {
+      error.textContent = [problem.problems.length ? problem.problems.join(" · ") : problem.message, more].filter(Boolean).join(". ");
       error.hidden = false;
     },
   };

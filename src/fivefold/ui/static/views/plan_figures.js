@@ -36,7 +36,7 @@ export function drawFigures({ onTake }) {
   const whole = element("div", { class: "stack" }, verdict, dock, numbers);
   return {
     element: whole,
-    fail(error) { whole.classList.add("busy"); verdict.replaceChildren(element("p", { class: "notice bad" }, error.message)); },
+    fail() { whole.classList.add("busy"); verdict.replaceChildren(); },  // the question says why
     because(difference) {
       const said = verdict.querySelector('[data-testid="against"]');
       if (said && difference && best && now.figures.layout !== best.layout) said.textContent = `Against the planner's choice it ${difference}.`;
@@ -79,8 +79,9 @@ function judge(box, { question, problems, shown, changes, figures, causes, devic
   if (problems.length) {
     box.replaceChildren(element("div", { class: "notice bad", "data-testid": "problems" },
       element("strong", {}, "This cannot run. "), element("ul", {}, problems.map(one => element("li", {}, one))),
-      shown ? element("p", {}, "The figures below are of the nearest layout that can: ", layoutText(shown.text, { "data-testid": "nearest" }), ` (${changes.join(", ")}). `,
-        button("Take it", { "data-testid": "take-nearest", onClick: () => onTake(shown.text) })) : element("p", {}, "Nothing near it can run either.")));
+      shown ? element("p", {}, "The figures below are of the nearest layout that is legal: ", layoutText(shown.text, { "data-testid": "nearest" }), ` (${changes.join(", ")})`,
+        element("span", { "data-testid": "nearest-fits" }, figures.fits ? ", which fits. " : `, which does not fit either: it needs ${format.gigabytes(figures.memory_bytes)} GB on the fullest rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB. `),
+        button("Take it", { "data-testid": "take-nearest", onClick: () => onTake(shown.text) })) : element("p", {}, "Nothing near it is legal either.")));
     return;
   }
   if (searching) {

@@ -4,6 +4,7 @@ import * as format from "../lib/format.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
 import { table } from "../lib/table.js";
+import { DEFAULTS } from "./plan_controls.js";
 import { drawEvery } from "./schedule_every.js";
 import { scheduleControls, wordsOf } from "./schedule_controls.js";
 import { drawTimeline } from "./schedule_timeline.js";
@@ -20,7 +21,7 @@ function figure(name, testid, about) {
 }
 
 export function mount(root, source) {
-  let words = { ...state.read().words }, timer = 0, others = "", shown = null;
+  let words = { ...state.read().words }, timer = 0, others = "", shown = null, told = null;  // told: what was wrong with the first address
   const controls = scheduleControls({ onMove: move, live: source.live });
   const every = drawEvery({ onTake: name => move({ schedule: name }), live: source.live });
   const timeline = drawTimeline();
@@ -38,6 +39,8 @@ export function mount(root, source) {
   const making = replacing((asked, signal) => source.part("made", asked, { signal }), made, alone);
 
   function move(changed) {
+    if (!shown) return;
+    told = null;
     words = wordsOf(shown.asked, changed);
     asking(words);
   }
@@ -48,16 +51,21 @@ export function mount(root, source) {
     every.element.hidden = !source.live;
   }
 
+  const sentence = error => error.problems.length ? error.problems.join(" · ") : error.message;
   function fail(error) {
-    notice.textContent = error.problems.length ? error.problems.join(" · ") : error.message;
+    notice.textContent = sentence(error);
     notice.hidden = false;
+    if (shown || told || error.status !== 400) return;
+    told = error;
+    state.forget("schedule");
+    asking({});
   }
 
   function show(payload, asked, stale) {
     shown = payload;
     words = Object.fromEntries(NAMES.map(name => [name, asked[name] ?? ""]));
     controls.show(payload, stale);
-    if (source.live) state.write("schedule", { ...words, schedule: payload.asked.schedule, pp: payload.asked.pp, microbatches: payload.asked.microbatches });
+    if (source.live && !stale && !told) state.write("schedule", { ...words, schedule: payload.asked.schedule, pp: payload.asked.pp, microbatches: payload.asked.microbatches });
     every.mark(payload.asked.schedule);
     const made = payload.schedules.find(one => one.name === payload.asked.schedule).made;
     if (!made) draw(payload);
@@ -79,8 +87,9 @@ export function mount(root, source) {
   }
 
   function draw(payload) {
-    notice.hidden = !payload.refused;
-    if (payload.refused) notice.textContent = `${payload.asked.schedule} is refused: ${payload.refused}`;
+    notice.hidden = !payload.refused && !told;
+    if (told) notice.textContent = `${sentence(told)}. ${DEFAULTS}`;
+    else if (payload.refused) notice.textContent = `${payload.asked.schedule} is refused: ${payload.refused}`;
     timeline.show(payload);
     const { drawn } = payload;
     if (!drawn) {
@@ -101,6 +110,7 @@ export function mount(root, source) {
 
   const listening = state.onChange(() => {
     const now = state.read();
+    told = null;
     if (now.view === "schedule") asking({ ...now.words });
   });
   asking(Object.fromEntries(NAMES.map(name => [name, words[name] ?? ""])));
