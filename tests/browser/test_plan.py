@@ -169,6 +169,7 @@ def test_the_ranking_compares_two(window: Opening) -> None:
     text = page.text("comparison")
     for at in (0, 1):
         assert f"{ranked['options'][at]['memory_bytes'] / 1e9:.2f}" in text
+        assert all(name in text for name, size in ranked["options"][at]["memory_by_component"].items() if size > 0)
 
 
 def test_a_new_question_has_no_rows_of_the_old_one(window: Opening) -> None:

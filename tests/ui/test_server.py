@@ -1,7 +1,9 @@
 """Who may ask the page's server, what it answers, and what it never does."""
 
 import asyncio
+import inspect
 import json
+import logging
 import socket
 import threading
 from asyncio.subprocess import Process
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from fivefold.support.errors import UserError
 from fivefold.ui import server as serving_module
@@ -18,12 +21,13 @@ from fivefold.ui.api_plan import search
 from fivefold.ui.ask import Ask
 from fivefold.ui.server import FILES, STATIC
 from fivefold.ui.threads import Busy, in_thread
-from fivefold.ui.ui import LOOPBACK, bound, ui
+from fivefold.ui.ui import LOOPBACK, bound, ui, worth_saying
 from fivefold.ui.views import VIEWS, answer
 from fivefold.ui.worker import Question
 from fivefold.ui.workers import MOST, Broken, Replaced, Workers
 from tests.ui.serving import TOKEN, Server, serving
 
+CUT = "Cancel %s running task(s), timeout graceful shutdown exceeded"
 TINY = {"model": "tiny", "cluster": "2xCPU", "batch": "8", "seq": "64"}
 
 
@@ -279,3 +283,9 @@ def test_the_address_and_its_refusals(tmp_path: Path) -> None:
         ui(runs=[tmp_path / "nothing"])
     with pytest.raises(UserError, match="port=70000"):
         ui(port=70_000)
+
+
+def test_answers_that_nobody_waits_for_any_more_are_no_error_in_the_terminal() -> None:
+    said = [logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, text, (3,), None) for text in (CUT, "a bug: %s")]
+    assert [record.getMessage() for record in said if worth_saying(record)] == ["a bug: 3"]
+    assert CUT in inspect.getsource(uvicorn.server)

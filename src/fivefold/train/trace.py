@@ -8,6 +8,7 @@ import msgspec
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import ranks
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 from fivefold.trace.records import Trace
 from fivefold.trace.result import TraceFile, TraceResult
@@ -29,7 +30,7 @@ def trace(
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {file.path.parent}")
-    whole, replace = job if isinstance(job, Job) else read_job(job, changes), msgspec.structs.replace
+    whole, replace = job if isinstance(job, Job) else read_job(_of_a_job(job), changes), msgspec.structs.replace
     traced = replace(whole.trace, steps=whole.trace.steps or STEPS)
     steps = max(0, traced.after) + max(1, traced.steps)  # the warm-up and the traced steps, and no evaluation
     short = replace(whole, train=replace(whole.train, steps=steps, eval_samples=0), trace=traced)
@@ -37,6 +38,17 @@ def trace(
     file(ranks.run(short.layout.world, "fivefold.train.trace:trace_rank", short, timeout=timeout)[0])
     assert file.result is not None
     return file.result
+
+
+def _of_a_job(given: str | Path | None) -> str | Path | None:
+    """Not a run that has been: a trace of it may lie in its directory."""
+    path = None if given is None else path_of(given)
+    if path is not None and (path.is_dir() or path.suffix == ".json"):
+        run = path if path.is_dir() else path.parent
+        raise UserError(
+            f"{given} is no job file, which trace runs anew; `fivefold report run {run}` shows a run's trace"
+        )
+    return given
 
 
 def trace_rank(rank: ranks.Rank, job: Job) -> Trace | None:

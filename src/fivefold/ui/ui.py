@@ -4,6 +4,7 @@ ui(port=0, runs=["runs/demo"], browser=False)
 """
 
 import contextlib
+import logging
 import secrets
 import socket
 import webbrowser
@@ -45,8 +46,14 @@ def ui(
             application(token, port, places), log_level="warning", access_log=False, server_header=False, ws="none",
             proxy_headers=False, http="h11", timeout_graceful_shutdown=GRACE,
         )  # fmt: skip
+        logging.getLogger("uvicorn.error").addFilter(worth_saying)
         with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises once more when all is closed
             uvicorn.Server(config).run(sockets=[listening])
+
+
+def worth_saying(record: logging.LogRecord) -> bool:
+    """That answers which nobody waits for are left when the server is told to stop is no error."""
+    return "timeout graceful shutdown exceeded" not in str(record.msg)
 
 
 def _directory(run: str | Path) -> Path:

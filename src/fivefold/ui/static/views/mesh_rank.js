@@ -5,7 +5,7 @@ import * as format from "../lib/format.js";
 import { swatch } from "../lib/plot.js";
 
 const SHARDED = ["nothing: it updates all of its parameters", "the optimizer", "optimizer and gradients", "optimizer, gradients and weights"];
-const span = ends => !ends.length ? "none" : ends[0] === ends[1] ? format.count(ends[0]) : `${format.count(ends[0])} to ${format.count(ends[1])}`;
+const span = ends => !ends.length ? "none" : ends[0] === ends[1] ? `number ${format.count(ends[0])}` : `${format.count(ends[0])} to ${format.count(ends[1])}`;
 const some = ranks => ranks.length <= 8 ? ranks.join(", ") : `${ranks.slice(0, 6).join(", ")}, … ${ranks.at(-1)}`;
 
 function facts({ part }) {

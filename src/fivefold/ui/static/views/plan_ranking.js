@@ -3,7 +3,7 @@ import { button } from "../lib/controls.js";
 import * as colours from "../lib/colours.js";
 import { card, element, layoutText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
-import { responsive, stackedBars } from "../lib/plot.js";
+import { legend, responsive, stackedBars } from "../lib/plot.js";
 import { table } from "../lib/table.js";
 
 export function drawNeighbours({ onTake, live }) {
@@ -89,10 +89,11 @@ export function comparison(one, other) {
     const [a, b] = [of(one), of(other)];
     return [name, write(a), write(b), a ? format.signed(b / a - 1) : "—"];
   });
-  const bars = (values, colour, write, label) => responsive(width => stackedBars(width, {
+  const named = (values, colour) => legend([...new Set([one, other].flatMap(option => Object.entries(values(option)).filter(([, value]) => value > 0).map(([name]) => name)))].map(name => ({ name, colour: colour(name) })));
+  const bars = (values, colour, write, label) => [responsive(width => stackedBars(width, {
     rows: [one, other].map((option, at) => ({ label: "AB"[at], parts: Object.entries(values(option)).map(([name, value]) => ({ name, value, colour: colour(name) })) })),
     height: 34, write, label, describe: (row, part) => [`${row.label}: ${part.name}`, write(part.value)],
-  })).element;
+  })).element, named(values, colour)];
   return element("div", { class: "stack compare", "data-testid": "comparison" },
     element("h3", {}, "Side by side"),
     element("p", {}, element("strong", {}, "A "), layoutText(one.layout)), element("p", {}, element("strong", {}, "B "), layoutText(other.layout)),

@@ -47,7 +47,7 @@ export function lanesPicture(width, { ranks, microseconds }, zoom) {
     }
     y += 8;
   }
-  for (let at = 0; at <= most; at += step) drawn.push(shape("line", { x1: x(at), x2: x(at), y1: 2, y2: y, class: "grid" }), shape("text", { x: x(at), y: y + 14, class: "tick", "text-anchor": at ? "middle" : "start" }, time(at).replace(/\.0+(?=\D|$)/, "")));
+  for (let at = 0; at <= most; at += step) drawn.push(shape("line", { x1: x(at), x2: x(at), y1: 2, y2: y, class: "grid" }), shape("text", { x: x(at), y: y + 14, class: "tick", "text-anchor": !at ? "start" : x(at) > whole - 30 ? "end" : "middle" }, time(at).replace(/\.0+(?=\D|$)/, "")));
   return shape("svg", { width: whole, height: y + 22, role: "img", "aria-label": `what ${ranks.length} ranks did in a step, measured and simulated` }, shape("defs", {}, kindsOf(ranks).filter(along).map(stripes)), drawn, body);
 }
 

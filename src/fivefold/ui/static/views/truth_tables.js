@@ -46,6 +46,8 @@ function gauge(row) {
     element("p", { class: "small dim" }, `What was measured lies ${inside ? "inside" : "outside"} the predicted range.`));
 }
 
+const HEADS = "Error: mean absolute error of the step time. Null model: that of the best single hardware utilisation for each source. OOM right: rows of which the planner says rightly whether they fit.";
+
 /** A line for each source, dense models first; the button of one filters by it. */
 export function sourceTable(lines, looks, chosen, onTake) {
   const cells = one => [
@@ -60,15 +62,17 @@ export function sourceTable(lines, looks, chosen, onTake) {
   const heads = ["source", ">rows", ">timed", ">error", ">median", ">bias", ">null model", ">worst", ">memory error (rows)", ">OOM right"];
   const mark = several => (line, at) => line.classList.toggle("chosen", several[at].source === chosen);
   return element("div", { class: "stack" },
-    table(heads, dense.map(cells), { testid: "sources", row: mark(dense), foot: dense.some(one => one.judged) ? foot("mean of sources", false) : null,
-      caption: "Dense models. Error: mean absolute error of the step time. Null model: that of the best single hardware utilisation for each source. OOM right: rows of which the planner says rightly whether they fit." }),
+    dense.length ? table(heads, dense.map(cells), { testid: "sources", row: mark(dense), foot: dense.some(one => one.judged) ? foot("mean of sources", false) : null,
+      caption: `Dense models. ${HEADS}` }) : "",
     experts.length ? table(heads, experts.map(cells), { testid: "sources-experts", row: mark(experts), foot: experts.some(one => one.judged) ? foot("mean of sources, experts", true) : null,
-      caption: "Models with experts: lines of their own, which count for their mean from five rows on." }) : "");
+      caption: `Models with experts: lines of their own, which count for their mean from five rows on.${dense.length ? "" : ` ${HEADS}`}` }) : "");
 }
 
+const refusedLast = (a, b) => Number(Boolean(a.refused)) - Number(Boolean(b.refused));
+const size = (row, none) => row.error === null || row.error === undefined ? none : Math.abs(row.error);
 const ORDERS = {
-  "largest error first": (a, b) => Math.abs(b.error ?? -1) - Math.abs(a.error ?? -1),
-  "smallest error first": (a, b) => Math.abs(a.error ?? 9) - Math.abs(b.error ?? 9),
+  "largest error first": (a, b) => refusedLast(a, b) || size(b, -1) - size(a, -1),
+  "smallest error first": (a, b) => refusedLast(a, b) || size(a, 1e9) - size(b, 1e9),
   "as published": (a, b) => a.source.localeCompare(b.source) || a.line - b.line,
 };
 export const orders = Object.keys(ORDERS);
@@ -77,7 +81,7 @@ export function rowTable(rows, { order, shown, at, onPick, onTake, onMore }) {
   const listed = [...rows].sort(ORDERS[order] || ORDERS[orders[0]]).slice(0, shown);
   return element("div", {}, table(["run", "model", "GPUs", "layout", ">measured", ">predicted", ">range", ">error", ">null model"], listed.map(row => [
     button(`${row.source}:${row.line}`, { class: "quiet link", "aria-label": `${row.source} line ${row.line}: show all of it`, onClick: () => onTake(row), onFocus: () => onPick(row) }), row.model, `${row.cells.gpus || ""} ${row.cells.gpu || ""}`,
-    row.layout ? layoutText(row.layout.split(",split=")[0]) : "", row.status === "oom" ? "out of memory" : row.measured_seconds ? format.seconds(row.measured_seconds) : "", row.predicted_seconds ? format.seconds(row.predicted_seconds) : "",
+    row.layout ? layoutText(row.layout.split(",split=")[0]) : row.refused ? element("span", { class: "dim small" }, row.refused) : "", row.status === "oom" ? "out of memory" : row.measured_seconds ? format.seconds(row.measured_seconds) : "", row.predicted_seconds ? format.seconds(row.predicted_seconds) : "",
     format.range(row.predicted_range, format.seconds), row.refused ? "refused" : signedPercent(row.error), row.null_seconds ? signedPercent(row.null_seconds / row.measured_seconds - 1) : ""]), {
     testid: "rows", records: true,
     row(line, index) {
