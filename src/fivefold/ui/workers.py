@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -84,7 +86,7 @@ class Workers:
         """Make room for another question: with an idle process, or without one that is ended."""
         self.room.release()
         if process is not None and ended:
-            _end(process)
+            self._later(_end(process))
         elif process is not None:
             self.idle.append(process)
 
@@ -98,7 +100,10 @@ class Workers:
                     line = await asyncio.wait_for(process.stdout.readline(), SOON)
             self._free(process, ended=not line)
 
-        task = asyncio.create_task(last_words())
+        self._later(last_words())
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self.leaving.add(task)
         task.add_done_callback(self.leaving.discard)
 
@@ -114,10 +119,9 @@ class Workers:
         for task in self.asked.values():
             task.cancel()
         await asyncio.gather(*self.asked.values(), return_exceptions=True)
-        await asyncio.gather(*self.leaving)
-        for process in self.idle:
-            _end(process)
-        await asyncio.gather(*(process.wait() for process in self.idle))
+        while self.leaving:  # which may leave something themselves
+            await asyncio.gather(*self.leaving, return_exceptions=True)
+        await asyncio.gather(*map(_end, self.idle))
         self.idle.clear()
 
 
@@ -131,7 +135,9 @@ async def _exchange(process: Process, question: Question) -> bytes:
     return line
 
 
-def _end(process: Process) -> None:
+async def _end(process: Process) -> None:
+    """Kill it, and wait until its pipes are closed as well: a loop that ends before has a transport left."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+    await process.communicate()
