@@ -39,8 +39,11 @@ def begin(directory: Path, again: bool, steps: int) -> None:
 
 
 def reached(directory: Path) -> int:
-    """The last step that a run has recorded."""
-    records = (record for _, record in read(directory / "metrics.jsonl"))
+    """The last step that a run has recorded; none, where that cannot be read: who writes there says why."""
+    try:
+        records = [record for _, record in read(directory / "metrics.jsonl")]
+    except OSError:
+        return 0
     return max((record.step for record in records if isinstance(record, Step)), default=0)
 
 

@@ -177,7 +177,7 @@ def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype
 def _unit(model: nn.Module, module: FSDPModule) -> str:
     """The name of what is gathered at a time; the rest of a stage has that of its first layer."""
     name = next(name for name, inside in model.named_modules() if inside is module)
-    return name or f"the rest of the stage of {next(iter(dict(model.named_parameters())))}"
+    return name or f"the rest of the stage of {next(iter(dict(model.named_parameters())), 'no weights')}"
 
 
 def _gather_aside(module: nn.Module) -> None:
