@@ -64,6 +64,7 @@ def test_one_process_beside_a_bare_loop_and_hugging_face() -> None:
     assert found["agree"] is True
 
 
+@pytest.mark.slow
 def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch) -> None:
     monkeypatch.setattr("fivefold.calibrate.calibrate.ROUNDS", 1)
     found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")

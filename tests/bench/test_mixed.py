@@ -71,6 +71,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) 
     assert not MixedBenchResult(job, 4, 2, here, (other,)).ok
 
 
+@pytest.mark.slow
 def test_every_system_trains_the_same_on_unequal_ranks(tmp_path) -> None:
     words = ["--ranks", "2", "--slow", "2", "--rounds", "1", "--microbatches", "4", "--quick"]
     path = tmp_path / "mixed.csv"

@@ -11,6 +11,7 @@ from fivefold.cli import app
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.slow
 def test_the_bench_goes_on_from_both_tiers_and_leaves_nothing(tmp_path: Path) -> None:
     words = ["bench", "recovery", "layout=dp=2,zero=1", "model.layers=1", "data.seq=16", "train.batch=2"]
     done = CliRunner().invoke(app, [*words, "--rounds", "1", "--steps", "1", "--directory", str(tmp_path), "--json"])

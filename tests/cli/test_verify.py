@@ -31,6 +31,7 @@ def test_a_layout_is_proven_in_a_table(tmp_path: Path) -> None:
     assert "FAILS" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_sample_says_how_much_of_everything_it_is(tmp_path: Path) -> None:
     words = ["--all", "--world", "2", "--sample", "2", "--jobs", "2"]
     done = fivefold("verify", *words, *SMALL, "--json", cwd=tmp_path)

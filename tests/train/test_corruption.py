@@ -111,6 +111,7 @@ def test_a_rank_alone_checks_what_it_holds_and_what_it_computes(
     assert trained(small_job(tokens, *every), 1, tmp_path)[0] == ""
 
 
+@pytest.mark.slow
 def test_of_three_copies_the_odd_one_is_named(tokens: Path, tmp_path: Path) -> None:
     cases = [
         (["layout=dp=3", "train.batch=6", "watch.digests=2"], f"flip@rank=2,step=1,at={at}")
@@ -148,6 +149,7 @@ def test_damaged_state_is_not_saved_and_what_may_be_is_set_aside(tokens: Path, t
     assert Store(tmp_path / "weight").complete() == []
 
 
+@pytest.mark.slow
 def test_counts_of_a_step_do_not_see_the_watchers(tokens: Path, tmp_path: Path) -> None:
     changes = ["layout=dp=2,zero=3,microbatches=2", "train.steps=2", "train.count=true"]
     for watched, plain in run_ranks(
