@@ -4,6 +4,7 @@
   order       within a rank, nothing runs before what it needs
   channels    both ends of every FIFO list their messages in the same order
   deadlock    with bounded buffers and nothing but waiting, every rank gets to the end of its list
+  rendezvous  so it does if a message holds up both its ranks until they have met, as NCCL's may
   accumulate  weight gradients are summed in the order of a single device, so that they are the same to the bit
   bounds      activations, posted receives and slots stay within what is promised
 
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from fivefold.schedule.check.bounds import bounds
 from fivefold.schedule.check.complete import complete
-from fivefold.schedule.check.deadlock import deadlock
+from fivefold.schedule.check.deadlock import deadlock, rendezvous
 from fivefold.schedule.check.index import Index, Problem
 from fivefold.schedule.check.order import accumulate, channels, order
 from fivefold.schedule.schedule import Schedule
@@ -25,7 +26,7 @@ __all__ = ["Problem", "check", "prove"]
 Proof = Callable[[Index], Iterator[Problem]]
 
 # Each step takes for granted what the steps before it have shown.
-STEPS: tuple[tuple[Proof, ...], ...] = ((complete,), (order, channels, accumulate), (deadlock, bounds))
+STEPS: tuple[tuple[Proof, ...], ...] = ((complete,), (order, channels, accumulate), (deadlock, bounds), (rendezvous,))
 
 
 def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) -> list[Problem]:

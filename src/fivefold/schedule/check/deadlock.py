@@ -1,22 +1,60 @@
-"""Deadlock: run the lists, receives posted where they stand, sends held back by the buffers, and see who is left.
+"""Deadlock: run the lists and see who is left. Twice: as gloo runs them, and as NCCL may.
 
-The proof is for receives posted where they stand and sends that do not block until they run out of buffers, because
-that is how the runtime executes; with blocking sends or receives posted late, `simulate` may find a deadlock here too.
+`deadlock` posts receives where they stand, and holds sends back by the buffers: so the runtime executes on CPUs; with
+blocking sends or receives posted late, `simulate` may find a deadlock here too. `rendezvous` lets every message hold up
+both its ranks until they have met. NCCL's messages are kernels on the device: an action that waits for all of it, to
+load a kernel, to allocate, to compile, waits for every message that its rank has posted before.
+
 Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through, every
 run does, at any speed of ranks and links.
 """
 
 from collections.abc import Iterator
 
-from fivefold.schedule.actions import SENDS
+from fivefold.schedule.actions import MESSAGES, SENDS, Channel
 from fivefold.schedule.check.index import Index, Problem
 from fivefold.schedule.clock import Block
+from fivefold.schedule.schedule import Schedule
 
 
 def deadlock(index: Index) -> Iterator[Problem]:
     if index.run.blocks:
         first = _circle(index.run.blocks)[0]
         yield Problem(deadlock_sentence(index.run.blocks), first.rank, first.place)
+
+
+def rendezvous(index: Index) -> Iterator[Problem]:
+    if blocks := _meet(index.schedule):
+        first, why = _circle(blocks)[0], "on NCCL a posted message may hold up all that its rank does after it"
+        cure = "leave out SEND and RECV, and write the line 'messages implied': then they are put where no circle is"
+        yield Problem(f"{deadlock_sentence(blocks)}; {why}; {cure}", first.rank, first.place)
+
+
+def _meet(schedule: Schedule) -> list[Block]:
+    """Who is left, if both ranks of a message stand at it until the other has come."""
+    owner, channel_of = schedule.placement.owner, schedule.placement.channel_of
+    places, at = [0] * schedule.p, dict[int, tuple[Channel, int]]()  # at: the message that a rank stands at
+    blocks: dict[int, Block] = {}
+    passed = dict.fromkeys(schedule.placement.channels, 0)
+    ready = list(range(schedule.p))
+    while ready:
+        rank = ready.pop()
+        order = schedule.ranks[rank]
+        while places[rank] < len(order):
+            action = order[places[rank]]
+            if action.kind in MESSAGES:
+                channel = channel_of[action.kind, action.stage]
+                peer = owner[channel.target if action.kind in SENDS else channel.source]
+                if at.get(peer) != (channel, action.microbatch):
+                    at[rank] = channel, action.microbatch
+                    blocks[rank] = Block(rank, action, channel, passed[channel], peer, places[rank])
+                    break
+                del at[peer], blocks[peer]
+                passed[channel] += 1
+                places[peer] += 1
+                ready.append(peer)
+            places[rank] += 1
+    return [blocks[rank] for rank in sorted(blocks)]
 
 
 def deadlock_sentence(blocks: list[Block]) -> str:
