@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fivefold.job.config import read_job
+from fivefold.launch.device import choose_backend
 from fivefold.layout.layout import Layout
 from fivefold.parallel.collectives import whole
-from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.mesh import Mesh
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch
 from tests.ranks import run_ranks
@@ -42,7 +43,7 @@ def test_staging_changes_no_bit(text: str) -> None:
 
 
 def test_cpus_talk_through_gloo() -> None:
-    assert backend(torch.device("cpu"), 8) == "gloo"
+    assert choose_backend(torch.device("cpu"), 8) == "gloo"
 
 
 def test_a_mesh_of_one_rank_needs_no_process_group() -> None:

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from fivefold.launch import faults
-from fivefold.launch.device import choose_device
+from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.ranks import Rank
 from fivefold.parallel.host_staging import all_gather
-from fivefold.parallel.mesh import backend
 
 # A GPU's second-level cache: operands that are used again within so many bytes are not read from memory, and in
 # training they would be.
@@ -73,7 +72,7 @@ def sets(size: int) -> int:
 def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, wanted: str) -> list[Timing]:
     """On one rank: every collective at every size, in turns."""
     device = choose_device(wanted, rank.number)
-    rank.join(backend(device, rank.world))
+    rank.join(choose_backend(device, rank.world))
     found = timed_collectives(device, sizes, rounds)
     dist.destroy_process_group()
     return found

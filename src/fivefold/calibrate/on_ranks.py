@@ -24,10 +24,9 @@ from fivefold.job.config import read_job
 from fivefold.launch import heartbeat, ranks
 from fivefold.launch import world as worlds
 from fivefold.launch.cores import cores
-from fivefold.launch.device import DTYPES, choose_device
+from fivefold.launch.device import DTYPES, choose_backend, choose_device
 from fivefold.launch.statement import claim
 from fivefold.model.ops import LocalOps
-from fivefold.parallel.mesh import backend
 from fivefold.parallel.messages import to_first
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -51,7 +50,7 @@ def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool 
 def here(rank: ranks.Rank, device: str, quick: bool) -> RankSpeed:
     """As one of the ranks that this machine has started for it."""
     chosen = choose_device(device, rank.number)
-    rank.join(backend(chosen, rank.world))
+    rank.join(choose_backend(chosen, rank.world))
     return measured(chosen, rank.world, quick)
 
 
@@ -59,7 +58,9 @@ def joined(world: worlds.World, device: str, quick: bool) -> RanksResult | None:
     """As one of the ranks that torchrun or Slurm has started; rank 0 has the result."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
     with heartbeat.watched(_LONGEST, world.rank, world.size):
-        worlds.join(world, backend(chosen, world.local_size), job.train.timeout, claim(job, Path(), world, PURPOSE))
+        worlds.join(
+            world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, Path(), world, PURPOSE)
+        )
         try:
             speeds = to_first(measured(chosen, world.local_size, quick), RankSpeed)
         finally:

@@ -15,11 +15,11 @@ from fivefold.doctor.reports import RankReport
 from fivefold.job.config import Job, job_from
 from fivefold.launch import heartbeat, ranks
 from fivefold.launch import world as worlds
-from fivefold.launch.device import DTYPES, choose_device, make_repeatable, precision_of
+from fivefold.launch.device import DTYPES, choose_backend, choose_device, make_repeatable, precision_of
 from fivefold.launch.numa import bind, pci_address
 from fivefold.launch.statement import claim
 from fivefold.layout.axes import PLACED
-from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.messages import to_first
 from fivefold.support.documents import path_of
 from fivefold.trace.tracer import against_rank_0
@@ -34,7 +34,7 @@ def here(rank: ranks.Rank, table: dict[str, object]) -> RankReport:
     device = choose_device(job.train.device, rank.number)
     bind(device, worlds.World(rank.number, rank.world, rank.number, rank.world))
     if rank.world > 1:
-        rank.join(backend(device, rank.world))
+        rank.join(choose_backend(device, rank.world, job.train, rank.number))
     return examine(job, Mesh.of(job.layout, device, spec=job.model), rank.number == 0)
 
 
@@ -44,7 +44,8 @@ def joined(job: Job, world: worlds.World) -> list[RankReport]:
     bind(device, world)
     with heartbeat.watched(job.train.timeout, world.rank, world.size):
         proof = claim(job, Path(), world, PURPOSE)
-        worlds.join(world, backend(device, world.local_size), job.train.timeout, proof)
+        backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
+        worlds.join(world, backend, job.train.timeout, proof)
         try:
             mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
             mine = examine(job, mesh, world.local_rank == 0)

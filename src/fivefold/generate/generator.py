@@ -16,7 +16,7 @@ from fivefold.checkpoint.state import held, stored_buffers
 from fivefold.checkpoint.store import MANIFEST, Checkpoint
 from fivefold.generate.request import Sampling
 from fivefold.job.config import Job
-from fivefold.launch.device import choose_device
+from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.ranks import Rank
 from fivefold.model.attention import by_definition
 from fivefold.model.positions import TokenPositions
@@ -147,7 +147,7 @@ class Generator:
                 logits = wait(all_gather(padded, tp), tp)[: self.vocab]
             token.fill_(choose(logits.float()))
         if pp.size > 1:
-            dist.broadcast(token, src=pp.ranks[-1], group=pp.group)
+            dist.broadcast(token, src=pp.ranks[self.mesh.layout.last_stage], group=pp.group)
         return int(token)
 
 
@@ -155,8 +155,9 @@ def generate_rank(
     rank: Rank, job: Job, weights: Place, prompts: list[list[int]], count: int, sampling: Sampling, ends: set[int]
 ) -> list[list[int]]:
     """One of several ranks that generate together."""
-    rank.join("gloo")
-    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
+    device = choose_device(job.train.device, rank.number)
+    rank.join(choose_backend(device, rank.world, job.train, rank.number))
+    mesh = Mesh.of(job.layout, device, spec=job.model)
     generator = Generator(job, mesh, weights, max(map(len, prompts)) + count)
     return [list(generator.generate(prompt, count, Chooser(sampling), ends)) for prompt in prompts]
 

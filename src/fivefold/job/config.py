@@ -59,6 +59,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     router_z_loss: Annotated[float, within(0, 1000, "0 means none")] = 0.0
     # mixed: a GPU for as many ranks of a node as it has, the CPU for the others; gloo joins them all.
     device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
+    # How ranks talk that share a GPU. nccl: each is a host of its own, through sockets; real NCCL, no figure of speed.
+    share_gpu: Literal["gloo", "nccl"] = "gloo"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
     fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor; not those of experts
     fp8_experts: bool = False  # those of experts, with a scale for each row; weights' gradients stay in bfloat16

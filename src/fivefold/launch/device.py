@@ -10,11 +10,13 @@ import torch
 
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TrainConfig
+from fivefold.launch.roster import SHARING, sharing_problem
 from fivefold.launch.world import World
 from fivefold.plan.cost.memory import host_memory, memory_problems
 from fivefold.support.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DEFAULTS = TrainConfig()
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
@@ -28,6 +30,24 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def choose_backend(
+    device: torch.device, local_ranks: int, config: TrainConfig = DEFAULTS, rank: int = 0, apart: bool = False
+) -> str:
+    """NCCL where every rank of a node has a GPU of its own; gloo on CPUs, and where ranks share a GPU.
+
+    Those may have NCCL, too (`train.share_gpu=nccl`). It refuses two ranks of one host on one GPU, so each is a host of
+    its own (NCCL_HOSTID), and they talk through sockets: every kernel, order and error path of NCCL, and no figure of
+    speed. `apart`: ranks may be on several machines.
+    """
+    gpus = torch.cuda.device_count() if device.type == "cuda" and config.device != "mixed" else 0
+    if problem := sharing_problem(config, gpus, local_ranks, apart):
+        raise UserError(problem)
+    if config.share_gpu == "nccl" and local_ranks > 1:
+        os.environ.update(NCCL_HOSTID=f"{SHARING}{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        return "nccl"
+    return "nccl" if 0 < local_ranks <= gpus else "gloo"
 
 
 def check_memory(job: Job, device: torch.device, world: World) -> None:

@@ -19,12 +19,12 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.launch.ends import STOPPING, End, signal_name
 from fivefold.launch.heartbeat import BEATS, Board
@@ -37,6 +37,12 @@ PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"
 _LOOK = 0.2  # seconds: a child that a rank has forked may keep the pipe open that tells of the rank's end
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # a rank answers with its stack
 _TGKILL = getattr(ctypes.CDLL(None), "tgkill", None) if sys.platform == "linux" else None
+
+
+class Said(NamedTuple):
+    """What a rank says before it has ended: one of the values that its function yields."""
+
+    value: Any
 
 
 class Processes:
@@ -90,16 +96,24 @@ class Processes:
         grace: Callable[[End], float],
         timeout: float = math.inf,
         each: Callable[[], None] | None = None,
+        said: Callable[[int, Any], None] = lambda rank, value: None,
     ) -> list[End]:
         """Wait until every rank has ended. After a failure the others have `grace` seconds; all have `timeout`, and
-        each the time that it says it may take without a sign of life. `each` is called several times a second."""
+        each the time that it says it may take without a sign of life. `each` is called several times a second, and
+        `said` with every value that a rank yields, from which on the time begins anew."""
         deadline, silence = time.monotonic() + timeout, "hung"
         while len(self.ends) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {rank: one for rank, one in enumerate(self._ranks) if rank not in self.ends}
             ready = connection.wait([pipe for _, pipe in waiting.values()], min(left, _LOOK))
             for rank, (process, pipe) in waiting.items():
                 if pipe in ready or process.exitcode is not None:
-                    end = self.ends[rank] = self._end_of(rank)
+                    end = self._end_of(rank)
+                    if isinstance(end, Said):
+                        said(rank, end.value)
+                        if silence == "hung":
+                            deadline = time.monotonic() + timeout
+                        continue
+                    self.ends[rank] = end
                     if end.kind != "returned":
                         silence, deadline = "stopped", min(deadline, time.monotonic() + grace(end))
             if self.board.still(waiting.keys() - self.ends.keys()):
@@ -129,12 +143,12 @@ class Processes:
         file = self.home / name
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def _end_of(self, rank: int) -> End:
+    def _end_of(self, rank: int) -> End | Said:
         process, pipe = self._ranks[rank]
         with suppress(EOFError, OSError):
             if pipe.poll(0.1):  # what a rank said before it died counts
-                end: End = pickle.loads(pipe.recv_bytes())
-                if end.kind == "raised":
+                end: End | Said = pickle.loads(pipe.recv_bytes())
+                if isinstance(end, End) and end.kind == "raised":
                     self._kill_group(process.pid)  # now: its peers see that it is gone
                 return end
         process.join(1)
@@ -231,8 +245,12 @@ def _live(
 
             torch.set_num_threads(threads)
         function, args = pickle.loads(call)
-        end = End(rank, "returned", value=named(function)(*args))
-        message = pickle.dumps(end)  # by value: multiprocessing's own pickler would share tensors' memory
+        value = named(function)(*args)
+        if isinstance(value, Generator):
+            for one in value:
+                pipe.send_bytes(pickle.dumps(Said(one)))
+            value = None
+        message = pickle.dumps(End(rank, "returned", value=value))  # by value: not multiprocessing's shared memory
     except Exception as error:
         known = error if isinstance(error, UserError) else None
         text = f"{type(error).__name__}: {error}"

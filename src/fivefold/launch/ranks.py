@@ -1,6 +1,7 @@
 """Ranks of this machine that live for one call.
 
     run(4, "module:function", argument, timeout=60)     # [function(rank, argument) of each rank], or RankError
+    run(..., each=tell)                                 # of a generator function: tell([what each rank yields])
 
 Nothing outlives a call: not a process group, not a cache that knows its groups by name, not a rank that hangs. The
 server that forks them starts with the first call (seconds: it imports torch) and ends with this process; a call then
@@ -9,7 +10,8 @@ takes a tenth of a second. What a rank prints is kept, and shown only when a ran
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -55,8 +57,12 @@ class RankError(TrainingError):
         super().__init__(sentence + (f"; with it hang {', '.join(others)}" if others else ""))
 
 
-def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
-    """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it."""
+def run(
+    world: int, function: str, *args: Any, timeout: float, each: Callable[[list[Any]], None] | None = None
+) -> list[Any]:
+    """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it.
+
+    Of a function that yields, `each` is called with the n-th values of all ranks, and `timeout` is for one of them."""
     seconds("timeout", timeout)
     if absent("torch"):  # said here, once, and not by each rank
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -64,7 +70,7 @@ def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
     keep_freed_memory()
-    ends = call(world, function, *args, timeout=timeout, grace=_GRACE, env=os.environ, threads=threads)
+    ends = call(world, function, *args, timeout=timeout, grace=_GRACE, env=os.environ, threads=threads, each=each)
     if any(end.kind != "returned" for end in ends):
         cause = min(ends, key=lambda end: end.blame).value
         raise cause if isinstance(cause, UserError) else RankError(ends, timeout)
@@ -72,15 +78,23 @@ def run(world: int, function: str, *args: Any, timeout: float) -> list[Any]:
 
 
 def call(
-    world: int, function: str, *args: Any, timeout: float, grace: float, env: Mapping[str, str], threads: int
-) -> list[End]:
+    world: int, function: str, *args: Any, timeout: float, grace: float, env: Mapping[str, str], threads: int,
+    each: Callable[[list[Any]], None] | None = None,
+) -> list[End]:  # fmt: skip
     """How each rank of `function(Rank, *args)` ended, and what it printed."""
+    heard: list[deque[Any]] = [deque() for _ in range(world)]
+
+    def said(rank: int, value: Any) -> None:
+        heard[rank].append(value)
+        if each and all(heard):
+            each([values.popleft() for values in heard])
+
     with tempfile.TemporaryDirectory(prefix="fivefold-") as home:
         processes = Processes(world, Path(home))
         try:
             with _STARTING:
                 processes.start(f"{__name__}:_act", home, function, args, env=env, threads=threads)
-            ends = processes.watch(lambda end: grace, timeout)
+            ends = processes.watch(lambda end: grace, timeout, said=said)
         finally:
             processes.kill()
         return [replace(end, output=processes.text(f"{end.rank}.out")) for end in ends]

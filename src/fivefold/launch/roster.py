@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from fivefold.job.config import TrainConfig
 from fivefold.launch import faults
 
 _PATIENCE = 60.0  # seconds for a place to answer
 _GPUS = Path("/proc/driver/nvidia/gpus")
+SHARING = "fivefold-rank-"  # of the NCCL_HOSTID that ranks have which share a GPU
 # Does a GPU compute? In a process of its own: a driver that hangs holds whoever asks.
 _TRIAL = "import torch; x = torch.ones(256, 256, device='cuda'); assert float((x @ x).sum()) == 256**3"
 
@@ -98,3 +100,18 @@ def gpus_here() -> list[str]:
             model = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
             found.append(model[1] if model else "")
     return found
+
+
+def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: bool = False) -> str | None:
+    """Why `train.share_gpu=nccl` cannot be, with so many GPUs for the ranks of a node; None when it can."""
+    if config.share_gpu != "nccl" or local_ranks == 1:
+        return None
+    what = "train.share_gpu=nccl lets ranks of one machine share its GPUs"
+    if not gpus:
+        return f"{what}, and these compute on the CPU; nearest: train.share_gpu=gloo"
+    if apart:
+        return f"{what}, and these may be on several machines, between which it would slow NCCL down; leave it out"
+    if local_ranks <= gpus:
+        why = "it makes each rank a host of its own for NCCL, without NVLink and shared memory"
+        return f"{what}, and each of these {local_ranks} has one of its own ({gpus} here): {why}; leave it out"
+    return None

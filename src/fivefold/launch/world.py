@@ -8,7 +8,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from fivefold.launch.meeting import Meeting, stay_on_this_machine
 from fivefold.support.errors import PeerLost, UserError
@@ -176,6 +177,7 @@ def _connect(world: World, backend: str, store: "Store", patience: timedelta) ->
         way = ""
     elif world.apart:
         patience = min(patience, _CONNECTING)
+    one_gloo_worker()  # under NCCL, too, for the same copies
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
     except RuntimeError as error:
@@ -183,6 +185,42 @@ def _connect(world: World, backend: str, store: "Store", patience: timedelta) ->
             raise
         here = f"rank {world.rank} on {socket.gethostname()} has met the others at {world.meeting}"
         raise PeerLost(f"{here}, and then could not connect to all of them: {way}") from error
+
+
+@cache
+def one_gloo_worker() -> None:
+    """From here on, every gloo group of this process has one thread that runs its collectives; torch gives it two.
+
+    Two can kill the process: each, having run a collective, writes its name into a string of the group, and takes no
+    lock for that. Two that write at once corrupt the heap (docs/gloo-race.md; `python tools/gloo_race.py` says whether
+    the torch at hand still does it). torch has no setting for this, as it ignores `pg_options` of a gloo group, so its
+    class gets another constructor. The class itself stays: torch asks whether objects are of it.
+
+    One thread cannot wait in a circle where two did not. It runs the collectives of its group in the order in which
+    they were started, which is one order on all ranks, for a group's collectives find each other by their number.
+    Other groups have threads of their own, and sends and receives need none.
+    """
+    import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
+
+    from fivefold.launch.interfaces import GLOO
+
+    if not dist.is_gloo_available():
+        return
+    group: Any = dist.ProcessGroupGloo
+    plain = group.__init__
+
+    def with_one(
+        self: Any, store: "Store", rank: int, size: int, timeout: Any = default_pg_timeout, options: Any = None
+    ) -> None:
+        if options is None and isinstance(timeout, timedelta):  # else somebody's own options say how many threads
+            options, names = group._Options(), [name for name in os.environ.get(GLOO, "").split(",") if name]
+            # As torch chooses them; TORCH_GLOO_LAZY_INIT is read in there, too.
+            devices = [group.create_device(interface=name) for name in names] or [group.create_default_device()]
+            options._devices, options._timeout, options._threads = devices, timeout, 1
+        plain(self, store, rank, size, options or timeout)
+
+    group.__init__ = with_one
 
 
 def leave(world: World) -> None:

@@ -10,12 +10,11 @@ import hashlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fivefold.parallel.mesh import Axis
+from fivefold.parallel.mesh import Axis, around
 from fivefold.parallel.waits import stood
 
 _ops = torch.ops._c10d_functional
@@ -86,14 +85,7 @@ class Exchange:
     def __init__(self, x: Tensor, axis: Axis):
         self.home, self.patience = x.device, axis.patience
         self.sent = x.cpu() if axis.staged else x.contiguous()
-        self.received = torch.empty_like(self.sent)
-        to, source = ((axis.rank + step) % axis.size for step in (1, -1))
-        self.work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self.sent, group=axis.group, group_peer=to),
-                dist.P2POp(dist.irecv, self.received, group=axis.group, group_peer=source),
-            ]
-        )
+        self.received, self.work = around(self.sent, axis)
 
     def wait(self) -> Tensor:
         for work in self.work:

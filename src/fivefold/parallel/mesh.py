@@ -4,9 +4,10 @@ Code that communicates is given the mesh; there is no global one.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -57,7 +58,7 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)  # those that are missing have one rank
     roots: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by grid
-    lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: communicators for the pipeline's messages
+    lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: for the pipeline's messages, up and down the ranks
     planes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # those that `plane` has made
     returning: Axis | None = None  # ep once more, for backward passes that run beside forward ones
 
@@ -97,7 +98,7 @@ class Mesh:
         axes["ends"] = _ends(layout, axes["pp"])
         lanes: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
-            lanes = _groups(layout.groups("pp"), len(layout.placement.channels))
+            lanes = _groups(layout.groups("pp"), 2)
         returning = None
         if not dense and layout.ep > 1 and _pairs(spec, layout):
             (group,) = _groups(layout.groups("ep"), 1)
@@ -106,15 +107,53 @@ class Mesh:
             limit = timedelta(seconds=timeout)
             axes = _limited(axes, lanes, limit)
             returning = returning and _limited({"ep": returning}, (), limit)["ep"]
-        return cls(layout, device, axes, roots, lanes, returning=returning)
+        made = cls(layout, device, axes, roots, lanes, returning=returning)
+        if dist.get_backend() == "nccl":
+            made._connect()
+        return made
+
+    def _connect(self) -> None:
+        """NCCL connects ranks when they first use a communicator: do so now, one after the other, in one order.
+
+        Else the first step would, here and there in its middle, and a rank that cannot be reached would look like a
+        hang. What connects: each group that sends, by the collective that it is for; the ring of cp; and last the
+        pipeline's lanes, neighbour by neighbour.
+        """
+        one = torch.zeros(1, device=self.device)
+        spread = {"ep", *(["cp"] if self.layout.cp_kind == "ulysses" else [])}  # what is sent there is dealt out
+        used = [axis for name, axis in self.axes.items() if axis.size > 1 and name not in ("pp", "batch")]
+        seen = set[str]()
+        for axis in [*used, *([self.returning] if self.returning else [])]:
+            if axis.group_name not in seen:
+                seen.add(axis.group_name)
+                dist.all_reduce(one, group=axis.group)
+            if axis.name in spread:
+                many = one.repeat(axis.size)
+                dist.all_to_all_single(torch.empty_like(many), many, group=axis.group)
+            if axis.name == "cp" and self.layout.cp_kind == "ring":
+                around(one, axis)
+            torch.cuda.synchronize(self.device)
+        for lane, group in enumerate(self.lanes):
+            for lower, upper in neighbours(self.layout.placement.owner):
+                source, target = (upper, lower) if lane else (lower, upper)
+                if self.pp.rank == source:
+                    dist.send(one, group=group, group_dst=target)
+                elif self.pp.rank == target:
+                    dist.recv(one, group=group, group_src=source)
+                torch.cuda.synchronize(self.device)
 
     def of_experts(self) -> list[Axis]:
         """The axes that experts have of their own; none where there are no experts."""
         return [self.axes[name] for name in EXPERT_AXES if name in self.axes]
 
-    def lane(self, number: int) -> dist.ProcessGroup:
-        """The group for the messages of one channel: NCCL matches in order, gloo by tag."""
-        return self.lanes[number] if self.lanes else self.pp.group
+    def lane(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group for messages from one pipeline rank to another: gloo matches by tag, NCCL in order.
+
+        On NCCL there are two, up and down the ranks, and torch makes a communicator and a stream of its own for each
+        two neighbours in them (it is not told `device_id`, with which there would be one for a whole group): so a
+        message waits behind those of the same two ranks in the same direction and behind no other.
+        """
+        return self.lanes[source > target] if self.lanes else self.pp.group
 
     def plane(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
@@ -123,6 +162,24 @@ class Mesh:
                 warnings.filterwarnings("ignore", message="Slicing a flattened dim")
                 self.planes[names] = self.roots[self.layout.grid_of(*names)][names]
         return self.planes[names] if len(names) > 1 else getattr(self, names[0]).mesh
+
+
+def neighbours(owner: Sequence[int]) -> list[tuple[int, int]]:
+    """The pipeline ranks that send to each other, the lower one first, if these own the stages."""
+    return sorted({(min(pair), max(pair)) for pair in pairwise(owner) if pair[0] != pair[1]})
+
+
+def around(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[dist.Work]]:
+    """Start to send x to the next rank of the ring; what comes from the one before, and what to wait for."""
+    received = torch.empty_like(x)
+    to, source = ((axis.rank + step) % axis.size for step in (1, -1))
+    work = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=axis.group, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=axis.group, group_peer=source),
+        ]
+    )
+    return received, work
 
 
 def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> DeviceMesh:
@@ -162,8 +219,3 @@ def _ends(layout: Layout, pp: Axis) -> Axis:
 def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:
     """`count` communicators over the list that this rank is in. All ranks make all of them, in one order."""
     return tuple(dist.new_subgroups_by_enumeration(lists)[0] for _ in range(count))
-
-
-def backend(device: torch.device, local_ranks: int) -> str:
-    """NCCL where every rank of a node has a GPU of its own; gloo on CPUs, and where ranks share one GPU."""
-    return "nccl" if device.type == "cuda" and local_ranks <= torch.cuda.device_count() else "gloo"

@@ -1,10 +1,11 @@
 """From compute orders to a whole schedule: put every SEND and RECV where the executor should meet it.
 
 A builder only says in which order each rank computes. What crosses ranks follows from the placement, and from one
-sequence of all actions of all ranks, by the time at which they end on a clock (`_TIMES`; a joined pair is one action):
+sequence of all actions of all ranks, by the time at which they end on a clock (`_TIMES`; a joined pair is one action).
+A message comes right behind its producer, and into the lists of both its ranks:
 
-* a message belongs right behind its producer in that sequence, and so does its SEND in the sender's list;
-* its RECV stands where that is in the receiver's list: before the first action that ends after the producer;
+* its SEND stands right behind the producer;
+* its RECV stands before the first action of the receiver that ends after the producer;
 * of several messages between two actions, both their ranks list them in the sequence's order.
 
 So all lists are parts of one sequence, a message being one event of both its ranks, and ranks cannot wait for each
@@ -19,6 +20,8 @@ beside that action: on catalogue orders this costs no time against receives post
 
 from collections.abc import Iterable
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import product
 
 from fivefold.schedule.actions import (
     ALL,
@@ -28,24 +31,20 @@ from fivefold.schedule.actions import (
     GATHER,
     INPUT_GRAD,
     LAST_READERS,
-    RECEIVES,
     REDUCE,
     STEP,
     WEIGHT_GRAD,
     Action,
+    Channel,
     Kind,
 )
 from fivefold.schedule.schedule import NOTHING, Placement, Promise, Schedule
 from fivefold.support.errors import UserError
 
 Order = list[Action]
-Ends = dict[tuple[Kind, int], int]  # by kind and stage: the channel (a number) that an action needs, or feeds
-Moment = tuple[int, int]  # a time, and the rank, which tells actions apart that end at the same time
-Event = tuple[Moment, int, int, Action]  # when its producer ends, its channel and microbatch; the SEND or RECV
 # Whole numbers, so that sums are exact. A joined pair takes the sum of its two.
 _TIMES: dict[Kind, int] = {FORWARD: 20, BACKWARD: 40, INPUT_GRAD: 20, WEIGHT_GRAD: 20}
 _MESSAGE = 1
-_NEVER: Moment = (1 << 62, 0)
 _action = tuple.__new__  # a NamedTuple's own constructor takes three times as long, and most actions are made here
 
 
@@ -60,109 +59,114 @@ def wire(
 ) -> Schedule:
     """The schedule that computes in these orders. It has at least so many `buffers`, and as many as its receives take.
 
-    Of orders in which ranks wait for each other for ever, what never runs has its messages beside it. GATHER, REDUCE
-    and STEP are carried along where they stand.
+    GATHER, REDUCE and STEP are carried along where they stand. Orders in which ranks wait for each other for ever get
+    all their messages too, so that `check` can say who waits for whom.
     """
-    wiring = _Wiring(placement, [list(order) for order in orders])
-    ranks = tuple(tuple(wiring.rank(rank)) for rank in range(len(wiring.orders)))
-    return Schedule(name, placement, microbatches, ranks, max(buffers, wiring.most), promise)
+    sequence = _Sequence(placement, orders)
+    sequence.run()
+    ranks = tuple(map(tuple, sequence.lists[: len(sequence.groups)]))
+    return Schedule(name, placement, microbatches, ranks, max(buffers, sequence.most), promise)
 
 
-class _Wiring:
-    def __init__(self, placement: Placement, orders: list[Order]) -> None:
-        self.orders, self.channels = orders, placement.channels
-        numbered = list(enumerate(self.channels))
-        self.needs: Ends = {(kind, to.target): number for number, to in numbered for kind in to.compute}
-        self.feeds: Ends = {(kind, to.source): number for number, to in numbered for kind in to.compute}
-        self.made: list[dict[int, Moment]] = [{} for _ in numbered]  # by channel and microbatch: when its producer ends
-        self.ends: list[list[Moment]] = [[] for _ in orders]  # by rank and place
-        self.most = 1  # receives that are posted at once, of one channel
-        self._run()
+class _Wire:
+    """A channel, and what has gone over it. Its messages are known by their microbatches."""
 
-    def _run(self) -> None:
-        """The clock. Whoever waits is woken by the message, so each action is looked at once, and once more."""
-        waiting: dict[tuple[int, int], int] = {}
-        clocks, ready = [0] * len(self.orders), list(range(len(self.orders)))
-        needs, feeds, made = self.needs, self.feeds, self.made
-        while ready:
-            rank = ready.pop()
-            order, ends, now = self.orders[rank], self.ends[rank], clocks[rank]
-            first = place = len(ends)
-            while place < len(order):
-                kind, stage, microbatch, joined = order[place]
-                channel = needs.get((kind, stage))
-                if channel is not None:
-                    message = made[channel].get(microbatch)
-                    if message is None:
-                        waiting[channel, microbatch] = rank
-                        break
-                    now = max(now, message[0] + _MESSAGE)
-                place += 1
-                if joined and place < len(order):
-                    continue  # they begin together
-                now += sum(_TIMES.get(action[0], 0) for action in order[first:place])
-                for kind, stage, microbatch, _ in order[first:place]:
-                    ends.append((now, rank))
-                    channel = feeds.get((kind, stage))
-                    if channel is not None:
-                        made[channel][microbatch] = now, rank
-                        if (channel, microbatch) in waiting:
-                            ready.append(waiting.pop((channel, microbatch)))
-                first = place
-            clocks[rank] = now
-        for order, ends in zip(self.orders, self.ends, strict=True):
-            ends += [_NEVER] * (len(order) - len(ends))
+    def __init__(self, channel: Channel, receiver: Order) -> None:
+        self.send, self.receive, self.target = channel.send, channel.receive, channel.target
+        self.receiver = receiver  # the list of the rank that receives
+        self.made: dict[int, int] = {}  # when its producer ended
+        self.awaited: dict[int, list[int]] = {}  # the ranks that cannot begin without it
+        self.held = 0  # received and not consumed yet
 
-    def rank(self, rank: int) -> Order:
-        """The list of one rank, messages included."""
-        order, ends = self.orders[rank], self.ends[rank]
-        due = sorted((event for action in order if (event := self._receive(action))), reverse=True)
-        held = dict.fromkeys(self.needs.values(), 0)
-        wired: Order = []
-        sent: list[Event] = []
 
-        def put(place: int) -> None:
-            """What stands before the computation that comes at `place` or later."""
-            while place < len(order) and order[place].kind not in COMPUTE:
-                place += 1
-            if place < len(order) and order[place].joined:
-                place += 1  # both halves end with the pair
-            until, between = ends[place] if place < len(order) else _NEVER, sent.copy()
-            sent.clear()
-            while due and due[-1][0] < until:
-                between.append(due.pop())
-            for _, channel, _, action in sorted(between):
-                wired.append(action)
-                if action[0] in RECEIVES:
-                    held[channel] += 1
-                    self.most = max(self.most, held[channel])
+# How long an action takes, the wire that it needs a message of, and the wire that it feeds.
+Ends = tuple[int, _Wire | None, _Wire | None]
+_NOTHING: Ends = (0, None, None)
 
-        put(0)
-        for place, action in enumerate(order):
-            kind, stage, microbatch, joined = action
-            channel = self.needs.get((kind, stage))
-            if channel is not None:
-                held[channel] -= 1
-                if microbatch not in self.made[channel]:
-                    wired.append(_action(Action, (self.channels[channel].receive, stage, microbatch, False)))
-            wired.append(action)
-            channel = self.feeds.get((kind, stage))
-            if channel is not None:
-                send = _action(Action, (self.channels[channel].send, stage, microbatch, False))
-                sent.append((ends[place], channel, microbatch, send))
-            if kind in COMPUTE and not joined:
-                put(place + 1)
-        put(len(order))
-        return wired
 
-    def _receive(self, action: Action) -> Event | None:
-        """The receive of what an action needs, if anybody makes it."""
-        kind, stage, microbatch, _ = action
-        channel = self.needs.get((kind, stage))
-        made = None if channel is None else self.made[channel].get(microbatch)
-        if channel is None or made is None:
-            return None
-        return made, channel, microbatch, _action(Action, (self.channels[channel].receive, stage, microbatch, False))
+class _Sequence:
+    """Grows by what ends next: an action goes into its rank's list, and its message into those of both its ranks."""
+
+    def __init__(self, placement: Placement, orders: Iterable[Iterable[Action]]) -> None:
+        self.groups = [_groups(order) for order in orders]  # what is left to do, the next at the end
+        self.lists: list[Order] = [[] for _ in range(max(len(self.groups), placement.ranks))]
+        wires = [(to, _Wire(to, self.lists[placement.owner[to.target]])) for to in placement.channels]
+        needs = {(kind, to.target): wire for to, wire in wires for kind in to.compute}
+        feeds = {(kind, to.source): wire for to, wire in wires for kind in to.compute}
+        computed = product(_TIMES, range(placement.stages))
+        self.of = {one: (_TIMES[one[0]], needs.get(one), feeds.get(one)) for one in computed}  # by kind and stage
+        self.clocks = [0] * len(self.groups)
+        self.agenda: list[tuple[int, int]] = []  # when what a rank is at ends, and the rank
+        self.most = 0  # messages of one channel that are held at once
+
+    def run(self) -> None:
+        for rank in range(len(self.groups)):
+            self._begin(rank)
+        while self.agenda or self._let_go():
+            self._end(*heappop(self.agenda))
+
+    def _begin(self, rank: int) -> None:
+        """What is next on a rank, unless it waits for a message."""
+        if not self.groups[rank]:
+            return
+        start, time = self.clocks[rank], 0
+        for kind, stage, microbatch, _ in self.groups[rank][-1]:
+            takes, need, _ = self.of.get((kind, stage), _NOTHING)
+            time += takes
+            if need is not None:
+                made = need.made.get(microbatch)
+                if made is None:
+                    need.awaited.setdefault(microbatch, []).append(rank)
+                    return
+                if made + _MESSAGE > start:
+                    start = made + _MESSAGE
+        heappush(self.agenda, (start + time, rank))
+
+    def _end(self, now: int, rank: int) -> None:
+        self.clocks[rank] = now
+        order, group = self.lists[rank], self.groups[rank].pop()
+        order += group
+        for kind, stage, microbatch, _ in group:
+            _, need, feed = self.of.get((kind, stage), _NOTHING)
+            if need is not None:
+                need.held -= 1
+            if feed is not None:
+                order.append(_action(Action, (feed.send, stage, microbatch, False)))
+                if microbatch not in feed.made:
+                    self._receive(feed, microbatch, now)
+        self._begin(rank)
+
+    def _receive(self, wire: _Wire, microbatch: int, now: int) -> None:
+        wire.receiver.append(_action(Action, (wire.receive, wire.target, microbatch, False)))
+        wire.made[microbatch] = now
+        wire.held += 1
+        if wire.held > self.most:
+            self.most = wire.held
+        for rank in wire.awaited.pop(microbatch, ()):
+            self._begin(rank)
+
+    def _let_go(self) -> bool:
+        """Whoever is left waits for ever. The first of them receives what it waits for all the same; False: nobody."""
+        rank = next((rank for rank, groups in enumerate(self.groups) if groups), None)
+        if rank is None:
+            return False
+        for kind, stage, microbatch, _ in self.groups[rank][-1]:
+            _, need, _ = self.of.get((kind, stage), _NOTHING)
+            if need is not None and microbatch not in need.made:
+                self._receive(need, microbatch, self.clocks[rank])
+        return True
+
+
+def _groups(order: Iterable[Action]) -> list[Order]:
+    """What ends together, the last first: a computation or a joined pair, with the collectives before it."""
+    groups: list[Order] = [[]]
+    for action in order:
+        groups[-1].append(action)
+        if action[0] in COMPUTE and not action[3]:
+            groups.append([])
+    if not groups[-1]:
+        groups.pop()
+    return groups[::-1]
 
 
 # Data parallelism's part of a step: gather parameters, reduce gradients, step the optimizer, each where it is due. A

@@ -25,14 +25,14 @@ from fivefold.job.continuing import MEANT, Change, bends, flat
 from fivefold.job.preflight import Sources
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
-from fivefold.launch.device import check_bfloat16, check_memory, choose_device, make_repeatable
+from fivefold.launch.device import check_bfloat16, check_memory, choose_backend, choose_device, make_repeatable
 from fivefold.launch.ends import lost_peer
 from fivefold.launch.numa import bind
 from fivefold.launch.spare import tell_spares
 from fivefold.launch.statement import claim
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
-from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.mesh import Mesh
 from fivefold.report.paint import to_svg
 from fivefold.report.terminal import render, width_of
 from fivefold.schedule.text import save
@@ -81,8 +81,8 @@ def _run_job(
     make_repeatable(job.train)
     slow = check_bfloat16(device, job.train.dtype)
     proof = claim(job, sources.path / INDEX, world) if world.joined else None
-    joined_by = "gloo" if job.train.device == "mixed" else backend(device, world.local_size)
-    worlds.join(world, joined_by, job.train.timeout, proof)
+    backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
+    worlds.join(world, backend, job.train.timeout, proof)
 
     def note(sentence: str) -> None:
         console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)

@@ -53,14 +53,14 @@ def _of_a_job(given: str | Path | None) -> str | Path | None:
 
 def trace_rank(rank: ranks.Rank, job: Job) -> Trace | None:
     """One rank of the traced run. Rank 0 returns the trace of all ranks."""
-    from fivefold.launch.device import choose_device, make_repeatable
-    from fivefold.parallel.mesh import Mesh, backend
+    from fivefold.launch.device import choose_backend, choose_device, make_repeatable
+    from fivefold.parallel.mesh import Mesh
     from fivefold.train.loop import Trainer
 
     device = choose_device(job.train.device, rank.number)
     make_repeatable(job.train)
     if rank.world > 1:
-        rank.join(backend(device, rank.world))
+        rank.join(choose_backend(device, rank.world, job.train, rank.number))
     kept: list[Trace] = []
     Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model)).run([], kept.append)
     return kept[0] if kept else None

@@ -4,24 +4,30 @@ Every rank compares for itself what its stages hold: ranks that hold the same th
 then wrong.
 """
 
+import gc
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.job.learning_rate import learning_rate
 from fivefold.job.preflight import preflight
-from fivefold.launch.device import choose_device, make_repeatable
+from fivefold.launch.device import choose_backend, choose_device, make_repeatable
 from fivefold.launch.processes import named
 from fivefold.launch.ranks import Rank
 from fivefold.model.compiled import compilation
 from fivefold.parallel.collectives import digest, whole
-from fivefold.parallel.mesh import Mesh, backend
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.train.engine import Engine
 from fivefold.train.loop import Trainer
@@ -36,10 +42,31 @@ from fivefold.verify.verdict import Measured
 def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> Measured:
     """`hook` names a function, "module:name", that is called first: a test plants a bug with it."""
     if rank.world > 1:
-        rank.join(backend(choose_device(job.train.device, rank.number), rank.world))
+        device = choose_device(job.train.device, rank.number)
+        rank.join(choose_backend(device, rank.world, job.train, rank.number))
     if hook:
         named(hook)()
     return compared(rank, job, reference)
+
+
+def measure_each(rank: Rank, jobs: list[Job], references: list[Path], hook: str = "") -> Generator[Measured]:
+    """Several in turn, by ranks that stay up: on a GPU they take longer to start than most layouts do to prove."""
+    for number, (job, reference) in enumerate(zip(jobs, references, strict=True)):
+        home = rank.home / str(number)
+        home.mkdir(exist_ok=True)
+        yield measure(Rank(rank.number, rank.world, home), job, reference, "" if number else hook)
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Leave the process group, and whatever knows its groups by name."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def compared(rank: Rank, job: Job, reference: Path) -> Measured:
@@ -102,7 +129,7 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], dict[str, 
     device = choose_device(job.train.device, rank.number)
     make_repeatable(job.train)
     if rank.world > 1:
-        rank.join(backend(device, rank.world))
+        rank.join(choose_backend(device, rank.world, job.train, rank.number))
     trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model))
     start = {name: digest(weight) for name, weight in _whole(trainer.engine.parameters()).items()}
     losses = []

@@ -4,6 +4,7 @@ This file imports nothing from `parallel/`, nor the engine and the optimizer tha
 experts are `plain_experts`. Where they send tokens is written down; runs that measure rounding send them there, too.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ def write_reference(rank: Rank, job: Job, path: Path) -> Routing:
             add_noise(reference, exact, run_reference(job, device, nudge=draw, like=reference))
     reference.save(path)
     return [{layer: chosen.numpy() for layer, chosen in step.routing.items()} for step in reference.steps]
+
+
+def write_each(rank: Rank, jobs: list[Job], paths: list[Path]) -> Generator[Routing]:
+    """Several in turn, in one process."""
+    for job, path in zip(jobs, paths, strict=True):
+        yield write_reference(rank, job, path)
 
 
 def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:

@@ -11,8 +11,10 @@ No torch in this process: what computes is named, and runs in processes of its o
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -35,7 +37,7 @@ from fivefold.support.ranges import SEQUENCES, STEPS, TOKENS, checked, seconds, 
 from fivefold.verify.compare import OPTIMIZER
 from fivefold.verify.layouts import LayoutCase, all_cases, covered, pairwise, with_balance
 from fivefold.verify.result import VerifyResult
-from fivefold.verify.verdict import Verdict
+from fivefold.verify.verdict import Measured, Verdict
 
 PATIENCE = 120.0  # seconds for one layout
 # Tiny presets are made narrower still, so that a layout takes a second.
@@ -117,6 +119,10 @@ def _judged(
 ) -> list[tuple[LayoutCase, Verdict]]:
     """A verdict on each; `jobs` at a time, whose ranks are processes of their own."""
     found = []
+    if len(cases) > 1 and cases[0].job.train.device == "cuda":
+        with Judge(timeout, hook) as judge:
+            stood = judge.standing([case.job for case in cases], min(jobs, len(cases)), progress)
+        return list(zip(cases, stood, strict=True))
     with Judge(timeout, hook) as judge, ThreadPoolExecutor(jobs) as pool:
         verdicts = pool.map(lambda case: judge(case.job), cases) if jobs > 1 else (judge(case.job) for case in cases)
         try:
@@ -168,27 +174,88 @@ class Judge:
         measure = "fivefold.verify.measure:measure"
         start = time.perf_counter()
         try:
-            reference, routing = self._reference(job)
+            reference, _ = self._reference(job)
             start = time.perf_counter()
             found = ranks.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
         except ranks.RankError as error:
             return Verdict(job, time.perf_counter() - start, broken=str(error), details=error.details)
-        forms = (
-            closed_forms(job, routing) if not found[0].graphs else [[] for _ in found]
-        )  # what is compiled is not counted
-        return Verdict.of(job, found, forms, holdings(job), time.perf_counter() - start)
+        return self._verdict(job, found, time.perf_counter() - start)
+
+    def standing(self, jobs: Sequence[Job], several: int, progress: Callable[[int, int, str], None]) -> list[Verdict]:
+        """Verdicts on jobs of one world, by ranks that stay up; `several` worlds of them at a time.
+
+        On a GPU ranks take longer to start than most layouts do to prove.
+        """
+        progress(0, len(jobs), "one process")
+        self._write_references(jobs)
+        done: dict[int, Verdict] = {}
+
+        def judge(share: range) -> None:
+            left, start = deque(share), time.perf_counter()
+
+            def tell(verdict: Verdict) -> None:
+                done[left.popleft()] = verdict
+                progress(len(done), len(jobs), str(verdict.job.layout))
+
+            def each(found: list[Measured]) -> None:
+                nonlocal start
+                seconds, start = time.perf_counter() - start, time.perf_counter()
+                tell(self._verdict(jobs[left[0]], found, seconds))
+
+            while left:  # after one that breaks the ranks, others go on with the rest
+                some, start = [jobs[number] for number in left], time.perf_counter()
+                try:
+                    where = [self._reference(job)[0] for job in some]
+                    measure = "fivefold.verify.measure:measure_each"
+                    world = some[0].layout.world
+                    ranks.run(world, measure, some, where, self.hook, timeout=self.patience, each=each)
+                except ranks.RankError as error:
+                    seconds = time.perf_counter() - start
+                    tell(Verdict(jobs[left[0]], seconds, broken=str(error), details=error.details))
+
+        with ThreadPoolExecutor(several) as pool:
+            list(pool.map(judge, [range(first, len(jobs), several) for first in range(several)]))
+        return [done[number] for number in range(len(jobs))]
+
+    def _verdict(self, job: Job, found: list[Measured], seconds: float) -> Verdict:
+        _, routing = self._reference(job)
+        compiled = bool(found[0].graphs)  # then traffic is not counted
+        forms = [[] for _ in found] if compiled else closed_forms(job, routing)
+        return Verdict.of(job, found, forms, holdings(job), seconds)
+
+    def _write_references(self, jobs: Sequence[Job]) -> None:
+        """Of all jobs, in one process. What fails there is tried again by itself, and named then."""
+        missing = {key: plain for job in jobs for key, plain in [_plain(job)] if key not in self.references}
+        paths = [self._path(number) for number in range(len(missing))]
+        waiting = deque(zip(missing, paths, strict=True))
+
+        def each(found: list[list[Routing]]) -> None:
+            key, path = waiting.popleft()
+            self.references[key] = path, found[0]
+
+        write, plain = "fivefold.verify.reference:write_each", list(missing.values())
+        with suppress(ranks.RankError):
+            ranks.run(1, write, plain, paths, timeout=self.patience, each=each)
+
+    def _path(self, number: int) -> Path:
+        return Path(self.home.name, f"{number}.reference")
 
     def _reference(self, job: Job) -> tuple[Path, list[Routing]]:
         """One for all layouts of a model with the same dp, on which the data's masks depend; and where tokens went."""
-        plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
-        key = msgspec.json.encode(plain)
+        key, plain = _plain(job)
         with self.writing:  # of two that need the same one the second waits
             if key not in self.references:
-                path = Path(self.home.name, f"{len(self.references)}.reference")
+                path = self._path(len(self.references))
                 write = "fivefold.verify.reference:write_reference"
                 [routing] = ranks.run(1, write, plain, path, timeout=self.patience)
                 self.references[key] = path, routing
             return self.references[key]
+
+
+def _plain(job: Job) -> tuple[bytes, Job]:
+    """The job of one process, and a name for it."""
+    plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
+    return msgspec.json.encode(plain), plain
 
 
 def closed_forms(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:

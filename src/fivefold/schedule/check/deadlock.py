@@ -11,10 +11,9 @@ run does, at any speed of ranks and links.
 
 from collections.abc import Iterator
 
-from fivefold.schedule.actions import MESSAGES, SENDS, Channel
+from fivefold.schedule.actions import SENDS, Action, Channel
 from fivefold.schedule.check.index import Index, Problem
 from fivefold.schedule.clock import Block
-from fivefold.schedule.schedule import Schedule
 
 
 def deadlock(index: Index) -> Iterator[Problem]:
@@ -24,37 +23,41 @@ def deadlock(index: Index) -> Iterator[Problem]:
 
 
 def rendezvous(index: Index) -> Iterator[Problem]:
-    if blocks := _meet(index.schedule):
+    if blocks := _meet(index):
         first, why = _circle(blocks)[0], "on NCCL a posted message may hold up all that its rank does after it"
         cure = "leave out SEND and RECV, and write the line 'messages implied': then they are put where no circle is"
         yield Problem(f"{deadlock_sentence(blocks)}; {why}; {cure}", first.rank, first.place)
 
 
-def _meet(schedule: Schedule) -> list[Block]:
+def _meet(index: Index) -> list[Block]:
     """Who is left, if both ranks of a message stand at it until the other has come."""
-    owner, channel_of = schedule.placement.owner, schedule.placement.channel_of
-    places, at = [0] * schedule.p, dict[int, tuple[Channel, int]]()  # at: the message that a rank stands at
-    blocks: dict[int, Block] = {}
-    passed = dict.fromkeys(schedule.placement.channels, 0)
+    schedule, m = index.schedule, index.schedule.m
+    channels = list(schedule.placement.channels)
+    # By kind and stage, the number of a channel's first message; the others are counted on by microbatches.
+    first = {(channel.send, channel.source): n * m for n, channel in enumerate(channels)}
+    first |= {(channel.receive, channel.target): n * m for n, channel in enumerate(channels)}
+    ways = [
+        iter([n + k for kind, stage, k, _ in order if (n := first.get((kind, stage))) is not None])
+        for order in schedule.ranks
+    ]
+    standing: dict[int, int] = {}  # by message, the rank that has come to it first
     ready = list(range(schedule.p))
     while ready:
         rank = ready.pop()
-        order = schedule.ranks[rank]
-        while places[rank] < len(order):
-            action = order[places[rank]]
-            if action.kind in MESSAGES:
-                channel = channel_of[action.kind, action.stage]
-                peer = owner[channel.target if action.kind in SENDS else channel.source]
-                if at.get(peer) != (channel, action.microbatch):
-                    at[rank] = channel, action.microbatch
-                    blocks[rank] = Block(rank, action, channel, passed[channel], peer, places[rank])
-                    break
-                del at[peer], blocks[peer]
-                passed[channel] += 1
-                places[peer] += 1
-                ready.append(peer)
-            places[rank] += 1
-    return [blocks[rank] for rank in sorted(blocks)]
+        for message in ways[rank]:
+            if message not in standing:
+                standing[message] = rank
+                break
+            ready.append(standing.pop(message))
+    return sorted(_block(index, rank, channels[message // m], message % m) for message, rank in standing.items())
+
+
+def _block(index: Index, rank: int, channel: Channel, microbatch: int) -> Block:
+    owner = index.schedule.placement.owner
+    ends = [(channel.send, channel.source), (channel.receive, channel.target)]
+    (kind, stage), (_, other) = ends if owner[channel.source] == rank else reversed(ends)
+    place, number = index.places(kind, stage)[microbatch], index.sequence[kind, stage].index(microbatch)
+    return Block(rank, Action(kind, stage, microbatch), channel, number, owner[other], place)
 
 
 def deadlock_sentence(blocks: list[Block]) -> str:
