@@ -18,6 +18,7 @@ from fivefold.generate.request import Sampling
 from fivefold.job.config import Job
 from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.ranks import Rank
+from fivefold.launch.waits import stood
 from fivefold.model.attention import by_definition
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.collectives import all_gather, wait
@@ -148,7 +149,7 @@ class Generator:
             token.fill_(choose(logits.float()))
         if pp.size > 1:
             dist.broadcast(token, src=pp.ranks[self.mesh.layout.last_stage], group=pp.group)
-        return int(token)
+        return int(stood(token.item))
 
 
 def generate_rank(

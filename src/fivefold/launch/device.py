@@ -46,8 +46,11 @@ def choose_backend(
         raise UserError(problem)
     if config.share_gpu == "nccl" and local_ranks > 1:
         os.environ.update(NCCL_HOSTID=f"{SHARING}{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-        return "nccl"
-    return "nccl" if 0 < local_ranks <= gpus else "gloo"
+    elif not 0 < local_ranks <= gpus:
+        return "gloo"
+    # `launch.heartbeat` says in a line what NCCL has not finished; a dump takes a page, and holds up the end of a rank.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    return "nccl"
 
 
 def check_memory(job: Job, device: torch.device, world: World) -> None:

@@ -1,6 +1,5 @@
 """How ranks end, and which end explains the others: one rule for every launcher."""
 
-import linecache
 import re
 import signal
 import sys
@@ -8,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.launch.waits import waits_there
 from fivefold.support.errors import PeerLost
 
 # torch has no exception of its own for these: gloo and NCCL raise RuntimeErrors for any kind of trouble.
@@ -81,7 +81,7 @@ class End:
             return 0  # wherever it was, no peer did that
         if self.kind in ("hung", "stopped"):
             file, line = self._innermost
-            return 3 if "/torch/" in file or "wait(" in linecache.getline(file, line) else 2
+            return 3 if waits_there(file, line) else 2
         if self.code == PeerLost.code or self.error.startswith(PeerLost.__name__) or lost_peer(self.error):
             return 3
         return 1 if self.error == "SIGABRT" else 0  # gloo and NCCL abort in a thread of theirs when a peer is gone

@@ -12,6 +12,7 @@ blocked, is seen as well. Time is counted only while the watcher itself runs: a 
 not hung. Whoever waits for a peer that moves beats for it, so movement passes through waits.
 """
 
+import json
 import mmap
 import os
 import struct
@@ -22,8 +23,9 @@ import traceback
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fivefold.launch.waits import waits_there
 from fivefold.support.errors import PeerLost, TrainingError
 
 BEATS = "FIVEFOLD_BEATS"  # the file that ranks and launcher share
@@ -31,6 +33,7 @@ LONG = 3600.0  # seconds: what building a model and compiling its first step may
 _SLOT = struct.Struct("=Qd120s120s")  # count, seconds that may pass without a beat, the main thread's place, others'
 _LIMIT, _PLACES = 8, (16, 136)
 _TICK = 1.0  # seconds between looks, at most
+_SHOWN = 3  # operations that are named
 _MORE = 2.0  # seconds and a tenth of the limit: who waits for a peer is to speak before the one who watches it
 
 
@@ -168,5 +171,26 @@ def _end(sentence: str) -> None:
     main = frames.pop(working if working in frames else threading.main_thread().ident or 0)
     for frame in (*frames.values(), main):
         traceback.print_stack(frame)
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
-    os._exit(PeerLost.code if "/torch/" in main.f_code.co_filename else TrainingError.code)
+    waits = waits_there(main.f_code.co_filename, main.f_lineno)
+    print(f"error: {sentence}{_on_the_device()}", file=sys.stderr, flush=True)
+    os._exit(PeerLost.code if waits else TrainingError.code)
+
+
+def _on_the_device() -> str:
+    """What NCCL has not finished on this rank, the oldest first, as PyTorch's flight recorder has it."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
+    try:
+        entries = json.loads(dump(True, True))["entries"] if dump else []
+        waiting = [_operation(entry) for entry in entries if entry["state"] != "completed"]
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError):  # it differs between releases of PyTorch
+        return ""
+    more = f" and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
+    return f"; NCCL has not finished {', '.join(waiting[:_SHOWN])}{more}" if waiting else ""
+
+
+def _operation(entry: dict[str, Any]) -> str:
+    """'all_reduce of [512] Float, call 6 of mesh_tp'."""
+    name, group = str(entry["profiling_name"]).removeprefix("nccl:"), entry["process_group"]
+    number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
+    what = " ".join(map(str, (*entry["input_sizes"], *entry["input_dtypes"][:1])))
+    return f"{name} of {what}, call {number} of {group[1] if group[1] != 'undefined' else f'group {group[0]}'}"

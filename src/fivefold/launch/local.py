@@ -239,7 +239,7 @@ class _Starts:
         if self.told:
             say(f"stopped by {signal_name(self.told)}; no step was saved since")
         said = first.code in (-self.told, 2)  # by the lines above, or by the rank: bad input
-        silent = [end for end in ends if end.kind == first.kind]
+        silent = [end for end in ends if (end.kind, end.doubt) == (first.kind, first.doubt)]
         for end in silent if first.kind in ("hung", "stopped") else [first] if not said else []:
             where = f" ({self.now.place(end.rank)})" if self.now.place(end.rank) else ""
             say(f"rank {end.rank}{where} {end.how}")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.launch.ends import lost_peer
+from fivefold.launch.waits import stood
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.waits import stood
 from fivefold.schedule.actions import RECEIVES, RECV_ACTIVATION, SEND_ACTIVATION, Action, Channel
 from fivefold.schedule.schedule import Schedule
 
@@ -82,7 +82,8 @@ class Channels:
         gradients = action.kind is not SEND_ACTIVATION
         channel = Channel(action.stage - gradients, gradients)
         under_way = self.sent[channel]
-        while len(under_way) >= self.buffers:
+        # What the device has sent by now is let go of; gloo says so only to whoever waits.
+        while len(under_way) >= self.buffers or (under_way and under_way[0].work.is_completed()):
             under_way.popleft().wait()
         x = x.to(self.place).contiguous()
         target = self.placement.owner[channel.target]

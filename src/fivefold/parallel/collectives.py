@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fivefold.launch.waits import stood
 from fivefold.parallel.mesh import Axis, around
-from fivefold.parallel.waits import stood
 
 _ops = torch.ops._c10d_functional
 

@@ -20,6 +20,8 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.spec.model import ModelSpec
 
+_BEHIND = 1.5  # of the limit that ranks have: when NCCL's watchdog looks
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -190,10 +192,15 @@ def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> Device
 
 
 def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeout: timedelta) -> dict[str, Axis]:
-    """A DeviceMesh gives its groups torch's default of many minutes, whatever the world's is."""
+    """A DeviceMesh gives its groups torch's default of many minutes, whatever the world's is.
+
+    On NCCL nobody waits for a message on the host, and its watchdog ends a process with pages of its own; so it comes
+    after `launch.heartbeat`, by which a rank says in words what it waits for, and is there for ranks that cannot.
+    """
+    nccl = dist.get_backend() == "nccl"
     for group in [*lanes, *(axis.group for axis in axes.values() if axis.size > 1)]:
-        _set_pg_timeout(timeout, group)
-    if dist.get_backend() == "nccl":  # its watchdog goes by the group's; a wait with one of its own blocks the host
+        _set_pg_timeout(_BEHIND * timeout if nccl else timeout, group)
+    if nccl:  # a wait with a limit of its own would block the host
         return axes
     return {name: replace(axis, patience=timeout) for name, axis in axes.items()}
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.launch.waits import stood
 from fivefold.optimizers import OptimizerConfig
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.waits import stood
 from fivefold.parallel.zero import Weights
 from fivefold.spec.model import ModelSpec
 

@@ -5,7 +5,8 @@ A rank's schedule is a list of actions, and the list is what runs:
   F, B, I, W      compute, in this order, one at a time. B is the whole backward; I (gradient of the input) and W
                   (gradient of the weights) are its two halves.
   RECV_A, RECV_G  post the receive of an activation or of a gradient, and go on; the consumer waits for it.
-  SEND_A, SEND_G  hand the result over to the channel, and go on; see `Schedule.buffers` for when it must wait.
+  SEND_A, SEND_G  hand the result over to the channel, and go on; see `Schedule.buffers` for when it must wait. On NCCL
+                  either may hold up its rank until the other has come to it too (`check.rendezvous`).
   GATHER, REDUCE  the parameter and gradient collectives of a stage; they run beside compute.
   STEP            the optimizer, on one stage.
 

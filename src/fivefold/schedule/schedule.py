@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, WEIGHT_GRAD, Action, Channel, Kind
+from fivefold.schedule.actions import COMPUTE, FORWARD, LAST_READERS, RECEIVES, WEIGHT_GRAD, Action, Channel, Kind
 from fivefold.support.errors import UserError
 
 
@@ -100,7 +100,7 @@ class Schedule:
 
     `buffers` is how far communication may run beside compute, per channel: a rank has at most this many receives
     posted whose messages are not consumed yet, and before it sends message n it waits until message n - buffers has
-    been delivered. So both sides need exactly this many buffers per channel, whatever m is.
+    been delivered. So neither side needs more buffers per channel. `wire` makes it as many as the receives take.
     """
 
     name: str
@@ -153,6 +153,24 @@ class Schedule:
                 elif action.kind in LAST_READERS:
                     live[action.stage] -= 1
             found.append(best)
+        return tuple(found)
+
+    @cached_property
+    def on_their_way(self) -> tuple[int, ...]:
+        """By rank: messages that are held beside activations, at most: receives that are posted and not consumed, and
+        a gradient on each channel that it is sent on. (A sent activation is held for its backward pass anyway.)"""
+        channels, owner = self.placement.channels, self.placement.owner
+        consumers = {(kind, channel.target) for channel in channels for kind in channel.compute}
+        found = []
+        for rank, order in enumerate(self.ranks):
+            posted = most = 0
+            for action in order:
+                if action.kind in RECEIVES:
+                    posted += 1
+                    most = max(most, posted)
+                elif (action.kind, action.stage) in consumers:
+                    posted -= 1
+            found.append(most + sum(one.gradients and owner[one.source] == rank for one in channels))
         return tuple(found)
 
     def count(self, *kinds: Kind) -> int:

@@ -129,7 +129,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def _deadlock(schedule: Schedule, costs: Costs, result: Run) -> str:
-    """Who waits for whom; and where the schedule is sound and the link is not what it is proven for, that."""
+    """Who waits for whom; and where the link is to blame, because the schedule runs as it is executed, that."""
     sentence = f"schedule {schedule.name} deadlocks: {deadlock_sentence(result.blocks)}"
     link = costs.link
     causes = ["blocking sends (--sends blocking)"] * (link.sends == "blocking")
@@ -137,6 +137,6 @@ def _deadlock(schedule: Schedule, costs: Costs, result: Run) -> str:
     if not causes or run(schedule, replace(costs, link=replace(link, sends="eager", overlap=True))).blocks:
         return sentence
     return (
-        f"{sentence}. The cause is {' and '.join(causes)}: schedules are proven for eager sends and receives posted "
-        "early, which is how they are executed; time it with --sends eager --overlap, or naive, which never waits so"
+        f"{sentence}. The cause is {' and '.join(causes)}: it runs with eager sends and receives posted where they "
+        "stand, which is how it is executed; time it with --sends eager --overlap, or naive, which never waits so"
     )

@@ -7,11 +7,12 @@
     peak 2 1                # optional promise: live stage activations per rank
     slots 9                 # optional promise: makespan when F, I and W take one slot each
     rank 0
-      RECV_G0.0 RECV_G0.1 F0.0 SEND_A0.0 F0.1 SEND_A0.1 B0.0 B0.1
+      F0.0 SEND_A0.0 F0.1 SEND_A0.1 RECV_G0.0 B0.0 RECV_G0.1 B0.1
     rank 1
       RECV_A1.0 RECV_A1.1 F1.0 B1.0 SEND_G1.0 F1.1 B1.1 SEND_G1.1
 
-With the line `messages implied` the lists hold no SEND and no RECV; all of them follow from the placement.
+With the line `messages implied` the lists hold no SEND and no RECV: `wire` puts them where no rank can wait in a
+circle, and `buffers` is the least number of them.
 """
 
 import json

@@ -15,7 +15,8 @@ kernel, an allocation, a compilation) waits for the peer. Any clock gives such a
 matter, nor does who wrote the order; `check.rendezvous` proves it without knowing of clocks.
 
 That the action under way when a message is made has its receive before it, and not behind it, lets the message travel
-beside that action: on catalogue orders this costs no time against receives posted as early as buffers allow.
+beside that action. Where stages take the same time, schedules of the catalogue lose nothing against receives posted as
+early as buffers allow; where they do not, a message may be made before this clock has it, and wait for its receive.
 """
 
 from collections.abc import Iterable

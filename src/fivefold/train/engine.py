@@ -14,6 +14,7 @@ from torch import Tensor
 from fivefold.data.batch import Batch, Share
 from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, compiles
+from fivefold.launch.waits import stood
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.model.decoder import Decoder
 from fivefold.model.dtypes import wide
@@ -192,7 +193,7 @@ class Engine(Network):
         loss = self.pipeline.forward_only(microbatch)
         for model in self.stages.values():
             model.train()
-        return float(self._everywhere([] if loss is None else [loss]))
+        return stood(self._everywhere([] if loss is None else [loss]).item)
 
     # ---- the whole of what ranks hold in parts -----------------------------------------------------------------------
 

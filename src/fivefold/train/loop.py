@@ -23,6 +23,7 @@ from fivefold.job.learning_rate import learning_rate
 from fivefold.job.preflight import Sources
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.device import peak_flops, peak_memory
+from fivefold.launch.waits import stood
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.same_calls import same_calls
 from fivefold.support.errors import PeerLost, TrainingError
@@ -219,7 +220,7 @@ class Trainer:
             norm = self.engine.gradient_norm(shared, *([] if table is None else [table]))
             loads = self.engine.loads
             found = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
-            norm_value, wishes, mean, *sums = found.tolist()  # the step's one wait for the device
+            norm_value, wishes, mean, *sums = stood(found.tolist)  # the step's one wait for the device
         if wishes >= WISH:
             self.agree(sure=True)
         with self.account.of("slow ranks"):

@@ -7,6 +7,7 @@ The host waits for the device here, once for a dispatch. A dry run, whose tensor
 import torch
 from torch import Tensor
 
+from fivefold.launch.waits import stood
 from fivefold.model.experts.grouped import Groups
 
 
@@ -17,9 +18,9 @@ class Host:
 
     def by_expert(self, counts: Tensor, slots: int) -> list[int]:
         """Rows of each of this rank's experts; `slots` are those that this rank itself fills."""
-        return counts.tolist()
+        return stood(counts.tolist)
 
     def by_rank(self, going: Tensor, coming: Tensor, ranks: int, slots: int) -> tuple[list[list[int]], list[list[int]]]:
         """Rows that go to each rank and expert there, and those that come from each, for every expert here."""
-        out, back = torch.stack((going, coming)).unflatten(1, (ranks, -1)).tolist()  # both at once
+        out, back = stood(torch.stack((going, coming)).unflatten(1, (ranks, -1)).tolist)  # both at once
         return out, back

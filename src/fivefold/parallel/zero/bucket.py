@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.launch.waits import stood
 from fivefold.layout.buckets import Grouping
 from fivefold.parallel.host_staging import Work, all_gather_into, reduce_scatter_into
 from fivefold.parallel.mesh import Axis
-from fivefold.parallel.waits import stood
 
 
 @dataclass(frozen=True)

@@ -109,15 +109,13 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         waiting = max(0, flying[last] - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
-    # Activations and gradients on their way at a time: sends not yet taken, receives posted early, for each chunk.
-    messages = 2 + 2 * layout.chunks if layout.pp > 1 else 0
-    buffers = stack.bucket_bytes + (messages + outputs) * message(case)
+    buffers = stack.bucket_bytes + (schedule.on_their_way[rank] + outputs) * message(case)
     # Where no forward pass follows the rank's first backward, the most is held before there are gradients.
     kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
     lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
     moments = dict(_moments(case, stages, blocks, lazy))
     moment, (transient, made) = max(moments.items(), key=lambda one: sum(one[1]))
-    usual = Need(moments["a block's backward"].bytes)
+    usual = max(Need(moments["a block's backward"].bytes), _last_gradient(case, stages[0]), key=sum)
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
     parts = _states(case, stages)
     late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))

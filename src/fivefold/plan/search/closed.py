@@ -199,7 +199,7 @@ class Closed:
         first = self.block.kept * flying * share + self.block.whole + self.gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
-        messages = np.where(self.alone, 0.0, (2 + 2 * self.chunks + flying * self.chunks) * self.block.message)
+        messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.message)
         allocated = self._state() + np.maximum(first, last) + messages + stack.bucket_bytes
         return allocated * (1 + FRAGMENTATION) + CONTEXT
 

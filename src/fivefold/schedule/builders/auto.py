@@ -34,21 +34,21 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
         raise UserError(f"auto cannot work with room for {limit} activations; give at least 1 (1f1b holds up to {p})")
     if len(costs.f) != p:
         raise UserError(f"auto has one stage per rank, {p} in total, and the costs are those of {len(costs.f)} stages")
-    task = Task(p, m, costs, limit)
-    return _with_least_buffers(task, _fastest(task))
+    return _fastest(Task(p, m, costs, limit)).schedule
 
 
 def _fastest(task: Task) -> Simulation:
-    """The best of all candidates, each with a buffer for every message, so that none of them waits for one."""
+    """The best of all candidates."""
+    placement, promise = Placement.single(task.p), Promise((min(task.m, task.limit),) * task.p)
     found: list[Simulation] = []
     seen: list[list[Order]] = []
     for orders in _candidates(task):
         if orders in seen:
             continue
         seen.append(orders)
-        schedule = _wired(task, orders, task.m)
+        schedule = wire("auto", placement, task.m, orders, promise=promise)
         result = run(schedule, task.costs)
-        if result.blocks:  # blocking sends, or no overlap: what `check` proves does not hold there
+        if result.blocks:  # no overlap: what `check` proves is for receives posted where they stand
             continue
         found.append(Simulation(schedule, task.costs, result))
         if found[-1].makespan <= task.shortest() * (1 + 1e-9) and found[-1].bubble_span <= 1e-9:
@@ -77,24 +77,6 @@ def _merit(simulation: Simulation) -> tuple[float, float, float]:
     # Rounded, so that the dust of adding in another order does not decide.
     makespan, bubble = float(f"{simulation.makespan:.9g}"), round(simulation.bubble_span, 9)
     return makespan, bubble, max(simulation.peak_activations)
-
-
-def _with_least_buffers(task: Task, best: Simulation) -> Schedule:
-    """Two buffers are enough for even stages; uneven ones let messages pile up, and need more to keep their speed."""
-    orders = [list(best.schedule.compute(rank)) for rank in range(task.p)]
-    buffers = 2
-    while buffers < task.m:
-        schedule = _wired(task, orders, buffers)
-        result = run(schedule, task.costs)
-        if not result.blocks and result.makespan <= best.makespan * (1 + 1e-9):
-            return schedule
-        buffers *= 2
-    return best.schedule
-
-
-def _wired(task: Task, orders: list[Order], buffers: int) -> Schedule:
-    promise = Promise((min(task.m, task.limit),) * task.p)
-    return wire("auto", Placement.single(task.p), task.m, orders, buffers=buffers, promise=promise)
 
 
 AUTO = Record(

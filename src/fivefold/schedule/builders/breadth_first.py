@@ -13,10 +13,7 @@ def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
     """
     orders = [_order(p, m, v, rank) for rank in range(p)]
     slots = 3 * ((v - 1) * max(m, p) + m + p - 1)  # with m < p a chunk waits for its first microbatch to come round
-    # Up to m - p messages wait for the first rank's next chunk, half of them on each side.
-    buffers = max(2, (m - p + 1) // 2 + 1)
-    promise = Promise((m * v,) * p, slots)
-    return wire("bfs", Placement.looped(p, v), m, orders, buffers=buffers, promise=promise)
+    return wire("bfs", Placement.looped(p, v), m, orders, promise=Promise((m * v,) * p, slots))
 
 
 def _order(p: int, m: int, v: int, rank: int) -> Order:

@@ -57,9 +57,7 @@ def interleaved_unchecked(p: int, m: int, v: int, group: int) -> Schedule:
     orders = [_order(p, m, v, group, rank) for rank in range(p)]
     peak = tuple(min(m * v, (v - 1) * group + 2 * (p - 1 - rank) + 1) for rank in range(p))
     promise = Promise(peak, slots=3 * (m * v + p - 1))
-    # A group leaves the last rank up to N - p messages before the first rank takes them up; each side holds half.
-    buffers = max(2, (group - p + 1) // 2 + 1)
-    return wire("interleaved", Placement.looped(p, v), m, orders, buffers=buffers, promise=promise)
+    return wire("interleaved", Placement.looped(p, v), m, orders, promise=promise)
 
 
 def _order(p: int, m: int, v: int, group: int, rank: int) -> Order:

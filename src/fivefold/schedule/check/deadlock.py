@@ -1,9 +1,10 @@
 """Deadlock: run the lists and see who is left. Twice: as gloo runs them, and as NCCL may.
 
-`deadlock` posts receives where they stand, and holds sends back by the buffers: so the runtime executes on CPUs; with
-blocking sends or receives posted late, `simulate` may find a deadlock here too. `rendezvous` lets every message hold up
-both its ranks until they have met. NCCL's messages are kernels on the device: an action that waits for all of it, to
-load a kernel, to allocate, to compile, waits for every message that its rank has posted before.
+`deadlock` posts receives where they stand, and holds sends back by the buffers: so the runtime executes on CPUs.
+`rendezvous` lets every message hold up both its ranks until they have met. NCCL's messages are kernels on the device:
+an action that waits for all of it, to load a kernel, to allocate, to compile, waits for every message that its rank has
+posted before. With receives posted only when their consumer's turn has come, `simulate` may find a deadlock all the
+same.
 
 Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through, every
 run does, at any speed of ranks and links.

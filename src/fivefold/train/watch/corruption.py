@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fivefold.data.batch import Share
+from fivefold.launch.waits import stood
 from fivefold.parallel.collectives import all_gather, wait
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
@@ -235,7 +236,7 @@ class Corruption:
         """The numbers of every rank, on all."""
         world = self.mesh.world
         with waiting("the exchange of digests", self.mesh, world):
-            return wait(all_gather(mine, world), world).view(world.size, -1).tolist()
+            return stood(wait(all_gather(mine, world), world).view(world.size, -1).tolist)
 
     def _told(self, value: object, kind: object) -> list:  # type: ignore[type-arg]
         """What every rank has to say, when something is wrong."""

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from fivefold.launch import faults
-from fivefold.parallel import waits
+from fivefold.launch import faults, waits
 from fivefold.parallel.pipeline import Watch
 from fivefold.schedule.actions import Action, Kind
 
