@@ -2,7 +2,8 @@
 # make check   lint, types, pure tests and two ranks: what to run while working, in about a minute.
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
-#              and on Slurm; make extras-test: a server of object storage; make browser-test: the page in a Chromium;
+#              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
+#              make browser-test: the page in a Chromium;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
 #              make soak: random faults, and one loss curve.
 #              Their last transcripts are kept in proofs/.
@@ -13,7 +14,7 @@ KEEP := $(BIN)/python tools/keep.py
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
 .PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test browser-test \
-	wheel-test recipes contributing soak clean
+	gpu-test wheel-test recipes contributing soak clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -35,7 +36,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared alone prove cluster-test extras-test browser-test: export OMP_NUM_THREADS = 1
+pure smoke shared alone prove cluster-test extras-test browser-test gpu-test: export OMP_NUM_THREADS = 1
 
 # The tests of rooms that need no torch; tests/conftest.py says which.
 pure: install
@@ -50,9 +51,9 @@ pytest:
 	@$(MAKE) --no-print-directory shared
 	@$(MAKE) --no-print-directory alone
 shared: install
-	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster and not extras and not browser"
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster and not extras and not browser and not gpu"
 alone: install
-	$(BIN)/python -m pytest -m "alone and not slow and not cluster and not extras and not browser"
+	$(BIN)/python -m pytest -m "alone and not slow and not cluster and not extras and not browser and not gpu"
 
 # Run these before a change of what they prove lands, and commit the transcripts.
 prove: install
@@ -71,6 +72,10 @@ wheel-test: install
 extras-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
 	$(KEEP) extras $(BIN)/python -m pytest -vv --no-header tests/extras
+
+# What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores.
+gpu-test: install
+	$(KEEP) gpu $(BIN)/python -m pytest -n 6 -vv --no-header --durations=15 tests/gpu
 
 # Random faults against small runs, from seeds: make soak SEEDS=1-100 JOBS=4
 SEEDS ?= 1-5

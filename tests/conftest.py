@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _pure(item.path):
             item.add_marker("pure")
+        if item.path.parent.name == "gpu":
+            item.add_marker("gpu")
 
 
 def pytest_collection_finish() -> None:

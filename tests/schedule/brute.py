@@ -1,7 +1,8 @@
 """An executor that shares no code with the engine: it moves one rank at a time, picked at random, and carries values.
 
 Every message holds what it claims to be, so a schedule that pairs the wrong messages is caught by its data, as on real
-ranks it would be by its loss. Nothing is timed, nothing is clever.
+ranks it would be by its loss. Nothing is timed, nothing is clever. Messages are eager, as gloo's are: posted or handed
+over, and on goes the rank. Or they are meetings, as NCCL's may be: both ranks stand at a message until both are there.
 """
 
 import random
@@ -15,9 +16,9 @@ class Wrong(Exception):
     """A rank computed with data it should not have had, or without data it needs."""
 
 
-def execute(schedule: Schedule, seed: int) -> list[Action] | None:
+def execute(schedule: Schedule, seed: int, *, meetings: bool = False) -> list[Action] | None:
     """Run to the end in a random order of ranks: the computed actions in that order, or None when nobody can move."""
-    machine = _Machine(schedule)
+    machine = _Meetings(schedule) if meetings else _Machine(schedule)
     chance = random.Random(seed)
     movable = list(range(schedule.p))
     while movable:
@@ -125,11 +126,33 @@ class _Machine:
             raise Wrong(f"rank {rank} runs {action} without {value}")
 
 
-def trouble(schedule: Schedule, seeds: int = 3) -> str | None:
+class _Meetings(_Machine):
+    """A message passes when both its ranks stand at it: one at the SEND of a wire, the other at the RECV."""
+
+    def move(self, rank: int) -> bool:
+        mine = self.standing_at(rank)
+        if mine is None or not mine.kind.value.startswith(("SEND", "RECV")):
+            return super().move(rank)
+        letter, boundary = self.wire(mine)
+        peer = self.owner[boundary if mine.stage == boundary + 1 else boundary + 1]
+        theirs = self.standing_at(peer)
+        if theirs is None or self.wire(theirs) != (letter, boundary):
+            return False
+        for side, action in ((rank, mine), (peer, theirs)):
+            self.do(side, action)
+            self.at[side] += 1
+        return True
+
+    def standing_at(self, rank: int) -> Action | None:
+        order = self.schedule.ranks[rank]
+        return order[self.at[rank]] if self.at[rank] < len(order) else None
+
+
+def trouble(schedule: Schedule, seeds: int = 3, *, meetings: bool = False) -> str | None:
     """What goes wrong when the schedule is executed in several random orders; None when nothing does."""
     for seed in range(seeds):
         try:
-            if execute(schedule, seed) is None:
+            if execute(schedule, seed, meetings=meetings) is None:
                 return "deadlock"
         except (Wrong, IndexError, ValueError) as error:
             return str(error) or "wrong"

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fivefold.schedule.actions import Action, Kind
 from fivefold.schedule.builders.interleaved import interleaved_unchecked
 from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.schedule.check import check, prove
 from fivefold.schedule.clock import run
 from fivefold.schedule.costs import Costs, Link
 from fivefold.schedule.schedule import Placement, Schedule
@@ -17,6 +19,7 @@ from fivefold.schedule.simulate import simulate
 from fivefold.schedule.times import Times
 from fivefold.schedule.wiring import wire, with_zero
 from fivefold.support.errors import UserError
+from tests.schedule.early import posted_early
 from tests.schedule.slow_clock import ends
 from tests.schedule.strategies import schedules
 
@@ -39,8 +42,8 @@ def test_every_action_ends_when_the_slow_clock_says(schedule: Schedule, link: Li
     f, i, w, fb = ([data.draw(times) for _ in range(schedule.placement.stages)] for _ in range(4))
     costs = Costs.even(schedule.placement, f, i, w, fb=data.draw(st.sampled_from([None, fb])), link=link)
     buffers = data.draw(st.sampled_from([1, 2, schedule.buffers, schedule.m]))
-    orders = [schedule.compute(rank) for rank in range(schedule.p)]
-    rewired = wire(schedule.name, schedule.placement, schedule.m, orders, buffers=buffers)
+    early = data.draw(st.booleans())
+    rewired = posted_early(schedule, buffers) if early else replace(schedule, buffers=buffers)
     assume(not run(rewired, costs).blocks)
     expected = ends(rewired, costs)
     for spans in simulate(rewired, costs).timeline:
@@ -192,18 +195,38 @@ def test_blocking_sends_without_early_receives_deadlock_as_they_do_in_life() -> 
         linked("1f1b", Link(latency=0.2, sends="blocking", overlap=False))
 
 
+def crossed() -> Schedule:
+    """Rank 1 takes its two messages in the other order than they are sent: fine, if both receives are posted before."""
+    first = [Action(kind, 0, k) for kind in (Kind.FORWARD, Kind.BACKWARD) for k in (0, 1)]
+    second = [Action(Kind.FORWARD, 1, 1), Action(Kind.FORWARD, 1, 0), *(Action(Kind.BACKWARD, 1, k) for k in (0, 1))]
+    return prove(wire("crossed", Placement.single(2), 2, [first, second]))
+
+
+GROUPED = {group: build("interleaved", 2, 8, group=group) for group in (2, 8)}
+
+
 @pytest.mark.parametrize(
-    ("group", "link", "causes"),
+    ("schedule", "link", "causes"),
     [
-        (8, Link(sends="blocking"), r"blocking sends \(--sends blocking\):"),
-        (8, Link(overlap=False), r"receives that are posted late \(--no-overlap\):"),
-        (2, Link(sends="blocking", overlap=False), r"\(--sends blocking\) and receives .* \(--no-overlap\):"),
+        # A list with early receives, which the checker refuses: a proven one runs with blocking sends alone.
+        (posted_early(GROUPED[8], 4), Link(sends="blocking"), r"blocking sends \(--sends blocking\):"),
+        (crossed(), Link(overlap=False), r"receives that are posted late \(--no-overlap\):"),
+        (GROUPED[2], Link(sends="blocking", overlap=False), r"sends blocking\) and receives .* \(--no-overlap\):"),
     ],
 )
-def test_a_proven_schedule_that_deadlocks_on_another_link_names_the_link(group: int, link: Link, causes: str) -> None:
-    schedule = build("interleaved", 2, 8, chunks=2, group=group)
-    with pytest.raises(UserError, match=rf"The cause is .*{causes} schedules are proven for eager sends"):
+def test_a_schedule_that_deadlocks_on_another_link_only_names_the_link(
+    schedule: Schedule, link: Link, causes: str
+) -> None:
+    with pytest.raises(UserError, match=rf"The cause is .*{causes} it runs with eager sends and receives posted where"):
         simulate(schedule, Costs.even(schedule.placement, link=link))
+
+
+@given(schedules(most_ranks=5), st.sampled_from([0.0, 0.3]))
+@settings(max_examples=60, deadline=None)
+def test_a_proven_schedule_runs_with_blocking_sends(schedule: Schedule, latency: float) -> None:
+    costs = Costs.even(schedule.placement, link=Link(latency=latency, sends="blocking"))
+    assert not check(schedule)
+    assert not run(schedule, costs).blocks
 
 
 def test_a_schedule_that_deadlocks_on_any_link_does_not_blame_the_link() -> None:
@@ -216,7 +239,7 @@ def test_a_schedule_that_deadlocks_on_any_link_does_not_blame_the_link() -> None
 def test_a_send_waits_when_all_its_buffers_are_in_flight() -> None:
     schedule = build("gpipe", 2, 6)
     costs = Costs.even(schedule.placement, link=Link(latency=10))
-    tight = wire("tight", schedule.placement, 6, [schedule.compute(0), schedule.compute(1)], buffers=1)
+    tight = posted_early(schedule, buffers=1)
     assert simulate(tight, costs).makespan > simulate(schedule, costs).makespan
     # With one buffer the second message cannot be handed over before the first has arrived, at 11; then F0.2 runs.
     assert [span.end for span in simulate(tight, costs).timeline[0][:3]] == [1, 2, 12]

@@ -78,7 +78,7 @@ def broken(tmp_path: Path, text: str) -> list[str]:
         ("rank 1", "rank 7", "broken.txt: rank 1 owns a stage, and there is no 'rank 1' line"),
         ("buffers 2", "messages all", "broken.txt, line 4: the only value of messages is 'implied'"),
         ("buffers 2", "slots 9", "broken.txt, line 6: slots is given for the second time"),
-        ("rank 0\n", "", "broken.txt, line 7: 'RECV_G0.0' stands before any 'rank' line"),
+        ("rank 0\n", "", "broken.txt, line 7: 'F0.0' stands before any 'rank' line"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, old: str, new: str, sentence: str) -> None:
@@ -89,8 +89,8 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, old: str, new: str,
     ("old", "new", "sentence"),
     [
         (" F1.1", "", "broken.txt, line 9: complete: rank 1 never runs F1.1"),
-        ("F0.1 SEND_A0.1", "F0.1 F0.1 SEND_A0.1", "broken.txt, line 8: complete: rank 0 has F0.1 (action 5) for the"),
-        ("F0.1 SEND_A0.1", "SEND_A0.1 F0.1", "broken.txt, line 8: order: rank 0 has SEND_A0.1 (action 4) before"),
+        ("F0.1 SEND_A0.1", "F0.1 F0.1 SEND_A0.1", "broken.txt, line 8: complete: rank 0 has F0.1 (action 3) for the"),
+        ("F0.1 SEND_A0.1", "SEND_A0.1 F0.1", "broken.txt, line 8: order: rank 0 has SEND_A0.1 (action 2) before"),
     ],
 )
 def test_a_schedule_that_does_not_hold_is_named_with_its_line(

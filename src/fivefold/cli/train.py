@@ -112,6 +112,7 @@ def train(
     from fivefold.job.config import read_job, to_toml
     from fivefold.job.preflight import preflight
     from fivefold.launch.local import launch
+    from fivefold.launch.roster import sharing_problem, visible_gpus
     from fivefold.launch.spare import wait_for_the_others
     from fivefold.launch.world import current_world
     from fivefold.train.resuming import Start, directory_named, run_named, stored_job
@@ -136,6 +137,10 @@ def train(
             sources = preflight(resolved, ranks, quiet if world.rank else progress)
         if resolved.checkpoint.url and not world.rank:
             reach(resolved.checkpoint.url)
+    gpus = 0 if resolved.train.device == "cpu" else visible_gpus()
+    known = gpus or resolved.train.device == "cpu"  # else ranks, which ask torch, know better
+    if nproc > 1 and known and (problem := sharing_problem(resolved.train, gpus, nproc)):
+        raise UserError(problem)
     if not world.joined:  # else rank 0 does so for all
         start.checked(resolved, sources)
     if check:

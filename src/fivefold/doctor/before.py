@@ -1,7 +1,8 @@
 """Before the first step of several ranks: the part of an examination that costs next to nothing.
 
 Each rank times a few matmuls and reads its clock; values travel through the store, and no collective is called. Rank 0
-gets a sentence for each rank that is much slower than its peers, and for each node whose clock is off.
+gets a sentence for each rank that is much slower than its peers, for each node whose clock is off, and for an
+NCCL_HOSTID that would turn off NVLink.
 """
 
 import time
@@ -9,8 +10,8 @@ import time
 import torch
 
 from fivefold.doctor.examination import Examination
-from fivefold.doctor.judge import clocks, slow_ranks
-from fivefold.doctor.machine import node_name
+from fivefold.doctor.judge import clocks, host_ids, slow_ranks
+from fivefold.doctor.machine import host_id, node_name
 from fivefold.doctor.measure import matmul_rate
 from fivefold.doctor.reports import RankReport
 from fivefold.job.config import Job
@@ -34,10 +35,10 @@ def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
     for _ in range(_LOOKS):
         control.from_all(0, int)  # which all ranks leave at almost the same moment
         times.append(time.time())
-    found = control.to_first((node_name(), rate, times), tuple[str, float, list[float]])
+    found = control.to_first((node_name(), rate, times, host_id()), tuple[str, float, list[float], str])
     reports, cpu = [], mesh.device.type == "cpu"
-    for rank, (node, reached, theirs) in enumerate(found):
+    for rank, (node, reached, theirs, named) in enumerate(found):
         ahead = min((there - here for there, here in zip(theirs, times, strict=True)), key=abs)
-        reports.append(RankReport(rank, node, cpu, "", "", reached, {}, {}, ahead, 2 * control.pause))
+        reports.append(RankReport(rank, node, cpu, "", "", reached, {}, {}, ahead, 2 * control.pause, host_id=named))
     examination = Examination(job, reports)
-    return [*slow_ranks(examination), *clocks(examination)] if reports else []
+    return [*slow_ranks(examination), *clocks(examination), *host_ids(examination)] if reports else []

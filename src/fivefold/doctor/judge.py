@@ -42,7 +42,17 @@ def findings(all_: Examination) -> list[str]:
         *_links(all_),
         *_limits(all_),
         *_other_cluster(all_),
+        *host_ids(all_),
     ]
+
+
+def host_ids(all_: Examination) -> Iterator[str]:
+    if told := [one for one in all_.reports if one.host_id]:
+        values, where = ", ".join(dict.fromkeys(short(one.host_id) for one in told)), [one.rank for one in told]
+        yield (
+            f"NCCL_HOSTID is set ({values}) on {all_.who(where)}: NCCL takes ranks with another one for another host, "
+            "and uses neither NVLink nor shared memory between them; unset it"
+        )
 
 
 def odd(values: Mapping[K, float], share: float) -> dict[K, float]:

@@ -15,6 +15,7 @@ import fivefold
 from fivefold.doctor.reports import Disk
 from fivefold.launch import faults
 from fivefold.launch.cores import cores
+from fivefold.launch.roster import SHARING
 from fivefold.launch.statement import code_digest
 
 _PIECE = 4 << 20  # bytes
@@ -26,6 +27,12 @@ _SYNCS = 5
 def node_name(env: Mapping[str, str] = os.environ) -> str:
     """Slurm's name for it, which may be several to a machine; else the machine's own."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def host_id(env: Mapping[str, str] = os.environ) -> str:
+    """The NCCL_HOSTID that this rank has inherited; not the one that ranks give themselves which share a GPU."""
+    found = env.get("NCCL_HOSTID", "")
+    return "" if found.startswith(SHARING) else found
 
 
 def versions(cuda: bool) -> dict[str, str]:

@@ -57,5 +57,6 @@ class RankReport(msgspec.Struct, frozen=True):
     unsure: float = 0.0  # seconds by which that may be wrong
     disk: Disk | None = None
     gpu: Gpu | None = None
+    host_id: str = ""  # NCCL_HOSTID, where somebody else than a rank that shares a GPU has set it
     rings: list[Ring] = []  # those of which it is the first rank
     sends: list[Send] = []  # by it

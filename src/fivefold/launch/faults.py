@@ -9,6 +9,7 @@
     lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/roster.py)
     spike     a loss and gradients 100 times too large
     flip      a bit that flips in memory
+    skip      leaves out its next sum over ranks (all_reduce)   shape   takes part in it with a number too many
 
 The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
 that call `strike`: step (the default: after the gradients of a step, before its update), batch (the same, and `step` is
@@ -31,14 +32,14 @@ import threading
 import time
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fivefold.launch.world import rank_here, starts_before
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
 POISONS = ("nan", "spike", "flip")  # what the place does to itself that is struck
-KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", "cut", "full", *POISONS)
+KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", "cut", "full", "skip", "shape", *POISONS)
 FLIPPED = ("weight", "shard", "compute")
 _OF_STEPS = ("step", "batch", "forward", "backward", "optimizer")
 _OF_STATE = ("write", "commit", "retain", "memory", "read")
@@ -124,10 +125,28 @@ def _happen(kind: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if kind == "cut":
         _cut()
+    if kind in ("skip", "shape"):
+        _disagree(kind)
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
     if kind == "lose":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _disagree(kind: str) -> None:
+    """Have the next sum over ranks be another one than the peers'."""
+    import torch
+    import torch.distributed as dist
+
+    usual = dist.all_reduce
+
+    def once(tensor: torch.Tensor, *how: Any, **options: Any) -> Any:
+        dist.all_reduce = usual
+        if kind == "shape":
+            return usual(tensor.new_zeros(tensor.numel() + 1), *how, **options)
+        return None
+
+    dist.all_reduce = once
 
 
 def _cut() -> None:

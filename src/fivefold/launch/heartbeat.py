@@ -12,6 +12,7 @@ blocked, is seen as well. Time is counted only while the watcher itself runs: a 
 not hung. Whoever waits for a peer that moves beats for it, so movement passes through waits.
 """
 
+import faulthandler
 import json
 import mmap
 import os
@@ -34,6 +35,7 @@ _SLOT = struct.Struct("=Qd120s120s")  # count, seconds that may pass without a b
 _LIMIT, _PLACES = 8, (16, 136)
 _TICK = 1.0  # seconds between looks, at most
 _SHOWN = 3  # operations that are named
+_ASKING = 5.0  # seconds for CUDA to say which
 _MORE = 2.0  # seconds and a tenth of the limit: who waits for a peer is to speak before the one who watches it
 
 
@@ -160,10 +162,10 @@ def _watch(heart: Heart, rank: int, more: float, over: threading.Event) -> None:
         limit = _SLOT.unpack(heart.memory)[1]
         seconds = stillness.look(heart.count[0], 2 * tick)
         if limit and seconds > limit + more:
-            _end(f"rank {rank} has not moved for {seconds:.0f} s in {_place(heart.memory)}")
+            _end(rank, f"rank {rank} has not moved for {seconds:.0f} s in {_place(heart.memory)}")
 
 
-def _end(sentence: str) -> None:
+def _end(rank: int, sentence: str) -> None:
     """With the stacks, innermost frame last. A rank that waits for others inside torch is not what they wait for."""
     frames = sys._current_frames()
     frames.pop(threading.get_ident())
@@ -172,7 +174,10 @@ def _end(sentence: str) -> None:
     for frame in (*frames.values(), main):
         traceback.print_stack(frame)
     waits = waits_there(main.f_code.co_filename, main.f_lineno)
-    print(f"error: {sentence}{_on_the_device()}", file=sys.stderr, flush=True)
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(_ASKING, exit=True)  # CUDA is asked next, and what hangs may be CUDA
+    if device := _on_the_device():
+        print(f"rank {rank}: {device}", file=sys.stderr, flush=True)
     os._exit(PeerLost.code if waits else TrainingError.code)
 
 
@@ -185,7 +190,7 @@ def _on_the_device() -> str:
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError):  # it differs between releases of PyTorch
         return ""
     more = f" and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
-    return f"; NCCL has not finished {', '.join(waiting[:_SHOWN])}{more}" if waiting else ""
+    return f"NCCL has not finished {', '.join(waiting[:_SHOWN])}{more}" if waiting else ""
 
 
 def _operation(entry: dict[str, Any]) -> str:

@@ -102,6 +102,12 @@ def gpus_here() -> list[str]:
     return found
 
 
+def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
+    """How many of them CUDA will show to a process."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    return len(gpus_here()) if visible is None else len(list(filter(None, visible.split(","))))
+
+
 def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: bool = False) -> str | None:
     """Why `train.share_gpu=nccl` cannot be, with so many GPUs for the ranks of a node; None when it can."""
     if config.share_gpu != "nccl" or local_ranks == 1:

@@ -10,6 +10,15 @@ hand over, and never of who is quicker: all ranks that run the same pair start t
 two threads ever run at once, so nothing needs a lock. The baton belongs to a half, not to a thread: on a GPU autograd
 runs a backward pass in a thread of its own.
 
+Why two threads are safe with NCCL, which wants the operations of a device issued in one order: it lets several threads
+use a communicator as long as one does at a time, the lock that is handed over sees to that, and no half hands over in
+the middle of a group of operations, which torch opens and closes within a call. Both halves, and autograd's thread,
+work on the one stream of the run: the order in which they hand over is the order on the device, and memory that one
+frees and the other takes comes from one pool of that stream, in that order. A half hands over before it waits, so the
+stream is not held up by a message while the other half computes; and each half waits itself for what it has started.
+One thread that takes the parts of both passes in turns would have to cut autograd's graph, recompute and compiled
+blocks at each message; here a block is written as if it were alone.
+
 What torch and Python keep for each thread goes along to the second half: dispatch modes, context variables, whether
 gradients are recorded, the device and its stream.
 """

@@ -118,12 +118,13 @@ class Mesh:
         """NCCL connects ranks when they first use a communicator: do so now, one after the other, in one order.
 
         Else the first step would, here and there in its middle, and a rank that cannot be reached would look like a
-        hang. What connects: each group that sends, by the collective that it is for; the ring of cp; and last the
-        pipeline's lanes, neighbour by neighbour.
+        hang. First each group, with an all-to-all where that is what it is for, and the ring of cp; then the
+        pipeline's lanes, neighbour by neighbour. (What NCCL connects beyond that, for messages of another size, it does
+        inside an action, which all ranks of the group come to in one order.)
         """
         one = torch.zeros(1, device=self.device)
         spread = {"ep", *(["cp"] if self.layout.cp_kind == "ulysses" else [])}  # what is sent there is dealt out
-        used = [axis for name, axis in self.axes.items() if axis.size > 1 and name not in ("pp", "batch")]
+        used = [axis for name, axis in self.axes.items() if axis.size > 1 and name != "batch"]
         seen = set[str]()
         for axis in [*used, *([self.returning] if self.returning else [])]:
             if axis.group_name not in seen:

@@ -46,7 +46,7 @@ class AllGatherDispatch(SlicedDispatch):
             of_expert = mine.where((mine >= 0) & (mine < here) & (chosen >= 0), here).flatten()
             counts = torch.bincount(of_expert, minlength=here + 1)[:here]
             sizes = tuple(self.host.by_expert(counts, routed.chosen.numel()))
-            groups = Groups.of(sizes, x.device)
+            groups = Groups(counts.cumsum(0).int(), sizes)
             order = of_expert.sort(dim=0, stable=True).indices[: sum(sizes)].clone()
             rows = order // chosen.shape[1]
             theirs = tokens[rows]

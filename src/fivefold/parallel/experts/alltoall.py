@@ -41,7 +41,10 @@ class AllToAllDispatch(SlicedDispatch):
             ticket = SendOff.apply(there, ToSlots.apply(x, order, of_slot))
             # They will lie rank by rank, and the experts want them expert by expert.
             by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
-            of_row, groups = places(by_expert), Groups.of(tuple(map(sum, zip(*due, strict=True))), x.device)
+            ends = (
+                coming.unflatten(0, (self.ep.size, -1)).sum(0).cumsum(0).int()
+            )  # there, so that the host need not wait
+            of_row, groups = places(by_expert), Groups(ends, tuple(map(sum, zip(*due, strict=True))))
         shared = beside() if beside is not None else None
         there.pause()
         with self.sending(DISPATCH):

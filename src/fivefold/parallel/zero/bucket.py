@@ -164,6 +164,8 @@ class Bucket:
             if rounded:
                 torch._foreach_copy_([slot.weight for slot in rounded], [slot.master for slot in rounded])
             return
+        if self.gathering is not None:  # sent twice in a row, as after a rollback: the first still has the buffer
+            stood(self.gathering.wait)
         # Stage 1 gathers into the gradients' buffer, which is idle from the optimizer's step to the next backward.
         count = self.parts * self.length
         room = self.table.view(-1).view(self.compute)[:count] if self.table is not None else None

@@ -1,0 +1,83 @@
+"""Layouts against one process, over real NCCL: ranks that share a GPU, and stay up from layout to layout."""
+
+from dataclasses import replace
+
+import pytest
+
+import fivefold.train.engine
+from fivefold.job.config import Job, read_job
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import schedule_of
+from fivefold.schedule.actions import RECEIVES
+from fivefold.schedule.check import check
+from fivefold.schedule.schedule import Schedule
+from fivefold.spec.model import ModelSpec
+from fivefold.verify.compare import OPTIMIZER
+from fivefold.verify.result import VerifyResult
+from fivefold.verify.verify import Judge, verify
+from tests.gpu.nccl import needs_a_gpu
+
+pytestmark = needs_a_gpu
+NCCL = ["train.share_gpu=nccl", "train.compile=off"]
+
+
+def failures(found: VerifyResult) -> list[str]:
+    return [f"{case.job.layout} {case.variant}: {verdict.broken or verdict.problems}\n{verdict.details}"
+            for case, verdict in found.judged if not verdict.passed]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "sample"), [(4, 24), (8, 6)])
+def test_layouts_compute_what_one_process_computes(world: int, sample: int) -> None:
+    found = verify(changes=NCCL, device="cuda", everything=True, world=world, sample=sample, jobs=2, timeout=100)
+    assert len(found.judged) == sample
+    assert not failures(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("tiny", "dp=2,pp=2,zero=1,schedule=zb-v,microbatches=4"),
+        ("tiny", "tp=2,pp=2,sp,schedule=interleaved,microbatches=4,recompute=selective"),
+        ("tiny-moe", "dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4"),
+        ("tiny", "cp=2,pp=2,microbatches=2"),
+    ],
+)
+def test_compiled_blocks_in_bfloat16_hold_as_they_do_on_one_process(model: str, layout: str) -> None:
+    """The defaults on a GPU: a pipeline compiles in the middle of its first step, with messages on their way."""
+    found = verify(
+        layout, ["train.share_gpu=nccl"], model=model, device="cuda", dtype="bfloat16", batch=16, timeout=200
+    )
+    assert not failures(found)
+
+
+def plant_early_receives() -> None:
+    """Before the first action, each rank posts all receives that buffers allow: as safe as can be on gloo."""
+    fivefold.train.engine.schedule_of = early  # type: ignore[attr-defined]
+
+
+def early(spec: ModelSpec, layout: Layout, seq: int) -> Schedule:
+    schedule = schedule_of(spec, layout, seq)
+    return replace(schedule, ranks=tuple(map(_first, schedule.ranks)), buffers=schedule.microbatches)
+
+
+def _first(order: tuple) -> tuple:  # type: ignore[type-arg]
+    receives = tuple(action for action in order if action.kind in RECEIVES)
+    return receives + tuple(action for action in order if action.kind not in RECEIVES)
+
+
+def _job() -> Job:
+    small = ["model=tiny", "model.hidden=64", "model.ffn=96", "model.layers=2", "layout=pp=2,microbatches=4"]
+    more = ["data.seq=32", "train.batch=8", "train.steps=1", "train.dtype=float64", "train.device=cuda", *NCCL]
+    return read_job(None, [*small, *more, *(f"optimizer.{key}={value}" for key, value in OPTIMIZER.items())])
+
+
+def test_an_early_receive_is_refused_and_hangs_where_nobody_checks() -> None:
+    job = _job()
+    (problem,) = check(early(job.model, job.layout, job.data.seq))
+    assert problem.obligation == "rendezvous"
+    assert "that is a circle of 2" in problem.sentence
+    with Judge(patience=25) as judge:
+        assert judge(job).passed
+    with Judge(patience=25, hook="tests.gpu.test_nccl_layouts:plant_early_receives") as judge:
+        verdict = judge(job)
+    assert "gave no answer within 25 s" in verdict.broken

@@ -1,0 +1,59 @@
+"""Ranks that share a GPU over NCCL: where that is refused, and what `doctor` says of an inherited NCCL_HOSTID."""
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli import app
+from fivefold.doctor.examination import Examination
+from fivefold.doctor.judge import host_ids
+from fivefold.doctor.machine import host_id
+from fivefold.doctor.reports import RankReport
+from fivefold.job.config import TrainConfig, read_job
+from fivefold.launch.roster import SHARING, sharing_problem, visible_gpus
+from fivefold.support.errors import UserError
+
+SHARED = TrainConfig(share_gpu="nccl")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "apart", "said"),
+    [
+        (1, 4, False, None),
+        (2, 8, False, None),
+        (1, 1, False, None),  # alone, it has nobody to talk to
+        (0, 2, False, "compute on the CPU"),
+        (8, 8, False, "each of these 8 has one of its own (8 here)"),
+        (8, 2, False, "without NVLink and shared memory"),
+        (1, 4, True, "may be on several machines"),
+    ],
+)
+def test_nccl_on_a_shared_gpu_is_refused_where_it_would_slow_ranks_down(
+    gpus: int, ranks: int, apart: bool, said: str | None
+) -> None:
+    problem = sharing_problem(SHARED, gpus, ranks, apart)
+    assert problem is None if said is None else said in (problem or "")
+    assert sharing_problem(TrainConfig(), gpus, ranks, apart) is None
+
+
+def test_it_is_refused_before_a_process_starts() -> None:
+    words = ["train", "--nproc", "2", "layout=dp=2", "train.device=cpu", "train.share_gpu=nccl"]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, UserError)
+    assert "share its GPUs, and these compute on the CPU" in str(result.exception)
+
+
+def test_the_gpus_that_count_are_those_that_cuda_shows() -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
+def test_doctor_names_an_inherited_host_id() -> None:
+    assert host_id({"NCCL_HOSTID": "left-over"}) == "left-over"
+    assert host_id({"NCCL_HOSTID": f"{SHARING}3"}) == host_id({}) == ""
+    reports = [
+        RankReport(rank, "node", False, "", "", 1.0, {}, {}, host_id="left-over" * (rank > 1)) for rank in range(4)
+    ]
+    (sentence,) = host_ids(Examination(read_job(None, ["layout=dp=4"]), reports))
+    assert sentence.startswith("NCCL_HOSTID is set (left-over) on ranks 2, 3")
+    assert sentence.endswith("uses neither NVLink nor shared memory between them; unset it")
+    assert not list(host_ids(Examination(read_job(None, ["layout=dp=4"]), reports[:2])))
