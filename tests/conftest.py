@@ -42,7 +42,8 @@ PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
 # What takes longer to import than the tests that need it take: each worker of pytest-xdist imports all tests, and each
 # rank that compiles imports PyTorch's compiler.
 _LONG = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
-_LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
+if not Path("/dev/nvidia0").exists():  # Inductor asks CUDA when it is imported, and then no child may use it
+    _LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
 PRELOAD += [*(name for name in _OURS if not name.endswith(("__", *_GPU))), "tests.ranks", "tests.warm"]
 
 # Modules that take longest come first: the last one to start decides when all is done.

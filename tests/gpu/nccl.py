@@ -32,7 +32,7 @@ class Done:
 
     @property
     def held_out(self) -> dict[int, float]:
-        return {row["step"]: row["loss"] for row in self.rows("evaluation")}
+        return {row["step"]: row["held_out_loss"] for row in self.rows("evaluation")}
 
     def rows(self, kind: str) -> list[dict[str, float]]:
         lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()

@@ -8,7 +8,7 @@ from tests.gpu.nccl import needs_a_gpu, train
 
 pytestmark = needs_a_gpu
 STEPS = 200
-LONG = (f"train.steps={STEPS}", "train.dtype=float64", "train.eval_every=50", "checkpoint.every=50", "train.timeout=60")
+LONG = (f"train.steps={STEPS}", "train.dtype=float64", "train.eval_every=50", "checkpoint.every=50", "model.layers=8")
 FIRST_HALF = (f"train.steps={STEPS // 2}", f"optimizer.schedule_steps={STEPS}", *LONG[1:])
 CHANGED = (f"train.steps={STEPS}", f"optimizer.schedule_steps={STEPS}")
 
@@ -17,7 +17,7 @@ CHANGED = (f"train.steps={STEPS}", f"optimizer.schedule_steps={STEPS}")
     ("layout", "nproc", "then", "others"),
     [
         ("pp=2,schedule=zb-v,microbatches=4", 2, "dp=2,zero=1", 2),
-        ("pp=4,schedule=zb-v,microbatches=8", 4, "dp=2,pp=2,microbatches=2,zero=2", 4),
+        ("pp=4,schedule=zb-v,microbatches=8", 4, "dp=2,pp=2,microbatches=2,zero=2", 4),  # eight stages
     ],
 )
 def test_two_hundred_steps_are_those_of_gloo(tmp_path: Path, layout: str, nproc: int, then: str, others: int) -> None:

@@ -32,6 +32,9 @@ def verify(
         int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="With --all: layouts at a time, on a machine with cores for it.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(help="Prove each this often, by ranks that stay up: for what seldom fails.")
+    ] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds for one layout.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -62,6 +65,12 @@ def verify(
       fivefold verify --all --world 4
 
       fivefold verify --all --world 8 --sample 30 --jobs 2 --json
+
+      fivefold verify --layout dp=2,tp=2,zero=2 --repeat 100
+
+    Over NCCL, on a GPU that the ranks share (no figure of speed):
+
+      fivefold verify --all --sample 60 --device cuda train.share_gpu=nccl
     """
     from fivefold.verify.verify import verify as prove
 
@@ -71,7 +80,8 @@ def verify(
         with counting_bar() as progress:
             found = prove(
                 layout, changes or [], model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
-                everything=everything, world=world, sample=sample, jobs=jobs, timeout=timeout, progress=progress,
+                everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat, timeout=timeout,
+                progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; nothing is proven")

@@ -60,6 +60,7 @@ def verify(
     world: int | None = None,
     sample: int | None = None,
     jobs: int = 1,
+    repeat: int = 1,
     timeout: float = PATIENCE,
     hook: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
@@ -67,12 +68,13 @@ def verify(
     """Prove that a layout, or every legal one of `world` ranks (`everything`), computes what one process computes.
 
     Starts the ranks on this machine. `changes` are settings of the job, KEY=VALUE. `sample` takes so many of the
-    layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `progress` is told how many layouts
-    are done, of how many, and which one is next.
+    layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `repeat` proves each so often, by
+    ranks that stay up: for what happens once in a hundred times. `progress` is told how many layouts are done, of how
+    many, and which one is next.
     """
     _check(layout, everything, world, sample, timeout)
-    limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES), ("jobs", jobs, 1000))
-    for name, value, most in limits:
+    limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
+    for name, value, most in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):
         checked(f"--{name}", value, within(1, most))
     world = 4 if world is None else world
     chosen = "dp=1" if everything else str(layout or _DEFAULT)
@@ -108,18 +110,23 @@ def verify(
         raise UserError(problems)
     total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)
-    judged = _judged(cases, jobs, timeout, hook, progress)
-    if not everything:
+    judged = _judged(cases * repeat, jobs, timeout, hook, progress, stay=repeat > 1 or device == "cuda")
+    if len(total) == repeat == 1:
         return VerifyResult(judged)
-    return VerifyResult(judged, len(total), covered(cases, total))
+    return VerifyResult(judged, len(total) * repeat, covered(cases, total))
 
 
 def _judged(
-    cases: Sequence[LayoutCase], jobs: int, timeout: float, hook: str, progress: Callable[[int, int, str], None]
+    cases: Sequence[LayoutCase],
+    jobs: int,
+    timeout: float,
+    hook: str,
+    progress: Callable[[int, int, str], None],
+    stay: bool,
 ) -> list[tuple[LayoutCase, Verdict]]:
-    """A verdict on each; `jobs` at a time, whose ranks are processes of their own."""
+    """A verdict on each; `jobs` at a time, whose ranks are processes of their own, or `stay` for the next."""
     found = []
-    if len(cases) > 1 and cases[0].job.train.device == "cuda":
+    if len(cases) > 1 and stay:
         with Judge(timeout, hook) as judge:
             stood = judge.standing([case.job for case in cases], min(jobs, len(cases)), progress)
         return list(zip(cases, stood, strict=True))
