@@ -33,20 +33,14 @@ def test_layouts_compute_what_one_process_computes(world: int, sample: int) -> N
     assert not failures(found)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("tiny", "dp=2,pp=2,zero=1,schedule=zb-v,microbatches=4"),
-        ("tiny", "tp=2,pp=2,sp,schedule=interleaved,microbatches=4,recompute=selective"),
-        ("tiny-moe", "dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4"),
-        ("tiny", "cp=2,pp=2,microbatches=2"),
-    ],
-)
-def test_compiled_blocks_in_bfloat16_hold_as_they_do_on_one_process(model: str, layout: str) -> None:
+def test_compiled_blocks_in_bfloat16_hold() -> None:
     """The defaults on a GPU: a pipeline compiles in the middle of its first step, with messages on their way."""
     found = verify(
-        layout, ["train.share_gpu=nccl"], model=model, device="cuda", dtype="bfloat16", batch=16, timeout=200
-    )
+        changes=["train.share_gpu=nccl"], device="cuda", dtype="bfloat16", everything=True, world=2, sample=6,
+        timeout=150,
+    )  # fmt: skip
+    assert any(case.job.layout.pp > 1 for case, _ in found.judged)
+    assert all(verdict.graphs for _, verdict in found.judged)
     assert not failures(found)
 
 
