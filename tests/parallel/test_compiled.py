@@ -12,8 +12,10 @@ from fivefold.layout.layout import Layout
 from fivefold.model import compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
+from fivefold.parallel.channels import Channels, Message
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import ops_of
+from fivefold.schedule.actions import Action
 from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import plain_batch
@@ -114,3 +116,46 @@ def mixture_twice(rank: ranks.Rank, job: Job) -> tuple[int, dict[str, int], floa
         found.append([loss, engine.loads.counted(), *engine.gradients().values()])
     apart = max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
     return (*compiled.compilation(), apart)
+
+
+def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[list[int], int, float]:
+    """Graphs when each receive is posted, and after two steps; and the second loss."""
+    compiled.BACKEND = "aot_eager"
+    settings = ["model.layers=4", "data.seq=32", "train.batch=4", "train.compile=on", "train.dtype=float64"]
+    job = read_job(None, [f"layout={layout}", *settings])
+    engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
+    posted, receive = [], Channels.receive
+
+    def noted(self: Channels, action: Action, shape: tuple[int, ...]) -> Message:
+        posted.append(compiled.compilation()[0])
+        return receive(self, action, shape)
+
+    Channels.receive = noted  # type: ignore[method-assign]
+    batch = plain_batch(job.model.vocab, 4, 32)
+    for _ in range(2):
+        loss = engine.accumulate(batch)
+        engine.step(1e-3, engine.gradient_norm())
+    return posted, compiled.compilation()[0], loss.item()
+
+
+@pytest.mark.parametrize("layout", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zb-v"])
+def test_stages_are_compiled_before_the_first_message_and_once(layout: str) -> None:
+    """So ranks compile at the same time, with no receive on their device; and what they made up leaves no trace."""
+    found = run_ranks(2, graphs_at_the_first_receive, layout)
+    for posted, end, _ in found:
+        assert posted
+        assert set(posted) == {end}
+        assert end > 0
+    eager = run_ranks(2, loss_of_two_steps, layout)
+    assert [loss for *_, loss in found] == pytest.approx(eager, rel=1e-12)
+
+
+def loss_of_two_steps(rank: int, world: int, layout: str) -> float:
+    settings = ["model.layers=4", "data.seq=32", "train.batch=4", "train.compile=off", "train.dtype=float64"]
+    job = read_job(None, [f"layout={layout}", *settings])
+    engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
+    batch = plain_batch(job.model.vocab, 4, 32)
+    for _ in range(2):
+        loss = engine.accumulate(batch)
+        engine.step(1e-3, engine.gradient_norm())
+    return loss.item()

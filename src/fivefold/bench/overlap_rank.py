@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.bench.overlap import EP, IN_TURN, IN_TURNS, OverlapResult, Shape
-from fivefold.bench.pipeline_rank import NoChannels
 from fivefold.bench.rank import CPU, machine, take_turns
 from fivefold.bench.wires import Wires, enter
 from fivefold.data.batch import Batch
@@ -145,10 +144,10 @@ class Passes:
 
     def alone(self) -> None:
         """One half after the other, where no rank waits for another's stage: what the passes themselves take."""
-        pipeline, self.recorder.on = self.engine.pipeline, True
-        channels, pipeline.channels = pipeline.channels, NoChannels(pipeline.channels)
-        self.run(in_turns=False)
-        pipeline.channels, self.recorder.on = channels, False
+        self.recorder.on = True
+        with self.engine.pipeline.alone():
+            self.run(in_turns=False)
+        self.recorder.on = False
         self.engine.weights.publish()
 
 

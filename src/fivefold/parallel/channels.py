@@ -114,3 +114,19 @@ class Channels:
 
     def _tag(self, channel: Channel, action: Action) -> int:
         return self.placement.channels.index(channel) * self.microbatches + action.microbatch
+
+
+class NoChannels(Channels):
+    """Channels that send nothing, and make up what is to be received: for a rank that runs its stages by itself."""
+
+    def __init__(self, like: Channels):
+        self.mesh, self.dtype = like.mesh, like.dtype
+        self.numbers = torch.Generator(self.mesh.device).manual_seed(0)
+
+    def receive(self, action: Action, shape: tuple[int, ...]) -> Tensor:  # type: ignore[override]
+        """Numbers that are unlike each other: of equal ones a router would send all to the same experts."""
+        return torch.randn(shape, dtype=self.dtype, device=self.mesh.device, generator=self.numbers)
+
+    def send(self, action: Action, x: Tensor) -> None: ...
+
+    def drain(self) -> None: ...

@@ -23,7 +23,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.model.positions import TokenPositions
 from fivefold.parallel.baton import Baton
-from fivefold.parallel.channels import Channels, Message, Silence
+from fivefold.parallel.channels import Channels, Message, NoChannels, Silence
 from fivefold.parallel.deferred_wgrad import WeightGradQueue, Work
 from fivefold.parallel.peer_errors import waiting, who
 from fivefold.parallel.zero import Weights
@@ -109,6 +109,16 @@ class Pipeline:
             self.peak = max(self.peak, len(self.outputs) + len(self.deferred))
         with self._named("the end of the step"):
             self.channels.drain()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around passes in which this rank neither waits for its neighbours' messages nor sends them any."""
+        channels = self.channels
+        self.channels = NoChannels(channels)
+        try:
+            yield
+        finally:
+            self.channels = channels
 
     def forward_only(self, microbatch: Microbatch) -> Tensor | None:
         """Run one microbatch forward through all stages; the rank of the last stage returns its output."""

@@ -98,6 +98,9 @@ class Engine(Network):
         self.position_ids: dict[tuple[int, ...], Tensor] = {}
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
         self.loads = Loads(job, self.stages.values(), mesh.device) if job.model.experts else None
+        # Stages that are still to be compiled: all ranks do that at once, before a message is on its way. In the first
+        # step each would begin when the one before it is done, and have posted receives on its device.
+        self.cold = self.compiled and mesh.pp.size > 1
         # When a snapshot of masters and moments has been copied: only `step` changes them. (Where masters are the
         # model's weights, gathering those writes the same bits over them.)
         self.copied: torch.cuda.Event | None = None
@@ -114,6 +117,10 @@ class Engine(Network):
             sums.append(total.detach())
             return self._share(total, count)
 
+        if self.cold:
+            self.cold = False
+            with self.pipeline.alone():
+                self.rehearse(share)
         sums: list[Tensor] = []
         if self.loads is not None:
             self.loads.begin()

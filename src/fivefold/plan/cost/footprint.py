@@ -115,7 +115,9 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
     moments = dict(_moments(case, stages, blocks, lazy))
     moment, (transient, made) = max(moments.items(), key=lambda one: sum(one[1]))
-    usual = max(Need(moments["a block's backward"].bytes), _last_gradient(case, stages[0]), key=sum)
+    usual = Need(moments["a block's backward"].bytes)
+    if layout.zero < 3:
+        usual = max(usual, _last_gradient(case, stages[0]), key=sum)
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
     parts = _states(case, stages)
     late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
