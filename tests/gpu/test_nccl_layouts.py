@@ -34,7 +34,7 @@ def test_layouts_compute_what_one_process_computes(world: int, sample: int) -> N
 
 
 def test_compiled_blocks_in_bfloat16_hold() -> None:
-    """The defaults on a GPU: a pipeline compiles in the middle of its first step, with messages on their way."""
+    """The defaults on a GPU: stages compile before the first message, while no receive is posted."""
     found = verify(
         changes=["train.share_gpu=nccl"], device="cuda", dtype="bfloat16", everything=True, world=2, sample=6,
         timeout=150,

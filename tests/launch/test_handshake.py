@@ -40,7 +40,7 @@ from fivefold.support.errors import PeerLost, UserError
 from tests.launch.test_meeting import free_port
 
 SECRET = secrets.token_bytes(32)
-FACTS = Facts(4, "run", 0, "2.13.0", "c" * 32, "d" * 32, "j" * 32, "o" * 32)
+FACTS = Facts(4, "run", 0, "2.13.0", "c" * 32, "d" * 32, "j" * 32)
 CLAIM = Claim(FACTS, {"train.seed": "0", "train.steps": "6"}, SECRET)
 PATIENCE = 30.0
 

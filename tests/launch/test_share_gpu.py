@@ -43,8 +43,10 @@ def test_it_is_refused_before_a_process_starts() -> None:
 
 
 def test_the_gpus_that_count_are_those_that_cuda_shows() -> None:
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, gpus=8) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, gpus=1) == 1
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, gpus=8) == 0
+    assert visible_gpus({}, gpus=8) == 8
 
 
 def test_doctor_names_an_inherited_host_id() -> None:
@@ -55,5 +57,5 @@ def test_doctor_names_an_inherited_host_id() -> None:
     ]
     (sentence,) = host_ids(Examination(read_job(None, ["layout=dp=4"]), reports))
     assert sentence.startswith("NCCL_HOSTID is set (left-over) on ranks 2, 3")
-    assert sentence.endswith("uses neither NVLink nor shared memory between them; unset it")
+    assert sentence.endswith("and nodes that share it are taken for one; unset it")
     assert not list(host_ids(Examination(read_job(None, ["layout=dp=4"]), reports[:2])))

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats, here by their definition; on a GPU by its kernels (tests/test_cuda.py)."""
+"""Products of 8-bit floats, here by their definition; on a GPU by its kernels (tests/gpu/test_cuda.py)."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """Ranks that call different collectives: an error that names both, rather than a hang or nonsense."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.layout.layout import Layout
 from fivefold.parallel.collectives import all_gather, all_reduce, wait
+from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.same_calls import Mismatch, same_calls
+from fivefold.parallel.same_calls import Mismatch, same_calls, same_order
 from fivefold.train.loop import Trainer
 from tests.ranks import RankError, run_ranks
 
@@ -79,3 +81,20 @@ def test_a_run_compares_its_first_step(tokens: Path) -> None:
 @pytest.mark.parametrize("layout", ["tp=2,pp=2,microbatches=2", "dp=2,cp=2,zero=3"])
 def test_ranks_of_every_kind_of_group_agree(tokens: Path, layout: str) -> None:
     run_ranks(4, train, tiny(tokens, layout), False)
+
+
+def planted_order(rank: int, world: int, text: str, odd: int) -> str:
+    """What a rank says whose sums would come in another order than its replica's."""
+    mesh = Mesh.of(Layout.parse(text), torch.device("cpu"))
+    with closing(Control(mesh, 20)) as control:
+        try:
+            same_order(control, mesh, f"pipeline rank {mesh.pp.rank}{' swapped' * (rank == odd)}")
+        except Mismatch as error:
+            return str(error)
+    return ""
+
+
+def test_replicas_that_would_start_their_sums_in_another_order_are_named() -> None:
+    assert run_ranks(4, planted_order, "dp=2,pp=2", 9) == [""] * 4
+    said = run_ranks(4, planted_order, "dp=2,pp=2", 3)
+    assert said == ["rank 3 would start its messages and sums in another order than rank 1 does"] * 4

@@ -201,3 +201,9 @@ def test_json_that_is_no_schedule_is_named(tmp_path: Path, content: str, reason:
     path.write_text(content)
     with pytest.raises(UserError, match=reason):
         load(path)
+
+
+def test_a_rank_that_lists_nothing_is_named_with_its_line_where_messages_are_implied(tmp_path: Path) -> None:
+    text = "schedule x\nstages 0 1\nmicrobatches 1\nmessages implied\nrank 0\n  F0.0 B0.0\nrank 1\n"
+    problems = broken(tmp_path, text)
+    assert any(one.startswith("broken.txt, line 7: complete: rank 1 never runs F1.0") for one in problems)

@@ -70,7 +70,7 @@ def verify(
 
     Over NCCL, on a GPU that the ranks share (no figure of speed):
 
-      fivefold verify --all --sample 60 --device cuda train.share_gpu=nccl
+      fivefold verify --all --sample 60 --device cuda train.share_gpu=nccl train.compile=off
     """
     from fivefold.verify.verify import verify as prove
 

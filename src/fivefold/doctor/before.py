@@ -35,7 +35,8 @@ def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
     for _ in range(_LOOKS):
         control.from_all(0, int)  # which all ranks leave at almost the same moment
         times.append(time.time())
-    found = control.to_first((node_name(), rate, times, host_id()), tuple[str, float, list[float], str])
+    named = host_id() if mesh.device.type == "cuda" else ""
+    found = control.to_first((node_name(), rate, times, named), tuple[str, float, list[float], str])
     reports, cpu = [], mesh.device.type == "cpu"
     for rank, (node, reached, theirs, named) in enumerate(found):
         ahead = min((there - here for there, here in zip(theirs, times, strict=True)), key=abs)

@@ -88,7 +88,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
         unsure=unsure,
         disk=disk,
         gpu=gpu,
-        host_id=machine.host_id(),
+        host_id=machine.host_id() if device.type == "cuda" else "",
     )
     return _with_links(report, mesh, together)
 

@@ -47,11 +47,12 @@ def findings(all_: Examination) -> list[str]:
 
 
 def host_ids(all_: Examination) -> Iterator[str]:
-    if told := [one for one in all_.reports if one.host_id]:
+    told = [one for one in all_.reports if one.host_id]
+    if told:
         values, where = ", ".join(dict.fromkeys(short(one.host_id) for one in told)), [one.rank for one in told]
         yield (
-            f"NCCL_HOSTID is set ({values}) on {all_.who(where)}: NCCL takes ranks with another one for another host, "
-            "and uses neither NVLink nor shared memory between them; unset it"
+            f"NCCL_HOSTID is set ({values}) on {all_.who(where)}: by it NCCL tells hosts apart; ranks of a node that "
+            "differ in it use neither NVLink nor shared memory, and nodes that share it are taken for one; unset it"
         )
 
 

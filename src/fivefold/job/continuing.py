@@ -32,7 +32,9 @@ RULES = {
     "optimizer.schedule_steps": RATE,
     "train": MEANT,  # batch, seed, dtype, fp8, label_smoothing, z_loss, what keeps the load of experts even
     "train.steps": RATE,
-    **dict.fromkeys(("train.device", "train.compile", "train.deterministic"), FREE),  # rounding, as layouts do
+    **dict.fromkeys(
+        ("train.device", "train.share_gpu", "train.compile", "train.deterministic"), FREE
+    ),  # rounding, as layouts do
     **dict.fromkeys(("train.eval_every", "train.eval_samples", "train.log_every", "train.count"), FREE),  # only look
     "train.timeout": FREE,
     "checkpoint": FREE,

@@ -9,7 +9,8 @@
     lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/roster.py)
     spike     a loss and gradients 100 times too large
     flip      a bit that flips in memory
-    skip      leaves out its next sum over ranks (all_reduce)   shape   takes part in it with a number too many
+    skip      leaves out its next sum over ranks      shape   takes part in it with a number too many
+              (torch.distributed.all_reduce: at a step, that of the gradient norm)
 
 The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
 that call `strike`: step (the default: after the gradients of a step, before its update), batch (the same, and `step` is

@@ -173,12 +173,20 @@ def _end(rank: int, sentence: str) -> None:
     main = frames.pop(working if working in frames else threading.main_thread().ident or 0)
     for frame in (*frames.values(), main):
         traceback.print_stack(frame)
-    waits = waits_there(main.f_code.co_filename, main.f_lineno)
+    code = PeerLost.code if waits_there(main.f_code.co_filename, main.f_lineno) else TrainingError.code
     print(f"error: {sentence}", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback_later(_ASKING, exit=True)  # CUDA is asked next, and what hangs may be CUDA
+    # CUDA is asked next, and what hangs may be CUDA: in a thread that is left behind then. Should it take Python's lock
+    # along, a timer that needs none ends the process, though not with this code.
+    faulthandler.dump_traceback_later(3 * _ASKING, exit=True)
+    asking = threading.Thread(target=_say_what_nccl_does, args=(rank,), daemon=True)
+    asking.start()
+    asking.join(_ASKING)
+    os._exit(code)
+
+
+def _say_what_nccl_does(rank: int) -> None:
     if device := _on_the_device():
         print(f"rank {rank}: {device}", file=sys.stderr, flush=True)
-    os._exit(PeerLost.code if waits else TrainingError.code)
 
 
 def _on_the_device() -> str:

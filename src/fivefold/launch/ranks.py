@@ -69,9 +69,9 @@ def run(
     threads = max(1, cores() // world)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))  # processes, of each rank
     keep_freed_memory()
-    ends = call(world, function, *args, timeout=timeout, grace=_GRACE, env=os.environ, threads=threads, each=each)
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}  # processes, of each rank
+    ends = call(world, function, *args, timeout=timeout, grace=_GRACE, env=env, threads=threads, each=each)
     if any(end.kind != "returned" for end in ends):
         cause = min(ends, key=lambda end: end.blame).value
         raise cause if isinstance(cause, UserError) else RankError(ends, timeout)

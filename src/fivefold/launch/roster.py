@@ -102,10 +102,10 @@ def gpus_here() -> list[str]:
     return found
 
 
-def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """How many of them CUDA will show to a process."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    return len(gpus_here()) if visible is None else len(list(filter(None, visible.split(","))))
+def visible_gpus(env: Mapping[str, str] = os.environ, gpus: int | None = None) -> int:
+    """How many of this machine's `gpus` CUDA will show to a process."""
+    here, visible = len(gpus_here()) if gpus is None else gpus, env.get("CUDA_VISIBLE_DEVICES")
+    return here if visible is None else min(here, len(list(filter(None, visible.split(",")))))
 
 
 def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: bool = False) -> str | None:

@@ -24,8 +24,6 @@ from msgspec import field
 import fivefold
 from fivefold.job.config import Job
 from fivefold.launch.secret import kept, run_secret
-from fivefold.layout.buckets import buckets, held
-from fivefold.layout.stages import schedule_of
 from fivefold.schedule.text import to_text
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: str  # digest of our source files
     data: str  # digest of the data's index
     job: str  # digest of the settings
-    order: str  # digest of what pipeline ranks do, and of the buckets of gradients, in order
     purpose: str = TRAINING
 
 
@@ -59,7 +56,6 @@ _SENTENCES = {
     "code": "runs another version of fivefold: its source files have digest {mine}, and the others' {usual}",
     "data": "reads other data: its index has digest {mine}, and the others' {usual}",
     "job": "runs another job",
-    "order": "would start its messages and sums in another order: its schedule has digest {mine}, the others' {usual}",
     "purpose": "is here for {mine}, and the others for {usual}",
 }
 
@@ -155,20 +151,12 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Cla
         code=code_digest() if trains else "",
         data=_digest(index.read_bytes()) if trains else "",
         job=_digest(json.dumps(settings, sort_keys=True).encode()),
-        order=_order(job) if trains else "",
         purpose=purpose,
     )
     if world.size == 1:  # a rank that is alone has nobody to prove itself to
         return Claim(facts, settings, secrets.token_bytes(32))
     directory = Path(job.run.dir).expanduser()
     return Claim(facts, settings, run_secret(directory), kept(directory))
-
-
-def _order(job: Job) -> str:
-    """NCCL hangs, without a word, where replicas start their messages or sums in different orders."""
-    schedule = schedule_of(job.model, job.layout, job.data.seq)
-    names = [name for bucket in buckets(held(job.model, job.layout).values()) for name in bucket.names]
-    return _digest("\n".join([to_text(schedule), *names]).encode())
 
 
 @cache
@@ -215,7 +203,7 @@ def odd_ones(statements: Sequence[Statement]) -> dict[int, str]:
 
 def _difference(name: str, statement: Statement, usual: Any, settings: Mapping[str, str]) -> str:
     mine = getattr(statement.facts, name)
-    if name in ("code", "data", "order"):
+    if name in ("code", "data"):
         mine, usual = mine[:8], usual[:8]
     sentence = _SENTENCES[name].format(mine=short(mine), usual=short(usual))
     if name != "job":

@@ -1,5 +1,6 @@
 """Whether the ranks of a group call the same collectives: compared in the first step, before each call runs.
 
+    same_order(control, mesh, engine.order)       before it: what each rank is about to start, and in which order
     with same_calls(mesh):
         engine.accumulate(batch)
 
@@ -10,6 +11,7 @@ compared: the schedule's proof covers those. Not for compiled steps: the compile
 make other graphs, with other roundings.
 """
 
+import hashlib
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.post import post
 from fivefold.parallel.traffic import SPACES, given_to, group_of, kind_of, name_of, ranks_of
@@ -26,6 +29,18 @@ _BUDGET = 40_000  # calls of all ranks in groups of one kind: a store answers th
 
 class Mismatch(RuntimeError):
     """Two ranks of a group call different collectives. A bug, of which the traceback shows the place."""
+
+
+def same_order(control: Control, mesh: Mesh, order: str) -> None:
+    """Collective. NCCL hangs, without a word, where replicas start their messages or sums in different orders."""
+    if mesh.world.size == 1:
+        return
+    digest = hashlib.sha256(order.encode()).hexdigest()
+    first: dict[int, tuple[int, str]] = {}  # by place along pp: the first rank there, and its order
+    for rank, (place, found) in enumerate(control.from_all((mesh.pp.rank, digest), tuple[int, str])):
+        other, known = first.setdefault(place, (rank, found))
+        if found != known:
+            raise Mismatch(f"rank {rank} would start its messages and sums in another order than rank {other} does")
 
 
 def same_calls(mesh: Mesh) -> AbstractContextManager[object]:

@@ -112,8 +112,12 @@ class Reader:
         if implied:
             schedule = wire(name, schedule.placement, microbatches, orders, buffers=buffers, promise=promise)
         numbers = [_numbers(actions, implied) for actions in schedule.ranks]
-        action_places = [[order[n][0] for n in counted] for order, counted in zip(read, numbers, strict=True)]
-        return Reading(schedule, [self.rank_places[rank] for rank in range(ranks)], action_places, numbers)
+        rank_places = [self.rank_places[rank] for rank in range(ranks)]
+        action_places = [
+            [order[n][0] if order else where for n in counted]  # of a rank that lists nothing, its own line
+            for order, where, counted in zip(read, rank_places, numbers, strict=True)
+        ]
+        return Reading(schedule, rank_places, action_places, numbers)
 
     def owner(self) -> list[int]:
         """The rank of each stage; empty, with the problem noted, when ranks are left out."""

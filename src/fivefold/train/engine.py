@@ -32,6 +32,7 @@ from fivefold.parallel.peer_errors import waiting
 from fivefold.parallel.pipeline import Microbatch, Pipeline, Watch
 from fivefold.parallel.tensor import ops_of
 from fivefold.parallel.zero import spread
+from fivefold.schedule.text import to_text
 from fivefold.train.load import Loads, routers
 
 
@@ -83,6 +84,12 @@ class Network:
             if router.balance is not None:
                 router.balance = torch.zeros(router.balance.shape, dtype=dtype, device=self.mesh.device)
         return {name: buffer for model in self.stages.values() for name, buffer in model.named_buffers()}
+
+    @property
+    def order(self) -> str:
+        """What this rank starts in a step that others take part in: its schedule's actions, and the buckets it sums."""
+        sums = (" ".join(group.names) for _, group in self.weights.reducer.groups)
+        return "\n".join([to_text(self.schedule), *sums])
 
     @property
     def model(self) -> Decoder:

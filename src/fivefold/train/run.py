@@ -33,6 +33,7 @@ from fivefold.launch.statement import claim
 from fivefold.model.compiled import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.same_calls import same_order
 from fivefold.report.paint import to_svg
 from fivefold.report.terminal import render, width_of
 from fivefold.schedule.text import save
@@ -102,6 +103,7 @@ def _run_job(
             job = _with_its_schedule(job, directory)
         heartbeat.enter("the making of the model", least=heartbeat.LONG)
         trainer = Trainer(job, sources, mesh)
+        same_order(control, mesh, trainer.engine.order)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), note)
         checkpointing = Checkpoints(store(job, directory), control, trainer, note)
         leaving.callback(checkpointing.close)

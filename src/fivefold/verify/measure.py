@@ -54,8 +54,9 @@ def measure_each(rank: Rank, jobs: list[Job], references: list[Path], hook: str 
     for number, (job, reference) in enumerate(zip(jobs, references, strict=True)):
         home = rank.home / str(number)
         home.mkdir(exist_ok=True)
-        yield measure(Rank(rank.number, rank.world, home), job, reference, "" if number else hook)
-        _forget_groups()
+        measured = measure(Rank(rank.number, rank.world, home), job, reference, "" if number else hook)
+        _forget_groups()  # before it counts: what breaks here is this layout's
+        yield measured
 
 
 def _forget_groups() -> None:

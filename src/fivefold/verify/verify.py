@@ -195,33 +195,17 @@ class Judge:
         """
         progress(0, len(jobs), "one process")
         self._write_references(jobs)
-        done: dict[int, Verdict] = {}
-
-        def judge(share: range) -> None:
-            left, start = deque(share), time.perf_counter()
-
-            def tell(verdict: Verdict) -> None:
-                done[left.popleft()] = verdict
-                progress(len(done), len(jobs), str(verdict.job.layout))
-
-            def each(found: list[Measured]) -> None:
-                nonlocal start
-                seconds, start = time.perf_counter() - start, time.perf_counter()
-                tell(self._verdict(jobs[left[0]], found, seconds))
-
-            while left:  # after one that breaks the ranks, others go on with the rest
-                some, start = [jobs[number] for number in left], time.perf_counter()
+        turns = [_Turns(self, jobs, range(first, len(jobs), several), progress) for first in range(several)]
+        if several == 1:
+            turns[0].run()
+        else:
+            with ThreadPoolExecutor(several) as pool:
                 try:
-                    where = [self._reference(job)[0] for job in some]
-                    measure = "fivefold.verify.measure:measure_each"
-                    world = some[0].layout.world
-                    ranks.run(world, measure, some, where, self.hook, timeout=self.patience, each=each)
-                except ranks.RankError as error:
-                    seconds = time.perf_counter() - start
-                    tell(Verdict(jobs[left[0]], seconds, broken=str(error), details=error.details))
-
-        with ThreadPoolExecutor(several) as pool:
-            list(pool.map(judge, [range(first, len(jobs), several) for first in range(several)]))
+                    list(pool.map(_Turns.run, turns))
+                finally:  # after Ctrl-C the ranks of the others are ended, too, when they speak next
+                    for one in turns:
+                        one.stopped = True
+        done = {number: verdict for one in turns for number, verdict in one.done.items()}
         return [done[number] for number in range(len(jobs))]
 
     def _verdict(self, job: Job, found: list[Measured], seconds: float) -> Verdict:
@@ -233,7 +217,7 @@ class Judge:
     def _write_references(self, jobs: Sequence[Job]) -> None:
         """Of all jobs, in one process. What fails there is tried again by itself, and named then."""
         missing = {key: plain for job in jobs for key, plain in [_plain(job)] if key not in self.references}
-        paths = [self._path(number) for number in range(len(missing))]
+        paths = [self._path(len(self.references) + number) for number in range(len(missing))]
         waiting = deque(zip(missing, paths, strict=True))
 
         def each(found: list[list[Routing]]) -> None:
@@ -257,6 +241,40 @@ class Judge:
                 [routing] = ranks.run(1, write, plain, path, timeout=self.patience)
                 self.references[key] = path, routing
             return self.references[key]
+
+
+class _Turns:
+    """Some of the jobs, one after the other, by ranks that stay up. After one that breaks them, others go on."""
+
+    def __init__(self, judge: Judge, jobs: Sequence[Job], share: range, progress: Callable[[int, int, str], None]):
+        self.judge, self.jobs, self.left, self.progress = judge, jobs, deque(share), progress
+        self.done: dict[int, Verdict] = {}
+        self.start, self.stopped = 0.0, False
+
+    def run(self) -> None:
+        measure = "fivefold.verify.measure:measure_each"
+        while self.left:
+            some, self.start = [self.jobs[number] for number in self.left], time.perf_counter()
+            try:
+                where = [self.judge._reference(job)[0] for job in some]
+                world, patience = some[0].layout.world, self.judge.patience
+                ranks.run(world, measure, some, where, self.judge.hook, timeout=patience, each=self.measured)
+            except ranks.RankError as error:
+                if not self.left:
+                    raise
+                seconds = time.perf_counter() - self.start
+                self.tell(Verdict(self.jobs[self.left[0]], seconds, broken=str(error), details=error.details))
+
+    def measured(self, found: list[Measured]) -> None:
+        if self.stopped:
+            raise KeyboardInterrupt
+        seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
+        self.tell(self.judge._verdict(self.jobs[self.left[0]], found, seconds))
+
+    def tell(self, verdict: Verdict) -> None:
+        self.done[self.left.popleft()] = verdict
+        following = str(self.jobs[self.left[0]].layout) if self.left else ""
+        self.progress(len(self.jobs) - len(self.left), len(self.jobs), following)
 
 
 def _plain(job: Job) -> tuple[bytes, Job]:

@@ -1,4 +1,4 @@
-"""8-bit experts, here by their definition; on a GPU by its kernels (tests/test_cuda.py)."""
+"""8-bit experts, here by their definition; on a GPU by its kernels (tests/gpu/test_cuda.py)."""
 
 import pytest
 import torch

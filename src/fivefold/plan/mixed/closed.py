@@ -132,7 +132,7 @@ class MixedClosed:
         fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + stack.bucket_bytes
         whole = (closed.block.whole + closed.gathered())[rows, None]
         moments = np.maximum(whole, logits * is_last)
-        messages = (2 + 2 * chunks + flying * chunks) * message
+        messages = (1 + 2 * chunks + flying * chunks) * message
         room = (HEADROOM * self._devices(ranks) - CONTEXT) / (1 + FRAGMENTATION)
         return fixed + moments + messages, per_layer, room[None, :]
 

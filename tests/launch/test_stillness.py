@@ -1,0 +1,53 @@
+"""What a rank says that has not moved: what NCCL has not finished, as PyTorch's flight recorder tells it."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from fivefold.launch import heartbeat
+from fivefold.launch.waits import stood, waits_there
+
+ENTRY = {
+    "process_group": ["0", "default_pg"],
+    "profiling_name": "nccl:all_reduce",
+    "collective_seq_id": 5,
+    "p2p_seq_id": 0,
+    "is_p2p": False,
+    "input_sizes": [[3]],
+    "input_dtypes": ["Double"],
+    "state": "started",
+}
+
+
+def told(monkeypatch: pytest.MonkeyPatch, entries: object) -> str:
+    module = types.ModuleType("torch._C._distributed_c10d")
+    vars(module)["_dump_nccl_trace_json"] = lambda collectives, active: json.dumps({"entries": entries}).encode()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return heartbeat._on_the_device()
+
+
+def test_what_is_not_finished_is_named_with_its_shape_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = ENTRY | {
+        "profiling_name": "nccl:send 0->1",
+        "is_p2p": True,
+        "p2p_seq_id": 7,
+        "process_group": ["6", "undefined"],
+    }
+    done = ENTRY | {"state": "completed"}
+    assert told(monkeypatch, [done, ENTRY, send]) == (
+        "NCCL has not finished all_reduce of [3] Double, call 5 of default_pg, "
+        "send 0->1 of [3] Double, call 7 of group 6"
+    )
+    assert told(monkeypatch, [ENTRY] * 5).endswith("and 2 more")
+    assert told(monkeypatch, [done]) == ""
+    assert told(monkeypatch, [{"state": "started"}]) == ""  # another release of PyTorch
+
+
+def test_a_wait_for_the_device_is_a_wait_for_others() -> None:
+    code = stood.__code__
+    line = next(number for _, _, number in code.co_lines() if number and waits_there(code.co_filename, number))
+    assert line
+    assert not waits_there(__file__, 1)
+    assert waits_there("/site-packages/torch/autograd/graph.py", 1)
