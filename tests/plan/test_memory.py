@@ -8,7 +8,8 @@ import torch
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan.cost.memory import State, state
+from fivefold.plan.cost.memory import State, state, state_of
+from fivefold.plan.cost.traffic import Seat
 from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import make_batch
@@ -50,6 +51,32 @@ def held(world: int) -> list[dict[tuple[str, str], State]]:
 def test_resident_bytes_are_those_of_the_table(case: tuple[str, str]) -> None:
     job = job_of(*case)
     assert {one[case] for one in held(job.layout.world)} == {state(job.model, job.layout, case[1])}
+
+
+ONE_MICROBATCH = ["tp=2,sp", "pp=2", "dp=2", "pp=2,schedule=zb-v"]
+
+
+def narrow(rank: int, world: int) -> list[tuple[int, float]]:
+    """Bytes of gradients that are there, and that should be, if an optimizer reads them as they come, as on a GPU."""
+    found = []
+    for layout in ONE_MICROBATCH:
+        tied = ["model.tied=true", f"layout={layout}", "train.batch=2", "train.dtype=bfloat16"]
+        job = read_job(None, [*SMALL, *tied])
+        engine = Engine(job, Mesh.of(job.layout, torch.device("cpu")))
+        unsharded = engine.weights.unsharded  # type: ignore[attr-defined]
+        unsharded.narrow = True
+        for master in unsharded.masters.values():
+            master.grad_dtype = None
+        engine.accumulate(make_batch(job, 0))
+        seat = Seat.of(job.layout, rank)
+        table = state_of(job.model, job.layout, "bfloat16", **seat._asdict(), seq=job.data.seq, narrow=True)
+        found.append((engine.weights.resident()["gradients"], table.gradients))
+    return found
+
+
+def test_gradients_of_one_microbatch_stay_narrow_where_nobody_adds_to_them() -> None:
+    for ranks in run_ranks(2, narrow):
+        assert [there for there, _ in ranks] == [expected for _, expected in ranks]
 
 
 @pytest.mark.parametrize(("zero", "bytes_per_parameter"), [(0, 18), (1, 2 + 4 + 12 / 8), (2, 2 + 16 / 8), (3, 16 / 8)])

@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fivefold.data.batch import Batch
@@ -64,10 +65,25 @@ def _forget_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()
+    if torch.cuda.is_initialized():
+        _Forget.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+class _Forget(Function):
+    """DTensor remembers results of its ops by thread, with groups' names: those of a GPU's backward passes, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _clear_sharding_prop_cache()
+        return gradient
 
 
 def compared(rank: Rank, job: Job, reference: Path) -> Measured:

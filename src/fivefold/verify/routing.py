@@ -6,7 +6,7 @@ between two experts of nearly the same score, and then everything after it diffe
 replayed, and tokens for which ranks would have chosen others are counted: no more than rounding explains.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,10 @@ class RouteRecorder:
         self.mixtures = mixtures(stages)
         self.seen: dict[int, _Seen] = {}
         for layer, mixture in self.mixtures.items():
-            compiled = mixture.ops.compiled
-            mixture.register_forward_pre_hook(torch.compiler.disable(self._meet) if compiled else self._meet)
-            self._watch(layer, mixture.router)
+            # Between graphs: inside, a block that is recomputed would have others in its second run, which counts nothing.
+            aside = torch.compiler.disable if mixture.ops.compiled else lambda function: function
+            mixture.register_forward_pre_hook(aside(self._meet))
+            mixture.router.choose = aside(self._watched(layer, mixture.router))
 
     def begin(self, samples: NDArray[np.int64], routing: dict[int, Tensor]) -> None:
         """A step begins, with these samples; `routing` is the reference's."""
@@ -58,7 +59,7 @@ class RouteRecorder:
         places = torch.stack([positions.samples[:, None].expand_as(positions.position_ids), positions.position_ids], -1)
         self.here = mixture.ops.dispatch.own_tokens(places)
 
-    def _watch(self, layer: int, router: Any) -> None:
+    def _watched(self, layer: int, router: Any) -> Callable[[Tensor], Tensor]:
         choose = router.choose or router.best
 
         @torch.no_grad()
@@ -73,7 +74,7 @@ class RouteRecorder:
                 seen.found.append(torch.column_stack([samples, positions, own.cpu()])[differ])
             return wanted.to(own.device) if self.replay else own
 
-        router.choose = watched
+        return watched
 
     def end(self, step: int) -> list[Routed]:
         """What this rank routed."""

@@ -308,7 +308,10 @@ def holdings(job: Job) -> list[dict[str, float]]:
     live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
     forms = {}
     for seat in set(seats):
-        state = state_of(job.model, job.layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=job.data.seq)
+        state = state_of(
+            job.model, job.layout, job.train.dtype, job.optimizer, **seat._asdict(),
+            seq=job.data.seq, narrow=job.train.device == "cuda",
+        )  # fmt: skip
         sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
         forms[seat] = sizes | {"microbatches in flight": live[seat.pp]}
     return [forms[seat] for seat in seats]

@@ -104,11 +104,14 @@ def state_of(
     ep: int = 0,
     ezero: int = 0,
     seq: int | None = None,
+    narrow: bool = False,
 ) -> State:
     """What the rank at those places of the axes holds, to the byte.
 
     Layers are divided among stages for sequences of `seq` tokens; of the model's context where it is not said.
-    Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest.
+    Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest. `narrow`:
+    gradients of a single microbatch that no other rank or stage has a part in stay in the dtype they come in, as they
+    do on a GPU.
     """
     compute, full, states = BYTES[dtype], wide_bytes(dtype), len(optimizer.states)
     stages = stages_of(spec, layout, seq or spec.context)
@@ -127,7 +130,11 @@ def state_of(
         stage = layout.zero if ranks > 1 else 0
         gradients = {0: whole, 1: padded * ranks, 2: padded}[stage]
         masters, master = owned if stage else whole, full if compute < full else 0
-        states_of.append(State(compute * whole, full * gradients, (states * full + master) * masters))
+        state = State(compute * whole, full * gradients, (states * full + master) * masters)
+        if narrow and ranks == layout.microbatches == 1:
+            final = [one for one in parts if not one.tp.partial and not (one.parameter.tied and layout.pp > 1)]
+            state = state._replace(gradients=state.gradients - (full - compute) * sum(one.size for one in final))
+        states_of.append(state)
     return State(*map(sum, zip(*states_of, strict=True)))
 
 
