@@ -26,11 +26,13 @@ from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
 from fivefold.model.ops import LocalOps
 from fivefold.model.positions import TokenPositions
+from fivefold.model.spans import causal_spans
 from fivefold.optimizers import AdamW
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
+from fivefold.train.engine import Engine
 from fivefold.train.loop import Trainer
-from fivefold.verify.batches import plain_batch
+from fivefold.verify.batches import make_batch, plain_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -290,3 +292,19 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
         kept = {name: piece.make() for name, piece in snapshot.pieces.items()}
         assert all(torch.equal(kept[name], was[name].cpu()) for name in was)
         assert not all(torch.equal(piece.make(), was[name]) for name, piece in pieces.items())
+
+
+def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None:
+    settings = ["model=tiny", "data.seq=64", "data.document_mask=true", "train.batch=4", "train.dtype=bfloat16"]
+    job = read_job(None, [*settings, "train.compile=on", "train.device=cuda"])
+    engine = Engine(job, Mesh.of(job.layout, torch.device("cuda")))
+    before, shapes = compilation()[0], set[tuple[int, int]]()
+    for step in range(8):
+        batch = make_batch(job, step)
+        at = causal_spans(batch.documents, torch.device("cpu")).packed
+        shapes.add((len(at.query_starts), at.most_queries))
+        loss = engine.accumulate(batch)
+        assert loss.isfinite()
+        engine.step(1e-3, engine.gradient_norm())
+    assert compilation()[0] - before <= len(shapes) + 2  # blocks, the loss, the first step's
+    assert len(shapes) < 6

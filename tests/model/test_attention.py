@@ -82,7 +82,7 @@ def test_spans_are_the_mask_of_the_documents(dtype: torch.dtype, device: str) ->
 
 def test_one_token_documents_are_packed_for_more_than_one_query() -> None:
     packed = causal_spans(np.array([[0, 1, 2]]), CPU).packed
-    assert packed.query_starts.tolist() == packed.key_starts.tolist() == [0, 1, 2, 3]
+    assert packed.query_starts.tolist() == packed.key_starts.tolist() == [0, 1, 2, 3, 3]
     assert (packed.most_queries, packed.most_keys, packed.queries, packed.keys) == (2, 1, None, None)
 
 
@@ -94,7 +94,7 @@ def test_packed_rows_are_those_of_the_spans() -> None:
     assert keys is not None
     assert keys.tolist() == [2, 3, 4, 5]
     assert (query_starts.tolist(), key_starts.tolist()) == ([0, 1, 3], [0, 1, 4])
-    assert (most_queries, most_keys) == (2, 3)
+    assert (most_queries, most_keys) == (2, 4)
 
 
 def test_documents_that_return_are_refused() -> None:

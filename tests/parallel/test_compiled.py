@@ -13,12 +13,13 @@ from fivefold.model import compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.parallel.channels import Channels, Message
+from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import ops_of
 from fivefold.schedule.actions import Action
 from fivefold.spec.presets import preset
 from fivefold.train.engine import Engine
-from fivefold.verify.batches import plain_batch
+from fivefold.verify.batches import make_batch, plain_batch
 from tests.ranks import run_ranks
 
 SLOW = pytest.mark.slow
@@ -159,3 +160,37 @@ def loss_of_two_steps(rank: int, world: int, layout: str) -> float:
         loss = engine.accumulate(batch)
         engine.step(1e-3, engine.gradient_norm())
     return loss.item()
+
+
+def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str]) -> tuple[list[int], float]:
+    """Graphs after each of three steps whose documents differ, and how far their gradients are from eager ones."""
+    compiled.BACKEND = "aot_eager"
+    words = [f"layout={layout}", "model.layers=2", "data.seq=32", "data.document_mask=true", "train.batch=4", *settings]
+    made, apart = [], 0.0
+    jobs = [read_job(None, [*words, f"train.compile={how}", "train.dtype=float64"]) for how in ("off", "on")]
+    engines = [Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model)) for job in jobs]
+    for step in range(3):
+        found = []
+        for engine, job in zip(engines, jobs, strict=True):
+            engine.accumulate(make_batch(job, step))
+            found.append([whole(one) for one in engine.gradients().values()])
+            engine.step(1e-3, engine.gradient_norm())
+        apart = max(apart, *((one - other).abs().max().item() for one, other in zip(*found, strict=True)))
+        made.append(compiled.compilation()[0])
+    return made, apart
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("cp=2,cp_kind=allgather,microbatches=2,recompute=full", []),
+        ("cp=2,cp_kind=allgather,recompute=selective", ["model.sinks=true", "model.window=8"]),
+        pytest.param("dp=2,recompute=full", ["model.sinks=true", "model.window=8"], marks=SLOW),
+        pytest.param("cp=2,microbatches=2", [], marks=SLOW),
+    ],
+)
+def test_documents_make_no_graphs_of_their_own(layout: str, settings: list[str]) -> None:
+    """Else every microbatch would be compiled anew, until PyTorch's limit ends the run."""
+    for made, apart in run_ranks(2, graphs_of_documents, layout, settings):
+        assert made[0] == made[-1]
+        assert apart < 1e-12  # of gradients of about 1: sums in other orders

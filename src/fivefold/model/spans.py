@@ -26,7 +26,11 @@ class Span(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Spans as the variable-length kernels want them: rows of [B * S], and where each span begins among them."""
+    """Spans as the variable-length kernels want them: rows of [B * S], and where each span begins among them.
+
+    How many spans there are and how long the longest is are constants of a graph: both are rounded up to powers of two,
+    with spans of no rows behind the last, so that a compiled block has a few graphs and not one for each microbatch.
+    """
 
     queries: Tensor | None  # None: all rows in order
     keys: Tensor | None
@@ -53,12 +57,18 @@ class Spans:
 
     def _pack(self, pieces: list[tuple[int, slice]], width: int) -> tuple[Tensor | None, Tensor, int]:
         lengths = [piece.stop - piece.start for _, piece in pieces]
-        starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        nothing = [0] * (_rounded(len(lengths)) - len(lengths))
+        starts = torch.tensor(np.cumsum([0, *lengths, *nothing]), dtype=torch.int32)
         index = None
         if sum(lengths) < self.rows * width:
             places = [np.arange(row * width + piece.start, row * width + piece.stop) for row, piece in pieces]
             index = torch.from_numpy(np.concatenate(places)).to(self.device)
-        return index, starts.to(self.device), max(lengths)
+        return index, starts.to(self.device), _rounded(max(lengths))
+
+
+def _rounded(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def causal_spans(documents: Documents, device: torch.device) -> Spans:

@@ -257,21 +257,30 @@ def ops_of(
     fp8: bool = False,
     fp8_experts: bool = False,
     dtype: torch.dtype | None = None,
+    documents: bool = False,
 ) -> LocalOps:
     """The decoder's ops for a layout: tensor parallelism where tp > 1, context parallelism where cp > 1.
 
     With `later`, linears can put off the gradients of their weights; `attention`: in place of the layout's; `dtype`:
-    what blocks compute in.
+    what blocks compute in; `documents`: attention stays within them.
     """
     attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
     options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
     dispatch = options["dispatch"] = dispatch_of(spec, mesh, later, dtype)
     dispatch.fp8 = fp8_experts
-    # What a dispatch sends depends on the data: it stands between the graphs of a compiled block.
-    options["breaks"] = mesh.layout.breaks_graphs or (spec.experts is not None and not dispatch.in_graph)
+    # What a dispatch sends depends on the data, and so do the tiles that documents leave where attention is computed in
+    # parts: they stand between the graphs of a compiled block, or each microbatch would be a graph.
+    in_parts = mesh.layout.cp > 1 and mesh.layout.cp_kind != "ulysses"
+    aside = documents and (in_parts or spec.sinks or spec.window > 0)
+    options["breaks"] = mesh.layout.breaks_graphs or aside or (spec.experts is not None and not dispatch.in_graph)
+    ops: LocalOps
     if mesh.tp.size > 1:
-        return TensorParallel(spec, mesh, later, **options)
-    return LocalOps(**options) if later is None else DeferredLocalOps(later, **options)
+        ops = TensorParallel(spec, mesh, later, **options)
+    else:
+        ops = LocalOps(**options) if later is None else DeferredLocalOps(later, **options)
+    if aside:
+        ops.between_graphs("attend")
+    return ops
 
 
 class Columns(Function):

@@ -54,7 +54,10 @@ class Network:
         later, split = WeightGradQueue(), self.schedule.splits
         narrow: Any = {"fp8": job.train.fp8, "fp8_experts": job.train.fp8_experts, "dtype": compute}
         put_off = later if split else None
-        self.ops = ops_of(job.model, mesh, put_off, attention=attention, compiled=self.compiled, **narrow)
+        masked = job.data.document_mask
+        self.ops = ops_of(
+            job.model, mesh, put_off, attention=attention, compiled=self.compiled, documents=masked, **narrow
+        )
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
         self.buffers = self._buffers(wide(compute))

@@ -21,7 +21,7 @@ from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import check_runs
 from fivefold.parallel.context import allgather, ring, ulysses
 from fivefold.parallel.context.tiles import gathered_tiles, own_tile, ring_tile
-from fivefold.parallel.context.work import Places, Work
+from fivefold.parallel.context.work import PartsMask, Places, Work, Works
 from fivefold.parallel.mesh import Mesh
 
 
@@ -77,7 +77,7 @@ class Context:
             )
         if self.kind == "ulysses":
             return LocalAttention().attention_mask(_whole(positions), window, sinks)
-        return self._works(positions, window)
+        return PartsMask(self._works(positions, window))
 
     def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         return tensors
@@ -86,15 +86,15 @@ class Context:
         """q [B, H, S/c, D], k and v [B, K, S/c, D], of this rank's tokens -> [B, H, S/c, D]."""
         match self.kind:
             case "ring":
-                return ring.Ring.apply(q, k, v, sinks, mask, self.axis)
+                return ring.Ring.apply(q, k, v, sinks, mask.works, self.axis)
             case "allgather":
-                return allgather.AllGather.apply(q, k, v, sinks, mask, self.axis)
+                return allgather.AllGather.apply(q, k, v, sinks, mask.works, self.axis)
             case "ulysses":
                 return ulysses.attend(q, k, v, mask, self.axis, sinks)
             case _:
                 return LocalAttention().attend(q, k, v, mask, sinks)
 
-    def _works(self, positions: TokenPositions, window: int) -> list[Work | None]:
+    def _works(self, positions: TokenPositions, window: int) -> Works:
         """Ring: one for each step. All-gather: the own tile, then those that look at all keys."""
         rank, ranks, share = self.axis.rank, self.axis.size, positions.position_ids.shape[1]
         if self.kind == "ring":

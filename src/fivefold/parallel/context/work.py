@@ -65,6 +65,14 @@ class Work:
 Works = list[Work | None]
 
 
+@dataclass(frozen=True)
+class PartsMask:
+    """Which keys a rank's tokens see, part by part. An object, which a graph takes as it is: a list it would look into,
+    and be another one where another part is empty."""
+
+    works: Works
+
+
 class OnlineSoftmax:
     """What queries have seen so far: output [B, H, S/c, D] and LSE [B, H, S/c], in the accumulate dtype."""
 
