@@ -148,7 +148,7 @@ def test_documents_on_a_gpu_look_at_the_same_as_on_a_cpu(dtype: torch.dtype) -> 
     q, k, v, grad = inputs(6, 6, dtype, "cuda")
     expected = reference(q, k, v, grad, place.mask())
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = LocalOps().attend(q, k, v, LocalOps().attention_mask(there))
+    out = LocalOps().attend(q, k, v, LocalOps().attention_mask(there, dtype=dtype))
     gradients = torch.autograd.grad(out, (q, k, v), grad)
     for ours, theirs in zip((out, *gradients), (expected[0], *expected[2:]), strict=True):
         assert worst(ours, theirs) <= BOUND[dtype]
@@ -212,5 +212,5 @@ def test_flash_attention_is_called_as_it_asks_to_be(monkeypatch: pytest.MonkeyPa
         documents = np.array([[0, 0, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0]])
         q, k, v, grad = inputs(6, 6, torch.float64, "cpu")
         seen = torch.from_numpy(documents[:, None, :, None] == documents[:, None, None, :]).tril()
-        packed = attention.packed_attention(q, k, v, causal_spans(documents, CPU))
+        packed = attention.packed_attention(q, k, v, causal_spans(documents, CPU).packed)
         assert worst(packed, reference(q, k, v, grad, seen)[0]) <= 1e-10

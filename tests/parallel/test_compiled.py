@@ -4,14 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec import structs
+from torch import Tensor
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.job.config import Job, read_job
 from fivefold.launch import ranks
 from fivefold.layout.layout import Layout
-from fivefold.model import compiled
+from fivefold.model import attention, compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
+from fivefold.model.ops import LocalAttention
+from fivefold.model.spans import Packed, causal_spans
 from fivefold.parallel.channels import Channels, Message
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
@@ -194,3 +198,38 @@ def test_documents_make_no_graphs_of_their_own(layout: str, settings: list[str])
     for made, apart in run_ranks(2, graphs_of_documents, layout, settings):
         assert made[0] == made[-1]
         assert apart < 1e-12  # of gradients of about 1: sums in other orders
+
+
+def within_documents(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
+    """What flash attention computes of packed documents, for a CPU."""
+    rows = torch.arange(q.shape[0] * q.shape[2]).view(q.shape[0], -1)
+    document = torch.searchsorted(at.query_starts, rows, right=True)
+    seen = document[:, None, :, None] == document[:, None, None, :]
+    nearby = rows[:, None, :, None] - rows[:, None, None, :] < at.most_queries
+    return F.scaled_dot_product_attention(q, k, v, (seen & nearby).tril(), enable_gqa=True)
+
+
+def graphs_of_packed(rank: ranks.Rank, job: Job) -> tuple[int, int, int]:
+    """Graphs of a step, of eight, and the shapes of packed documents in them, as they are on a GPU."""
+    compiled.BACKEND = "aot_eager"
+    attention.packed_attention = within_documents
+    LocalAttention.attention_mask = lambda _, positions, *__, **___: attention.document_spans(positions).packed  # type: ignore[method-assign,assignment]
+    engine, made, shapes = Engine(job, Mesh.of(job.layout, torch.device("cpu"))), [], set[tuple[int, int]]()
+    for step in range(8):
+        batch = make_batch(job, step)
+        at = causal_spans(batch.documents, torch.device("cpu")).packed
+        shapes.add((len(at.query_starts), at.most_queries))
+        assert engine.accumulate(batch).isfinite()
+        engine.step(1e-3, engine.gradient_norm())
+        made.append(compiled.compilation()[0])
+    return made[0], made[-1], len(shapes)
+
+
+def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None:
+    job = read_job(
+        None,
+        ["model.layers=2", "data.seq=64", "data.document_mask=true", "train.batch=4", "train.compile=on"],
+    )
+    [(first, all_of_them, shapes)] = ranks.run(1, f"{__name__}:{graphs_of_packed.__name__}", job, timeout=120)
+    assert 1 < shapes < 5
+    assert all_of_them - first == shapes - 1

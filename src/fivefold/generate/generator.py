@@ -44,7 +44,9 @@ class Cache:
     def forget(self) -> None:
         self.kept = []
 
-    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> int:
+    def attention_mask(
+        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+    ) -> int:
         """The window."""
         self.turn, self.first = 0, int(positions.position_ids[0, 0])
         return window

@@ -11,8 +11,6 @@ Shapes: B batch, H heads, K kv heads, Sq queries, Sk keys, D head dim.
 """
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from fivefold.model.bands import Bands
 from fivefold.model.dtypes import wide
 from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import kept
-from fivefold.model.spans import Spans, causal_spans, check_runs
+from fivefold.model.spans import Packed, Spans, causal_spans, check_runs
 
 _aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -186,27 +184,17 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
 # ---- spans, packed for flash attention -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AttentionMask:
-    """Documents of whole rows on a GPU: as spans for the kernels that pack them, as a mask for the others."""
-
-    positions: TokenPositions
-
-    @cached_property
-    def spans(self) -> Spans:
-        documents = self.positions.host_documents()
-        assert documents is not None
-        check_runs(documents)
-        return causal_spans(documents, self.positions.position_ids.device)
-
-    @cached_property
-    def dense(self) -> Tensor | None:
-        return self.positions.mask()
+def document_spans(positions: TokenPositions) -> Spans:
+    """The documents of whole rows."""
+    documents = positions.host_documents()
+    assert documents is not None
+    check_runs(documents)
+    return causal_spans(documents, positions.position_ids.device)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """Causal attention within the spans, which cover every row, under stock autograd. 16 bits, CUDA."""
-    at, width = spans.packed, q.shape[-1]
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
+    """Causal attention within spans that cover every row, under stock autograd. 16 bits, CUDA."""
+    width = q.shape[-1]
     assert at.queries is None
     assert at.keys is None
     flat = (_to_eights(_pack(x, None)) for x in (q, k, v))

@@ -180,7 +180,8 @@ class Decoder(nn.Module):
                 x = x + self.ops.look_up(self.positions, here.position_ids)
             x = self.dropout(x, here)
         rotation, windows = self.rotation(positions, x.dtype), {n: self.spec.window_of(n) for n in self.stage.layers}
-        masks = {window: self.ops.attention_mask(positions, window, self.spec.sinks) for window in {*windows.values()}}
+        seen = partial(self.ops.attention_mask, positions, sinks=self.spec.sinks, dtype=x.dtype)
+        masks = {window: seen(window) for window in {*windows.values()}}
         for number, block in self.layers.items():
             x = block(x, here, rotation, masks[windows[int(number)]])
         if self.norm is None:

@@ -9,19 +9,21 @@ from torch.nn import functional as F
 
 from fivefold.model import attention
 from fivefold.model import deterministic_attention as deterministic
-from fivefold.model.attention import AttentionMask
 from fivefold.model.bands import Bands
 from fivefold.model.deterministic_attention import Tiles
 from fivefold.model.experts.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.positions import TokenPositions
+from fivefold.model.spans import Packed
 
 
 class AttentionOps(Protocol):
     """How attention is computed: on this device alone, over the ranks that share a sequence, or from a cache."""
 
-    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any: ...
+    def attention_mask(
+        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Any: ...
 
     def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]: ...
 
@@ -29,8 +31,11 @@ class AttentionOps(Protocol):
 
 
 class LocalAttention:
-    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any:
-        """What `attend` needs to know of which tokens see which; made once for all layers with such a window.
+    def attention_mask(
+        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Any:
+        """What `attend` needs to know of which tokens see which, if it computes in `dtype`; made once for all layers
+        with such a window, and outside of their graphs.
 
         Where there are `sinks`, or a window, attention is that of kernels that give the LSE.
         """
@@ -39,11 +44,12 @@ class LocalAttention:
             places, documents = np.arange(positions.position_ids.shape[1]), positions.host_documents()
             return Bands.of(places, places, None if documents is None else (documents, documents), window, device)
         if sinks:
-            return None if positions.documents is None else AttentionMask(positions).spans
+            return None if positions.documents is None else attention.document_spans(positions)
         if positions.documents is None:
             wanted = deterministic.wanted(device, positions.length)
             return deterministic.causal(device, positions.length) if wanted else None
-        return AttentionMask(positions) if device.type == "cuda" else positions.mask()
+        flashes = device.type == "cuda" and dtype in attention.HALF
+        return attention.document_spans(positions).packed if flashes else positions.mask()
 
     def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones that it has met, no more of them than the window
@@ -55,10 +61,8 @@ class LocalAttention:
         head beside its scores."""
         if sinks is not None or isinstance(mask, Bands):
             return attention.Attend.apply(q, k, v, sinks, mask)
-        if isinstance(mask, AttentionMask):
-            if attention.flashes(q):
-                return attention.packed_attention(q, k, v, mask.spans)
-            mask = mask.dense
+        if isinstance(mask, Packed):
+            return attention.packed_attention(q, k, v, mask)
         if isinstance(mask, Tiles):
             if deterministic.fit(q, mask):
                 return deterministic.attend(q, k, v, mask)
@@ -140,9 +144,11 @@ class LocalOps:
     def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 
-    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any:
+    def attention_mask(
+        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Any:
         """What `attend` needs to know of which tokens see which; made once for all layers with such a window."""
-        return self.attention.attention_mask(positions, window, sinks)
+        return self.attention.attention_mask(positions, window, sinks, dtype)
 
     def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones; [B, heads, tokens, features] each."""

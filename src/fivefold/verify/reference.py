@@ -35,7 +35,9 @@ DRAWS = 3  # runs with other roundings, beside the reference itself, that measur
 class ByDefinition(LocalAttention):
     """Windows and sinks on scores that are held whole: nothing of the kernels that are being judged."""
 
-    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Tensor | None:
+    def attention_mask(
+        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Tensor | None:
         return positions.mask(window or positions.length)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:

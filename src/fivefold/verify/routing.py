@@ -40,7 +40,7 @@ class RouteRecorder:
         self.mixtures = mixtures(stages)
         self.seen: dict[int, _Seen] = {}
         for layer, mixture in self.mixtures.items():
-            # Between graphs: inside, a block that is recomputed would have others in its second run, which counts nothing.
+            # Between graphs: inside, a recomputed block would have others in its second run, which counts nothing.
             aside = torch.compiler.disable if mixture.ops.compiled else lambda function: function
             mixture.register_forward_pre_hook(aside(self._meet))
             mixture.router.choose = aside(self._watched(layer, mixture.router))

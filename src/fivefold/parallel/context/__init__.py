@@ -67,16 +67,18 @@ class Context:
         """This rank's part of every row of a batch."""
         return share_of(batch, self.layout, self.axis.rank)
 
-    def attention_mask(self, positions: TokenPositions, window: int = 0, sinks: bool = False) -> Any:
+    def attention_mask(
+        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Any:
         """What `attend` needs to know of which tokens see which, for all layers with such a window. Nothing is sent."""
         if self.kind == "local":
-            return LocalAttention().attention_mask(positions, window, sinks)
+            return LocalAttention().attention_mask(positions, window, sinks, dtype)
         if positions.documents is not None and positions.row_documents is None:
             raise ValueError(
                 f"with cp={self.axis.size} positions with documents need row_documents, those of whole rows"
             )
         if self.kind == "ulysses":
-            return LocalAttention().attention_mask(_whole(positions), window, sinks)
+            return LocalAttention().attention_mask(_whole(positions), window, sinks, dtype)
         return PartsMask(self._works(positions, window))
 
     def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
