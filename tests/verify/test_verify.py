@@ -12,7 +12,7 @@ from fivefold.spec.attention import LatentAttention
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.verify.verdict import Verdict
-from fivefold.verify.verify import Judge
+from fivefold.verify.verify import Judge, verify
 from tests.verify import cases
 from tests.verify.cases import job, tiny
 
@@ -210,3 +210,9 @@ def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object,
     assert not verdict.passed
     [problem] = verdict.problems
     assert problem.startswith(sentence)
+
+
+def test_a_gradient_that_is_nothing_in_a_later_step_only_is_no_failure() -> None:
+    """In the second step, of one row, no token with a target sees another: k has no gradient in some layers."""
+    [(_, verdict)] = verify("tp=2", seq=12, batch=1, steps=2).judged
+    assert verdict.problems == []

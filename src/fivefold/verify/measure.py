@@ -121,7 +121,7 @@ def compared(rank: Rank, job: Job, reference: Path) -> Measured:
         measured.errors.append(compare.number("norm", step, norm.item(), target.norm, bound))
         gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
         found = _whole(engine.gradients())
-        measured.errors.extend(compare.gradients(found, gradients, step, bound, job.model, wanted.zeros, wanted.noise))
+        measured.errors.extend(compare.gradients(found, gradients, step, bound, job.model, target.zeros, wanted.noise))
         measured.routed.extend(recorder.end(step))
         if engine.loads is not None:
             measured.errors.extend(loads(step, engine.loads.tokens, target.routing))

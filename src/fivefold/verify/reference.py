@@ -51,27 +51,27 @@ class Step:
     gradients: dict[str, Tensor]  # in full precision, before clipping
     routing: dict[int, Tensor] = field(default_factory=dict)  # by layer, [B, S, K]: each token's experts, best first
     biases: dict[str, Tensor] = field(default_factory=dict)  # of experts, after the step
-    strays: dict[str, int] = field(
-        default_factory=dict
-    )  # by router: tokens that would not have gone where another's did
+    strays: dict[str, int] = field(default_factory=dict)  # by router: tokens that would have gone elsewhere
+    zeros: set[str] = field(default_factory=set)  # gradients that are zero in theory, of this step's data
 
 
 @dataclass(frozen=True)
 class Reference:
     steps: list[Step]
     parameters: dict[str, Tensor]  # after the last step, in full precision
-    zeros: set[str] = field(default_factory=set)  # gradients that are zero in theory
     noise: dict[str, float] = field(default_factory=dict)  # the rounding error of each gradient: see `compare`
     strays: dict[str, int] = field(default_factory=dict)  # the most that rounding has made a router choose otherwise
 
     def save(self, path: Path) -> None:
-        rows = [(one.loss, one.norm, one.gradients, one.routing, one.biases) for one in self.steps]
-        torch.save((rows, self.parameters, sorted(self.zeros), self.noise, self.strays), path)
+        rows = [
+            (one.loss, one.norm, one.gradients, one.routing, one.biases, one.strays, one.zeros) for one in self.steps
+        ]
+        torch.save((rows, self.parameters, self.noise, self.strays), path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        rows, parameters, names, noise, strays = torch.load(path, mmap=True, weights_only=True)
-        return cls([Step(*row) for row in rows], parameters, set(names), noise, strays)
+        rows, parameters, noise, strays = torch.load(path, mmap=True, weights_only=True)
+        return cls([Step(*row) for row in rows], parameters, noise, strays)
 
 
 Routing = list[dict[int, NDArray[np.int64]]]  # of each step, by layer
@@ -82,10 +82,10 @@ def write_reference(rank: Rank, job: Job, path: Path) -> Routing:
     device = choose_device(job.train.device, rank.number)
     reference = run_reference(job, device)
     if job.train.dtype == "float64":
-        reference.zeros.update(zeros(reference.steps[0].gradients, job.model))
+        _find_zeros(reference, reference, job)
     else:
         exact = run_reference(job, torch.device("cpu"), exact=True, like=reference)
-        reference.zeros.update(zeros(exact.steps[0].gradients, job.model))
+        _find_zeros(reference, exact, job)
         add_noise(reference, exact, reference)
         for draw in range(1, DRAWS + 1):
             add_noise(reference, exact, run_reference(job, device, nudge=draw, like=reference))
@@ -97,6 +97,12 @@ def write_each(rank: Rank, jobs: list[Job], paths: list[Path]) -> Generator[Rout
     """Several in turn, in one process."""
     for job, path in zip(jobs, paths, strict=True):
         yield write_reference(rank, job, path)
+
+
+def _find_zeros(reference: Reference, exact: Reference, job: Job) -> None:
+    """In every step: in a short one, tokens with a target may see nothing but themselves, and k has no gradient."""
+    for step, true in zip(reference.steps, exact.steps, strict=True):
+        step.zeros.update(zeros(true.gradients, job.model))
 
 
 def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:
