@@ -85,6 +85,7 @@ def test_a_run_that_resumes_writes_its_metrics_anew(tmp_path: Path) -> None:
 
 def test_long_metrics_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fivefold.ui.run_files.AT_ONCE", 700)
+    monkeypatch.setattr("fivefold.ui.run_files.PIECES", 100)
     a_run(tmp_path / "demo", 30)
     (run,) = payload(asked(tmp_path))["shown"]
     assert run["columns"]["step"] == [*range(1, 31)]
