@@ -69,11 +69,11 @@ def test_no_bit_of_the_starts_changes_unnoticed(tmp_path: Path) -> None:
             memory.starts(tmp_path)
     for text in ("?", "9" * 5000, '[{"at": ' + "9" * 5000 + ', "step": 1}]', "[" * 60_000, "\udc80"):
         (tmp_path / memory.STARTS).write_bytes(text.encode(errors="surrogateescape"))
-        with pytest.raises(Damaged, match="memory-starts.json cannot be read: "):
+        with pytest.raises(Damaged, match=r"memory-starts.json cannot be read: "):
             memory.starts(tmp_path)
     (tmp_path / memory.STARTS).unlink()
     os.mkfifo(tmp_path / memory.STARTS)
-    with pytest.raises(Damaged, match="memory-starts.json cannot be read: "):
+    with pytest.raises(Damaged, match=r"memory-starts.json cannot be read: "):
         memory.starts(tmp_path)
 
 
