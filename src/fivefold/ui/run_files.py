@@ -18,7 +18,7 @@ from fivefold.train.metrics import Record, from_line
 
 METRICS, JOB, ENVIRONMENT = "metrics.jsonl", "job.toml", "environment.json"
 MOST = {JOB: 1 << 16, ENVIRONMENT: 1 << 20}  # bytes
-AT_ONCE, LINES = 1 << 24, 1 << 17  # bytes and lines of metrics in one answer: a page asks for the rest
+AT_ONCE, LINES = 1 << 24, 1 << 16  # bytes and lines of metrics in one answer: a page asks for the rest
 LONGEST = 1 << 22  # bytes of a line; one that has more is damaged
 PIECES, WINDOWS = 8, 16  # answers of metrics that are read as a whole; of longer ones, so many parts of LONGEST bytes
 RUNS, FOLDERS = 200, 5000  # that are listed, and that are looked into
