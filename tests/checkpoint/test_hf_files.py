@@ -101,6 +101,23 @@ def test_what_is_no_file_is_named_and_nobody_waits_for_it(directory: Path, name:
         HuggingFace(directory)
 
 
+@pytest.mark.parametrize("broken", [0, 1])  # a link without its end is missing, too
+def test_files_that_an_index_names_without_end_are_counted_and_not_looked_for_one_by_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    names = {f"t{number}": f"model-{number:06d}.safetensors" for number in range(100_000)} | {"a": "model.safetensors"}
+    (directory / INDEX).write_text(json.dumps({"weight_map": names}))
+    for number in range(broken):
+        (directory / f"model-{number:06d}.safetensors").symlink_to("gone")
+    looked: list[str] = []
+    monkeypatch.setattr("fivefold.checkpoint.hf_files.own_file", lambda at, name: looked.append(name) or at / name)
+    with pytest.raises(UserError) as error:
+        HuggingFace(directory)
+    few = "model-000000.safetensors, model-000001.safetensors, model-000002.safetensors ..."
+    assert error.value.problems == [f"{directory} lacks 100000 files that {INDEX} names: {few}"]
+    assert len(looked) <= 4
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "layers without end": ({"num_hidden_layers": 2 * 10**6}, "layers"),
     "more layers than tensors": ({"num_hidden_layers": 3000}, "3000"),

@@ -9,6 +9,7 @@ import pytest
 from fivefold.checkpoint import memory
 from fivefold.checkpoint.memory import Candidate, Held, candidates, copies, home, known, made, nodes_of, private
 from fivefold.checkpoint.memory_load import answers
+from fivefold.checkpoint.store import Damaged
 from fivefold.checkpoint.sums import segments, sum_of
 
 FILES = ["rank-0.tensors", "rank-1.tensors", "rank-2.tensors", "rank-3.tensors", "tensors.json"]
@@ -45,16 +46,35 @@ def test_the_newest_comes_first_and_of_equal_steps_the_one_that_was_made_last() 
 
 def test_a_snapshot_of_a_way_that_the_run_has_left_does_not_count(tmp_path: Path) -> None:
     """A start keeps steps 5 and 10 on a node, which goes away; the next goes on after step 8, without it."""
-    memory.begin(tmp_path, 1000, 0)
+    memory.begin(tmp_path, memory.starts(tmp_path), 1000, 0)
     began = memory.starts(tmp_path)
     assert not memory.abandoned("step-00000010.1002", 10, began)  # its own
-    memory.begin(tmp_path, 2000, 8)
+    memory.begin(tmp_path, began, 2000, 8)
     began = memory.starts(tmp_path)
     assert memory.abandoned("step-00000010.1002", 10, began)
     assert not memory.abandoned("step-00000005.1001", 5, began)  # both ways have it
     assert not memory.abandoned("step-00000010.2001", 10, began)  # of the other way
-    (tmp_path / memory.STARTS).write_text("?")
-    assert memory.starts(tmp_path) == []
+    (tmp_path / memory.STARTS).write_text('[{"at": 1000, "step": 8}]')  # of earlier releases
+    assert memory.starts(tmp_path) == [memory.Began(1000, 8)]
+
+
+def test_no_bit_of_the_starts_changes_unnoticed(tmp_path: Path) -> None:
+    memory.begin(tmp_path, [memory.Began(1000, 0)], 2000, 8)
+    whole = (tmp_path / memory.STARTS).read_bytes()
+    for bit in range(8 * len(whole.rstrip())):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / memory.STARTS).write_bytes(flipped)
+        with pytest.raises(Damaged, match=r"memory-starts.json (is damaged|cannot be read): "):
+            memory.starts(tmp_path)
+    for text in ("?", "9" * 5000, '[{"at": ' + "9" * 5000 + ', "step": 1}]', "[" * 60_000, "\udc80"):
+        (tmp_path / memory.STARTS).write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(Damaged, match=r"memory-starts.json cannot be read: "):
+            memory.starts(tmp_path)
+    (tmp_path / memory.STARTS).unlink()
+    os.mkfifo(tmp_path / memory.STARTS)
+    with pytest.raises(Damaged, match=r"memory-starts.json cannot be read: "):
+        memory.starts(tmp_path)
 
 
 def test_snapshots_with_one_name_and_two_seals_never_mix() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.checkpoint.inspect import list_checkpoints, verify_checkpoints
-from fivefold.checkpoint.memory import PLACE, known
+from fivefold.checkpoint.memory import PLACE, STARTS, known, starts
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch.ranks import RankError
@@ -121,6 +121,21 @@ def test_a_lost_node_is_read_from_its_copies_by_fewer_ranks_in_another_layout(to
         for step, numbers in losses.items():
             assert numbers == pytest.approx(want[0][2][step], rel=1e-9)
     assert gathered([state for *_, state in found]).keys() == gathered([state for *_, state in want]).keys()
+
+
+def test_starts_that_are_damaged_leave_memory_alone_and_disk_is_taken(tokens: Path, tmp_path: Path) -> None:
+    """Without them nobody knows whether a snapshot is of the way that the run went on; and no later start does."""
+    job = small_job(tokens, *EVERY_2)
+    lost(job, 1, tmp_path / "run", [tmp_path / "m"], kill=9)
+    file = tmp_path / "run" / STARTS
+    flipped = bytearray(file.read_bytes())
+    flipped[flipped.index(b'"step":0') + len(b'"step":')] ^= 1
+    file.write_bytes(flipped)
+    began, (sentence,), losses, _ = run_ranks(1, run, job, tmp_path / "run", [tmp_path / "m"])[0]
+    assert (began, list(losses)) == (f"{tmp_path}/run/checkpoints/step-00000005, after step 5", [6, 7, 8, 9, 10])
+    assert sentence.startswith(f"{file} is damaged: its numbers are not those that it was sealed with; snapshots")
+    first, last = starts(tmp_path / "run")
+    assert (first.at, first.step, last.step) == (last.at, -1, 5)
 
 
 def test_memory_without_room_is_one_note_and_training_goes_on(tokens: Path, tmp_path: Path) -> None:

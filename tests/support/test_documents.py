@@ -18,6 +18,8 @@ READERS = {"toml": read_toml, "json": read_json}
         ("a.json", b"[" * 100_000, "it is nested too deeply"),
         ("a.json", b'{"a":' * 100 + b"1" + b"}" * 100, "it is nested more than 64 deep"),
         ("a.toml", b"a" + b".a" * 100 + b"=1", "it is nested more than 64 deep"),
+        ("a.toml", b"\na" + b".a" * 400_000 + b"=1", "line 2 has 400,000 dots, and at most 1,000 are read"),
+        ("a.toml", b"[a" + b".a" * 400_000 + b"]", "line 1 has 400,000 dots, and at most 1,000 are read"),
         ("a.toml", b"x = " + b"9" * 5000, "a number in it has thousands of digits"),
         ("a.json", b"[" + b"9" * 5000 + b"]", "a number in it has thousands of digits"),
         ("a.toml", b"x = 0x" + b"f" * 5000, "a number in it has more than 64 bits"),

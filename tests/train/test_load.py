@@ -5,12 +5,13 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from fivefold.data.batch import Batch
-from fivefold.job.config import Job
+from fivefold.job.config import Job, to_toml
 from fivefold.job.preflight import preflight
 from fivefold.model.decoder import Decoder
 from fivefold.model.experts.router import Router
@@ -22,7 +23,7 @@ from fivefold.support.errors import UserError
 from fivefold.train.experts import ExpertsResult, experts
 from fivefold.train.load import routers
 from fivefold.train.loop import Trainer
-from fivefold.train.metrics import MetricsFile
+from fivefold.train.metrics import MetricsFile, to_line
 from fivefold.train.records import Load, TensorBoard
 from tests.commands import fivefold
 from tests.ranks import run_ranks
@@ -143,6 +144,17 @@ def test_the_load_of_a_run_is_in_its_metrics_a_table_and_a_picture(tokens: Path,
         ExpertsResult.read(tmp_path, preset("tiny"))
     with pytest.raises(UserError, match=r"neither job.toml nor a checkpoint"):
         experts(tmp_path)
+    assert recorder.steps[0].load is not None
+    below = msgspec.structs.replace(recorder.steps[0].load, tokens=[[3, -3], [1, 1]])
+    (tmp_path / "metrics.jsonl").write_bytes(to_line(msgspec.structs.replace(recorder.steps[0], load=below)))
+    with pytest.raises(UserError, match=r"no step with a load; 1 line of its metrics.jsonl cannot be read"):
+        ExpertsResult.read(tmp_path, job.model)
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "elsewhere")
+    (tmp_path / "metrics.jsonl").symlink_to("elsewhere")
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read: "):
+        experts(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").write_text("damaged\n")
     with pytest.raises(UserError, match=r"no step with a load; 1 line of its metrics.jsonl cannot be read"):
         ExpertsResult.read(tmp_path, job.model)

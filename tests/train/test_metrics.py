@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.support.errors import UserError
 from fivefold.train.display import chart
-from fivefold.train.metrics import MetricsFile, read, to_line, trim
+from fivefold.train.metrics import MOST, MetricsFile, from_line, read, to_line, trim
+from fivefold.train.progress import reached
 from fivefold.train.records import Evaluation, Step
 from fivefold.train.result import TrainResult
 
@@ -177,3 +179,29 @@ def test_a_metrics_file_that_is_deleted_is_begun_anew_and_its_records_are_counte
     assert said == [f"{metrics} was deleted or moved away; a new one has the records from here on"]
     assert (file.lost, file.why) == (1, "it was deleted")
     assert [record for _, record in read(metrics)] == [step(5)]
+
+
+@pytest.mark.parametrize("field", ["step", "tokens", "memory", "samples"])
+@pytest.mark.parametrize("number", [10**20, -(10**20), 10**400, int("9" * 4_200)])
+def test_numbers_beyond_what_readers_of_json_have_are_damage(field: str, number: int) -> None:
+    whole = json.loads(
+        json.dumps({"kind": "step"} | {name: getattr(step(1), name) for name in step(1).__struct_fields__})
+    )
+    assert from_line(json.dumps(whole).encode()) == step(1)
+    assert from_line(json.dumps(whole | {field: number}).encode()) is None
+
+
+@pytest.mark.parametrize(
+    "line", [b"9" * 5_000, b"[" * 100_000, b'{"kind":"step","step":' + b"9" * 5_000, b"\xff", b"\n"]
+)
+def test_a_line_that_no_decoder_takes_is_damage(line: bytes) -> None:
+    assert from_line(line) is None
+
+
+def test_metrics_that_are_too_long_are_refused_before_a_run_goes_on_and_its_own_are_not(metrics: Path) -> None:
+    """The file has a hole: it takes no room."""
+    os.truncate(metrics, MOST + 1)
+    for reads in (lambda: list(read(metrics)), lambda: trim(metrics, 3), lambda: reached(metrics.parent)):
+        with pytest.raises(UserError, match=r"metrics.jsonl has 4.00 GiB, and at most 4.00 GiB are read; move it away"):
+            reads()
+    assert next(read(metrics, MOST + 1))[1] == step(1, 6.5)

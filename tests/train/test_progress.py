@@ -1,13 +1,16 @@
 """Starts that get nowhere are counted in the run's directory, whoever makes them."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from fivefold.support.errors import UserError
-from fivefold.train.metrics import to_line
+from fivefold.train.metrics import read, to_line
 from fivefold.train.progress import FILE, MOST, begin, reached
 from fivefold.train.records import Step
+from fivefold.train.recovery import FILE as RECOVERIES
+from fivefold.train.recovery import Recovery
 
 
 def record(directory: Path, step: int) -> None:
@@ -45,3 +48,31 @@ def test_damage_begins_the_count_anew(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
     begin(tmp_path, again=True, steps=99)
     assert reached(tmp_path) == 0
+
+
+def test_a_pipe_in_place_of_the_count_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    begin(tmp_path, again=True, steps=99)
+    assert (tmp_path / FILE).is_file()
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 5_000, '{"step": ' + "9" * 900 + "0", "[" * 500, '{"step": "\\ud800"}', "{}" * 600]
+)
+def test_a_count_that_cannot_be_read_begins_anew(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    begin(tmp_path, again=True, steps=99)
+    assert (tmp_path / FILE).read_text() == '{"step":0,"starts":1}\n'
+
+
+def test_a_pipe_in_place_of_the_recoveries_is_a_sentence(tmp_path: Path) -> None:
+    record(tmp_path, 7)
+    os.mkfifo(tmp_path / RECOVERIES)
+    said: list[str] = []
+    found = Recovery.seen(tmp_path, 0.0, False, said.append)
+    assert found is not None
+    record(tmp_path, 8)
+    (*_, (_, last)) = read(tmp_path / "metrics.jsonl")
+    assert isinstance(last, Step)
+    found.on_step(last)
+    assert said[-1].startswith("recoveries.jsonl cannot be written: ")

@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.report import Text
 from fivefold.support.errors import UserError
 from fivefold.truth.cases import Measured, Row, measured, read_rows
 from fivefold.truth.score import evaluate
-from fivefold.truth.truth import truth
+from fivefold.truth.truth import _runs, truth
 
 RUN = {
     "source": "ours", "model": "llama3-8b", "seq_len": "8192", "gpu": "H100", "gpus": "8", "dp": "2", "tp": "4",
     "micro_batch": "1", "global_batch": "128", "step_time_s": "12.1", "status": "ok", "system": "megatron-core",
 }  # fmt: skip
+
+SHAPE = {"layers": "2", "hidden": "64", "heads": "4", "vocab": "1000"}
 
 
 def run(**cells: str) -> Measured:
@@ -55,6 +58,56 @@ def test_a_cell_that_cannot_be_read_is_named(cells: dict[str, str], said: str) -
 def test_a_layout_that_the_model_cannot_have_is_refused(cells: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         run(**cells)
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ({"layers": "1e9"}, "model.layers=1000000000 is more than 10000"),
+        ({"heads": "1e300"}, "model.heads=.* is more than 100000"),
+        ({"model": "my-moe 4x1b", "notes": "experts=4 top-k=8 expert_ffn=64", **SHAPE}, "top_k=8"),
+        ({"model": "my-moe 4x1b", "notes": "experts=0 top-k=1 expert_ffn=64", **SHAPE}, "count=0"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_before_it_is_computed(cells: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(**cells)
+
+
+@pytest.mark.parametrize("column", ["source", "model", "notes", "gpu", "status", "tp"])
+def test_a_cell_without_end_is_refused_by_its_line(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "march.csv"
+    for long in (5_000, 200_000):  # the second is beyond what the reader of CSV takes
+        rows = [RUN | {"notes": ""}, RUN | {"notes": "", column: "(" * long}]
+        path.write_text("\n".join(",".join(one) for one in ([*rows[0]], *(row.values() for row in rows))))
+        with pytest.raises(UserError, match=r"march.csv line [23] cannot be read: "):
+            read_rows(tmp_path)
+    path.write_text("(" * 200_000)
+    with pytest.raises(UserError, match=r"march.csv line [01] cannot be read: "):
+        read_rows(tmp_path)
+
+
+def test_numbers_of_thousands_of_digits_are_no_release(tmp_path: Path) -> None:
+    digits = "9" * 4_400
+    (one,) = evaluate([Row("mine", 2, RUN | {"model": "mixtral-8x7b", "source": f"Megatron-Bridge 1.{digits}"})])
+    assert one.refused or one.seconds
+    (one,) = evaluate([Row("mine", 2, RUN | {"model": "my-moe", "notes": f"experts={digits} top-k=1 expert_ffn=64"})])
+    assert "neither a preset of its name nor its notes say how many" in one.refused
+
+
+def test_a_row_that_makes_no_sense_is_left_out_of_what_is_fitted() -> None:
+    nonsense = Row("mine", 2, RUN | {"zero_stage": "3", "notes": "shard group: 0 ranks"})
+    assert "make no sense together" in evaluate([nonsense])[0].refused
+    assert [one.row.line for one in _runs([nonsense, Row("mine", 3, RUN)])] == [3]
+
+
+def test_the_lines_of_refused_rows_are_told(tmp_path: Path) -> None:
+    mixture = RUN | {"model": "my-moe", "notes": "experts=4 top-k=2 expert_ffn=64", "layers": "2", "hidden": "64"}
+    rows = [mixture, RUN | dict.fromkeys(("notes", "layers", "hidden"), ""), mixture]
+    (tmp_path / "march.csv").write_text("\n".join(",".join(one) for one in ([*mixture], *(r.values() for r in rows))))
+    said = [block.text for block in truth(tmp_path).blocks() if isinstance(block, Text)]
+    told = "refused: 2 of march (line 2, 4): 'my-moe' has its experts in its notes, and so takes no shape of a preset"
+    assert f"{told}; not published: heads, vocab" in said
 
 
 def test_a_refused_row_is_listed_and_the_next_is_predicted() -> None:

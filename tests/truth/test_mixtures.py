@@ -56,6 +56,14 @@ def test_what_drops_tokens_or_is_unknown_is_refused():
         measured(row(model="some-moe"))
 
 
+@pytest.mark.parametrize("missing", ["layers", "hidden", "heads", "vocab"])
+def test_experts_of_the_notes_need_the_rest_of_the_shape(missing: str):
+    shape = {"layers": "4", "hidden": "64", "heads": "4", "vocab": "1000"} | {missing: ""}
+    (one,) = evaluate([row(model="some-moe", notes="experts=8 top-k=2 expert_ffn=64", **shape)])
+    assert one.refused.endswith(f"not published: {missing}")
+    assert "some-moe" in one.refused
+
+
 def test_experts_that_tp_divides_are_parts_with_the_same_work():
     spec, layout = preset("grok-1"), Layout(dp=8, tp=4, ep=1)
     parts, divided = with_experts(row(ep="8"), spec, layout, divided=True)

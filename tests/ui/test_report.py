@@ -196,8 +196,76 @@ def test_a_run_s_report_names_no_place_and_no_host(tmp_path: Path) -> None:
     assert "rank 0 (pp 0): cannot read shard-3.bin: it is cut short" in said
 
 
+def test_a_run_s_report_names_no_place_however_it_is_spelt(tmp_path: Path) -> None:
+    home = tmp_path / "jane; doe, (of: us)" / "my runs"
+    folder = a_run(home / "a demo", traced=True)
+    said = [
+        f"error: {folder}/checkpoints/step-3 cannot be read: it is cut short",
+        f"error: see file://{tmp_path}/jane%20doe/a.txt",
+        f"error: '{home}/other run/b c.txt' is gone",
+        r"error: C:\Users\jane doe\d.txt is gone",
+        "error: ~jane/corpus/e.txt is gone",
+    ]
+    log(folder, [said])
+    (folder / "environment.json").write_text(json.dumps({"data": f"file://{home}/my corpus", f"{home}/k": 1}))
+    ff.report(home, tmp_path / "run.html", f"fivefold report run '{home}'")
+    text = (tmp_path / "run.html").read_text()
+    for secret in ("jane", "of: us", str(tmp_path), "my runs/", "corpus/", "file:", "Users"):
+        assert secret not in json.dumps(held(tmp_path / "run.html")), secret
+    assert str(tmp_path) not in text
+    (run,) = held(tmp_path / "run.html")["views"][0]["payload"]["shown"]
+    assert (run["directory"], run["environment"]) == ("a demo", {"data": "my corpus", "k": 1})
+    told = [one["text"] for one in run["events"] if one["kind"] == "fault"]
+    assert told == [
+        "rank 0: step-3 cannot be read: it is cut short", "rank 0: see a.txt", "rank 0: 'b c.txt' is gone",
+        "rank 0: d.txt is gone", "rank 0: e.txt is gone",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("/home/jane doe/my runs/x.bin", "x.bin"),
+        ("read /home/jane doe/my runs/x.bin: bad", "read x.bin: bad"),
+        ("read '/home/jane doe/a b/c d.txt' now", "read 'c d.txt' now"),
+        ('File "/home/jane doe/p.py", line 3', 'File "p.py", line 3'),
+        ("`/home/a b/c d`", "`c d`"),
+        ("/home/jane (old)/runs/x.bin is bad: yes", "x.bin is bad: yes"),
+        ("file:///home/jane/x.bin", "x.bin"),
+        ("see file:///home/jane%20doe/runs/x.bin, then", "see x.bin, then"),
+        ("File:/home/jane/x", "x"),
+        ("file://host7/share/me/x", "x"),
+        ("ssh://jane@host/home/jane/x", "x"),
+        (r"C:\Users\jane doe\runs\x.bin", "x.bin"),
+        (r"cannot open C:\Users\jane\x.bin: no", "cannot open x.bin: no"),
+        (r"'C:\\Users\\jane doe\\x y.bin'", "'x y.bin'"),
+        ("D:/data/jane/x.bin", "x.bin"),
+        (r"\\server\share\dir\x.bin", "x.bin"),
+        ("//server/share/x", "x"),
+        ("~/x", "x"),
+        ("~jane/a/x", "x"),
+        ("/home/jane", "..."),
+        ("HOME=/Users/jane", "HOME=..."),
+        ("PATH=/usr/bin:/home/jane/bin", "PATH=bin:bin"),
+        ("node7:/export/me/x", "node7:x"),
+        ("-I/home/jane/inc -L/home/jane/lib", "-Iinc -Llib"),
+        ("in /a/b and /c/d", "in b and d"),
+        ("read /data/me/x.bin at 3 tokens/s", "read x.bin at 3 tokens/s"),
+        ('{"a":"/x/y","b":"/z/w"}', '{"a":"y","b":"w"}'),
+        ("https://me:pw@example.org/a", "https://example.org/a"),
+        ("a\n/home/me/x\nb", "a\nx\nb"),
+        ("/a/b:12: error", "b:12: error"),
+    ],
+)
+def test_of_a_path_its_last_part_is_left(text: str, left: str) -> None:
+    assert placeless(text) == left
+    assert placeless({"text": [text], "k": 1}) == {"text": [left], "k": 1}
+
+
 def test_what_is_no_path_stays() -> None:
-    for text in ("tokens/s", "a / b", "https://example.org/a/b", "dp=2,tp=2", "1/200", "and/or/not", "runs/demo"):
+    for text in ("tokens/s", "a / b", "https://example.org/a/b", "dp=2,tp=2", "1/200", "and/or/not", "runs/demo",
+                 "s3://bucket/a/b", "http://localhost:8080/a/b", "3 tokens/s, 4 GB/s", "./a/b", "../a/b", "x /s", "/s",
+                 "step 3/200", "~5/6", "3 / 4 / 5", "C:", "10:/x"):  # fmt: skip
         assert placeless(text) == text
     assert placeless(["/a/b/c.txt", {"k": "in '/a/b/'"}, 3]) == ["c.txt", {"k": "in '...'"}, 3]
 

@@ -1,7 +1,10 @@
 """The Run view: figures are those of the run's own files, it reads on where it stopped, and opens nothing else."""
 
+import errno
+import itertools
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -11,12 +14,13 @@ from msgspec import structs
 
 from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.support.errors import UserError
+from fivefold.trace.chrome import STEPS
 from fivefold.trace.lanes import lanes
 from fivefold.trace.result import TraceResult
 from fivefold.trace.summary import Summary
 from fivefold.train.metrics import to_line, trim
 from fivefold.train.result import TrainResult
-from fivefold.ui import api_run
+from fivefold.ui import api_run, run_events
 from fivefold.ui.api_run import BUCKETS, claimed, payload, tail, thinned, trace
 from fivefold.ui.ask import Ask
 from fivefold.ui.run_files import METRICS, metrics, runs_in
@@ -85,6 +89,7 @@ def test_a_run_that_resumes_writes_its_metrics_anew(tmp_path: Path) -> None:
 
 def test_long_metrics_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fivefold.ui.run_files.AT_ONCE", 700)
+    monkeypatch.setattr("fivefold.ui.run_files.PIECES", 100)
     a_run(tmp_path / "demo", 30)
     (run,) = payload(asked(tmp_path))["shown"]
     assert run["columns"]["step"] == [*range(1, 31)]
@@ -225,6 +230,151 @@ def test_pipes_and_nonsense_are_survived(tmp_path: Path) -> None:
     assert (shown["job"], shown["environment"], shown["columns"]["step"]) == ({}, {}, [])
     (event,) = shown["events"]
     assert "is damaged" in event["text"]
+
+
+def test_a_link_to_itself_hides_no_run(tmp_path: Path) -> None:
+    a_run(tmp_path / "demo", 10)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "there").symlink_to("back")
+    (tmp_path / "back").symlink_to("there")
+    (tmp_path / "demo/logs").symlink_to("logs")
+    (tmp_path / "demo/checkpoints/loop").symlink_to("loop")
+    page = payload(asked(tmp_path))
+    assert [run["name"] for run in page["runs"]] == ["demo"]
+    assert page["shown"][0]["columns"]["step"] == [*range(1, 11)]
+    (note,) = page["notes"]
+    assert note.startswith(f"back, loop, there of {tmp_path} lead out of it")
+
+
+def test_a_log_of_many_starts_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line is held against each pattern a few times, and not once for every start."""
+    folder = a_run(tmp_path / "demo", 2)
+    many = 5_000
+    log(folder, [[f"resumes from step-{number}, after step {number}"] for number in range(many)])
+    looked = 0
+
+    class Counting:
+        def __init__(self, pattern: re.Pattern[str]):
+            self.pattern = pattern
+
+        def match(self, line: str) -> re.Match[str] | None:
+            nonlocal looked
+            looked += 1
+            return self.pattern.match(line)
+
+    for name in ("_START", "_RESUMES"):
+        monkeypatch.setattr(run_events, name, Counting(getattr(run_events, name)))
+    found = run_events.events(runs_in((tmp_path,))[0]["demo"], left := [])
+    assert looked < 5 * 2 * many
+    assert [one["step"] for one in found[-3:]] == [many - 3, many - 2, many - 1]
+    assert left == [f"{many - run_events.EVENTS:,} earlier events are not shown"]
+
+
+@pytest.mark.parametrize("digits", ["9" * 5_000, "9" * 200, "\u0661" * 5_000])
+def test_a_number_without_end_in_a_log_is_no_step(tmp_path: Path, digits: str) -> None:
+    folder = a_run(tmp_path / "demo", 2)
+    header = f"{'=' * 20} 2026-01-01T00:00:00+00:00 rank {digits} of {digits} on a, pid 1, start {digits}"
+    far = f"{'=' * 20} 0001-01-01T00:00:00 rank 0 of 2 on a, pid 1"
+    lines = [
+        header, far, f"resumes from x, after step {digits}", f"step {digits}/9", f"stopped by me after step {digits}",
+        f"error: in step {digits}", f"note: step {digits}: odd", "Traceback (most recent call last)", digits,
+    ]  # fmt: skip
+    (folder / "logs").mkdir()
+    (folder / "logs/rank-0.log").write_text("\n".join(lines))
+    (folder / METRICS).write_bytes(b'{"kind":"judged","samples":' + digits.encode() + b"}\n" + to_line(step(1)))
+    (folder / "environment.json").write_text(f'{{"a": {digits}}}')
+    (folder / "job.toml").write_text(f"a = {digits}")
+    (shown,) = payload(asked(tmp_path))["shown"]
+    assert (shown["columns"]["step"], shown["damaged"]) == ([1], 1)
+    assert [one["kind"] for one in shown["events"]] == ["start", "note", "fault", "fault"]
+    assert [one.partition(" cannot")[0] for one in shown["left_out"]] == ["job.toml", "environment.json"]
+    msgspec.json.encode(shown)
+
+
+def test_of_a_long_file_of_metrics_parts_are_read_and_the_rest_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path / "demo", 400)
+    size = (tmp_path / "demo" / METRICS).stat().st_size
+    monkeypatch.setattr("fivefold.ui.run_files.AT_ONCE", size // 10)
+    monkeypatch.setattr("fivefold.ui.run_files.LONGEST", size // 40)
+    (run,) = payload(asked(tmp_path))["shown"]
+    steps = run["columns"]["step"]
+    assert (steps[0], steps[-1], run["offset"], run["damaged"]) == (1, 400, size, 0)
+    assert 16 * 8 <= len(steps) <= 16 * 10
+    assert steps == sorted(set(steps))
+    assert max(later - earlier for earlier, later in itertools.pairwise(steps)) < 40  # from all of it
+    (said,) = run["left_out"]
+    assert said.startswith("metrics.jsonl has ")
+    assert said.endswith("were read, spread evenly, and the rest was not")
+    with (tmp_path / "demo" / METRICS).open("ab") as file:
+        file.write(to_line(step(401)))
+    more = tail(asked(tmp_path, run="demo", file=run["file"], offset=run["offset"]))
+    assert (more["columns"]["step"], more["anew"]) == ([401], False)
+
+
+def test_lines_without_end_are_counted_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = a_run(tmp_path / "demo", 2)
+    (folder / METRICS).write_bytes(b"\n" * 1000)
+    monkeypatch.setattr("fivefold.ui.run_files.LINES", 100)
+    (run,) = payload(asked(tmp_path))["shown"]
+    assert (run["damaged"], run["offset"]) == (800, 800)
+    assert run["left_out"] == [
+        "metrics.jsonl has 1000 B: its first 800 B were read, with 800 lines at most, and the rest was not"
+    ]
+    rest = tail(asked(tmp_path, run="demo", file=run["file"], offset=800))
+    assert (rest["damaged"], rest["offset"]) == (100, 900)
+
+
+def test_directories_and_jobs_without_end_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(6):
+        a_run(tmp_path / f"run-{number}", 1)
+    monkeypatch.setattr("fivefold.ui.run_files.FOLDERS", 4)
+    monkeypatch.setattr("fivefold.ui.api_run.LISTED", 2 * (tmp_path / "run-0/job.toml").stat().st_size)
+    page = payload(asked(tmp_path))
+    assert [bool(run["model"]) for run in page["runs"]] == [True, True, False, False]
+    assert page["notes"] == [f"{tmp_path} has 2 names more than the 4 that are looked at"]
+    (tmp_path / "run-3/job.toml").write_text("#" * 70_000)
+    (run,) = payload(asked(tmp_path, runs="run-3"))["shown"]
+    assert run["left_out"] == ["job.toml cannot be read: it has 68.36 KiB, and at most 64.00 KiB are read"]
+
+
+def test_long_logs_and_manifests_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = a_run(tmp_path / "demo", 20)
+    for rank in range(18):
+        log(folder, [["x" * 300]], rank)
+    monkeypatch.setattr(run_events, "LOGS", 300)
+    monkeypatch.setattr(run_events, "MANIFESTS", 10)
+    (run,) = payload(asked(tmp_path))["shown"]
+    assert run["left_out"][0] == "logs of 2 more ranks are not read"
+    assert run["left_out"][1].startswith("logs/rank-0.log has ")
+    assert len(run["left_out"]) == 17
+    assert [one["text"] for one in run["events"]] == ["its manifest is too long to be read here"] * 2
+
+
+def test_a_folder_that_is_not_for_this_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "demo", 10)
+
+    def refuse(self: Store) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self.directory))
+
+    monkeypatch.setattr(Store, "complete", refuse)
+    (run,) = payload(asked(tmp_path))["shown"]
+    assert run["left_out"] == [f"{tmp_path / 'demo' / 'checkpoints'} cannot be read: Permission denied"]
+
+
+def test_a_trace_of_many_ranks_is_walked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = "9" * 5_000
+    slices = [{"name": "f", "ph": "X", "pid": at % 50, "tid": 10, "ts": at, "dur": 1.0} for at in range(1000)]
+    steps = [{"name": f"step {name}", "ph": "X", "tid": STEPS, "ts": 0.0, "dur": 1e4} for name in (1, digits)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*steps, *slices]}))
+    monkeypatch.setattr("fivefold.trace.lanes.SLICES", 100)
+    found = lanes(tmp_path / "trace.json")
+    assert (found["steps"], found["left_out"], found["slices_left_out"]) == ([1], 18, 640 - 100)
+    assert sum(len(lane["slices"]) for rank in found["ranks"] for lane in rank["lanes"]) == 100
+    (tmp_path / "trace.json").write_text('{"traceEvents": [{"name": "a", "ph": "X", "pid": ' + digits + "}]}")
+    with pytest.raises(UserError, match="is no trace"):
+        lanes(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize(

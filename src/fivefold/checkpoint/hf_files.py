@@ -1,6 +1,7 @@
 """Hugging Face directories: what is in their files, read box by box. Quantised weights are read as the numbers they
 stand for."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from fivefold.spec.parameters import Parameter
 from fivefold.support.documents import read_json
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name
+from fivefold.support.formatting import counted
 
 INDEX = "model.safetensors.index.json"
+_NAMED = 3  # files that are missing
 _LISTED = 1000  # layers of a model of which every parameter is looked for by its name
 # Tensors of others' files that are made of the configuration, or are the embedding once more.
 _NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 FP8, INVERSE = "F8_E4M3", "_scale_inv"
 
@@ -179,9 +182,12 @@ def _files(directory: Path) -> dict[str, Path]:
             names = msgspec.convert(read_json(index)["weight_map"], dict[str, str])
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise UserError(f"{index} is not an index of tensors: {error}") from None
-        places = {name: own_file(directory, name) for name in sorted(set(names.values()))}
-        if missing := [place for place in places.values() if not place.is_file()]:
-            raise UserError(f"{place} is missing, and {INDEX} names it" for place in missing)
+        wanted = sorted(set(names.values()))
+        here = set(os.listdir(directory))  # at once: each look at a file of its own takes its time
+        places = {name: own_file(directory, name) for name in wanted if name in here or not plain_name(name)}
+        if missing := [name for name in wanted if name not in here or not places[name].is_file()]:
+            few = ", ".join(name[:80] for name in missing[:_NAMED]) + (" ..." if len(missing) > _NAMED else "")
+            raise UserError(f"{directory} lacks {counted(len(missing), 'file')} that {INDEX} names: {few}")
         return {tensor: places[name] for tensor, name in names.items()}
     found = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]
     if not found:

@@ -12,6 +12,7 @@ A node is a host and a place there, so two places on one machine are two nodes. 
 """
 
 import errno
+import hashlib
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ import msgspec
 
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.support.documents import BROKEN
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 from fivefold.support.places import Place
@@ -72,7 +74,7 @@ def known(run: Place) -> str:
     """The id by which memory knows the run of this directory; empty where there is none."""
     try:
         found = msgspec.json.decode(storage_of(run).read(run / ID, 1000), type=Identity)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, *BROKEN):
         return ""
     return found.id if _ID.fullmatch(found.id) and found.inode == _inode(run) else ""
 
@@ -93,19 +95,38 @@ class Began(msgspec.Struct, frozen=True):
     step: int
 
 
-def starts(run: Place) -> list[Began]:
+class Starts(msgspec.Struct, frozen=True):
     """Those that are remembered, the last one last."""
+
+    starts: list[Began]
+    seal: str  # sha256 of them: a damaged number would bring back what the run has left, or hide what it has
+
+    @classmethod
+    def of(cls, starts: list[Began]) -> "Starts":
+        return cls(starts, hashlib.sha256(msgspec.json.encode(starts)).hexdigest())
+
+
+def starts(run: Place) -> list[Began]:
+    """Those that are remembered; Damaged where that cannot be known."""
+    place = run / STARTS
     try:
-        return msgspec.json.decode(storage_of(run).read(run / STARTS, 1 << 16), type=list[Began])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        found = msgspec.json.decode(storage_of(run).read(place, 1 << 16), type=Starts | list[Began])
+    except FileNotFoundError:
         return []
+    except (OSError, *BROKEN) as error:
+        raise Damaged(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if isinstance(found, list):  # of earlier releases, without a sum
+        return found
+    if found != Starts.of(found.starts):
+        raise Damaged(f"{place} is damaged: its numbers are not those that it was sealed with")
+    return found.starts
 
 
-def begin(run: Place, at: int, step: int) -> None:
-    """Remember a start. What it cannot write down leaves old snapshots as they were."""
+def begin(run: Place, before: Sequence[Began], at: int, step: int) -> None:
+    """Remember a start, with those before it. What it cannot write down leaves old snapshots as they were."""
     with suppress(OSError):
-        last = [*starts(run), Began(at, step)][-_STARTS:]
-        storage_of(run).put(run / STARTS, msgspec.json.encode(last) + b"\n")
+        last = [*before, Began(at, step)][-_STARTS:]
+        storage_of(run).put(run / STARTS, msgspec.json.encode(Starts.of(last)) + b"\n")
 
 
 def abandoned(name: str, step: int, began: Sequence[Began]) -> bool:
@@ -192,7 +213,7 @@ def _held(one: Checkpoint) -> Held:
     here = [file.name for file in files if sizes[file.name] == file.bytes]
     try:
         node, nodes = msgspec.json.decode(read_regular(one.path / NODE, 1000), type=tuple[int, int])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *BROKEN) as error:
         raise Damaged(f"{one.path / NODE} is damaged: {error}") from None
     return Held(
         one.path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, [file.name for file in files], here

@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 
+BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises of bad JSON
 _LARGEST = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes
 _DEEPEST = 64  # tables and lists inside each other
+_DOTS = 1000  # of a line
 _BITS = 64  # of a whole number; thousands of digits cannot even be printed
 _NAME = 255  # bytes of a file's name, on every file system in use
 _PATH = 4095  # bytes of a path that the system takes
@@ -87,7 +91,11 @@ def read_json(path: Path) -> Any:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Raises what `parsing` speaks of."""
-    return _tame(tomllib.loads(text.replace("\r\n", "\n")))
+    text = text.replace("\r\n", "\n")
+    for number, line in enumerate(text.split("\n"), 1):
+        if (dots := line.count(".")) > _DOTS:  # the parser's time grows with the square of a key's parts
+            raise ValueError(f"line {number} has {dots:,} dots, and at most {_DOTS:,} are read")
+    return _tame(tomllib.loads(text))
 
 
 def parse_json(text: str | bytes) -> Any:

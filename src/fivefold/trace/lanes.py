@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
+from fivefold.support.documents import BROKEN
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 from fivefold.trace.chrome import AXES, BESIDE, COMPUTE, SIMULATED, STEPS, WAITS
 
 MOST = 1 << 26  # bytes of a file that is read
-RANKS = 32  # that are listed
-_NO_TRACE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+RANKS, SLICES = 32, 200_000  # that are shown, the first ones
+_DIGITS = 18  # of a step's number
 
 
 class _Event(msgspec.Struct):
@@ -48,12 +49,20 @@ def lanes(path: Path, step: int | None = None) -> dict[str, Any]:
     first, last = windows[chosen]
     later = next((start for start in starts if start > first), float("inf"))
     numbers = sorted({event.pid for event in file.traceEvents})
+    mine: dict[int, list[_Event]] = {number: [] for number in numbers[:RANKS]}
+    slices = 0
+    for event in file.traceEvents:
+        drawn = _drawn(event, first, later)
+        slices += drawn and event.pid in mine
+        if event.pid in mine and (event.ph == "M" or (drawn and slices <= SLICES)):
+            mine[event.pid].append(event)
     found = {
         "steps": list(windows),
         "step": chosen,
         "microseconds": last - first,
-        "ranks": [_rank(file, number, first, later) for number in numbers[:RANKS]],
+        "ranks": [_rank(events, number, first) for number, events in mine.items()],
         "left_out": max(0, len(numbers) - RANKS),
+        "slices_left_out": max(0, slices - SLICES),
     }
     return found | {name: file.otherData.get(name) for name in ("layout", "schedule", "summary")}
 
@@ -65,7 +74,7 @@ def _read(path: Path) -> _File:
         raise UserError(f"there is no {path.name}; trace.steps=2 makes a run keep one") from None
     except OSError as error:
         raise UserError(f"{path.name} cannot be read: {error.strerror}; ui.perfetto.dev opens large ones") from None
-    except _NO_TRACE as error:
+    except BROKEN as error:
         raise UserError(f"{path.name} is no trace: {error}") from None
 
 
@@ -74,23 +83,26 @@ def _windows(file: _File) -> dict[int, tuple[float, float]]:
     found: dict[int, tuple[float, float]] = {}
     for event in file.traceEvents:
         number = event.name.removeprefix("step ")
-        if event.tid == STEPS and event.ph == "X" and number.isdecimal():
+        if event.tid == STEPS and event.ph == "X" and number.isdecimal() and len(number) <= _DIGITS:
             start, end = found.get(int(number), (event.ts, event.ts))
             found[int(number)] = min(start, event.ts), max(end, event.ts + event.dur)
     return dict(sorted(found.items()))
 
 
-def _rank(file: _File, number: int, first: float, later: float) -> dict[str, Any]:
+def _drawn(event: _Event, first: float, later: float) -> bool:
+    """Whether it is a slice of a step that begins at `first`; the next one does `later`."""
+    return event.ph == "X" and event.tid != STEPS and first <= event.ts < later
+
+
+def _rank(events: list[_Event], number: int, first: float) -> dict[str, Any]:
     """Lanes in the viewer's order; a slice is its start, its length, its name and its category."""
     names, name, slices = dict[int, str](), f"rank {number}", defaultdict[int, list[list[Any]]](list)
-    for event in file.traceEvents:
-        if event.pid != number:
-            continue
+    for event in events:
         if event.ph == "M" and event.name == "process_name":
             name = str(event.args.get("name", name))
         elif event.ph == "M" and event.name == "thread_name":
             names[event.tid] = str(event.args.get("name", ""))
-        elif event.ph == "X" and event.tid != STEPS and first <= event.ts < later:
+        elif event.ph == "X":
             kind = event.args.get("kind", event.cat) if event.cat in ("compute", "simulated") else event.cat
             slices[event.tid].append([round(event.ts - first, 1), round(event.dur, 1), event.name, kind])
     made = [{"name": names.get(tid, ""), "kind": _kind(tid), "slices": slices[tid]} for tid in sorted(slices)]

@@ -12,9 +12,10 @@ from fivefold.checkpoint.memory import Began, Candidate, abandoned, begin, start
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.state import held, optimizer_of, stored_buffers, written
-from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.checkpoint.store import Checkpoint, Damaged, Manifest, Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.places import Place
 from fivefold.train.loop import Trainer
 from fivefold.train.remembering import Remembering
 from fivefold.train.resuming import misfits
@@ -43,16 +44,25 @@ class Checkpoints:
         self.start, wanted = time.monotonic(), bool(self.trainer.job.checkpoint.memory_every)
         run = self.store.directory.parent
         self.memory.enter(self.trainer.mesh, run, wanted)
-        self.starts = starts(run) if self.control.rank == 0 and self.memory.memory is not None else []
+        self.starts = self._starts(run) if self.control.rank == 0 and self.memory.memory is not None else []
         found = self.memory.find(self._counts)
         disk: int | None = self.control.from_first(self._on_disk() if found else None, int | None)
         checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
         if checkpoint is None:
             checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
         if self.control.rank == 0 and self.memory.memory is not None:
-            begin(run, self.memory.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
+            begin(run, self.starts, self.memory.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
         self.seconds = time.monotonic() - self.start
         return checkpoint
+
+    def _starts(self, run: Place) -> list[Began]:
+        """Where those before are not known, no snapshot that there is can be told to be of this run as it went on."""
+        try:
+            return starts(run)
+        except Damaged as error:
+            self.say(f"{error}; snapshots in memory are left alone, and the newest checkpoint on disk is taken")
+            assert self.memory.memory is not None
+            return [Began(self.memory.memory.nodes.start, -1)]
 
     def _from_memory(self, found: list[Candidate], disk: int | None) -> Checkpoint | None:
         kept = self.memory.load(found, self._wanted)

@@ -144,7 +144,10 @@ def experts(run: str | Path) -> ExpertsResult:
     directory = path_of(str(run))
     if not (directory / "metrics.jsonl").is_file():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
-    return ExpertsResult.read(directory, stored_job(directory).model)
+    try:
+        return ExpertsResult.read(directory, stored_job(directory).model)
+    except OSError as error:
+        raise UserError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
 
 
 def _load(step: Step) -> Load:

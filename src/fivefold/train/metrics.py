@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,11 +11,15 @@ from pathlib import Path
 
 import msgspec
 
+from fivefold.support.documents import BROKEN
+from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular
+from fivefold.support.formatting import bytes_text
 from fivefold.train.records import Decision, Evaluation, Judged, Step
 
 Record = Step | Evaluation | Decision | Judged  # the last in decisions.jsonl alone
 _SUM = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
+MOST = 1 << 32  # bytes of a file that another process may have written
 _LONGEST = 1 << 22  # bytes of a line that is looked at
 _KEPT = 1 << 24  # bytes of records that wait for a disk with room
 
@@ -26,22 +31,30 @@ def to_line(record: Record) -> bytes:
 
 def from_line(line: bytes) -> Record | None:
     """None if it is not what was written. Lines of earlier releases have no sum."""
+    if not line.lstrip().startswith(b"{"):  # a decoder takes longer to say so
+        return None
     found = _SUM.search(line)
     if found and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
         return None
     try:
         return msgspec.json.decode(line, type=Record)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except BROKEN:
         return None
 
 
-def read(path: Path) -> Iterator[tuple[bytes, Record | None]]:
-    """Every line, and its record if it is sound; nothing of a file that is not there."""
+def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:
+    """Every line, and its record if it is sound; nothing of a file that is not there. UserError of one that has more
+    than `most` bytes."""
     try:
         raw = open_regular(path)
     except FileNotFoundError:
         return
     with io.BufferedReader(raw) as file:
+        if (size := os.fstat(raw.fileno()).st_size) > most:
+            raise UserError(
+                f"{path} has {bytes_text(size)}, and at most {bytes_text(most)} are read; move it away: its run goes "
+                "on without it, and writes a new one"
+            )
         while line := file.readline(_LONGEST):
             yield line, from_line(line)
 
@@ -53,11 +66,11 @@ def place(record: Record) -> int:
     return record.place if isinstance(record, Decision) else record.step
 
 
-def trim(path: Path, step: int) -> tuple[list[Step], int]:
+def trim(path: Path, step: int, most: int = MOST) -> tuple[list[Step], int]:
     """The steps in a metrics file up to `step`, and how many lines are damaged. Those are removed, and so are later
     records, of a run that was cut short."""
     steps, damaged, change = [], 0, False
-    for line, record in read(path):
+    for line, record in read(path, most):
         damaged += record is None
         change |= record is None or place(record) > step or not line.endswith(b"\n")
         if isinstance(record, Step) and record.step <= step:
@@ -66,7 +79,9 @@ def trim(path: Path, step: int) -> tuple[list[Step], int]:
         half = path.with_suffix(".half")
         half.unlink(missing_ok=True)  # a pipe there would wait for a reader
         with half.open("wb") as file:
-            file.writelines(line.rstrip() + b"\n" for line, record in read(path) if record and place(record) <= step)
+            for line, record in read(path, most):
+                if record and place(record) <= step:
+                    file.write(line.rstrip() + b"\n")
         half.rename(path)
     return steps, damaged
 
@@ -101,7 +116,7 @@ class MetricsFile:
         if record.back is not None and not self.waiting:
             self.file.close()
             try:
-                trim(self.path, record.back)
+                trim(self.path, record.back, sys.maxsize)  # its own, however long: the run goes on
             finally:
                 self.file = self._open()
         self.on_step(record)

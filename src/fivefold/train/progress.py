@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from fivefold.support.documents import BROKEN
 from fivefold.support.errors import UserError
-from fivefold.support.files import put
+from fivefold.support.files import put, read_regular
 from fivefold.train.metrics import read
 from fivefold.train.records import Step
 
@@ -41,14 +42,14 @@ def begin(directory: Path, again: bool, steps: int) -> None:
 def reached(directory: Path) -> int:
     """The last step that a run has recorded; none, where that cannot be read: who writes there says why."""
     try:
-        records = [record for _, record in read(directory / "metrics.jsonl")]
+        records = (record for _, record in read(directory / "metrics.jsonl"))
+        return max((record.step for record in records if isinstance(record, Step)), default=0)
     except OSError:
         return 0
-    return max((record.step for record in records if isinstance(record, Step)), default=0)
 
 
 def _stored(directory: Path) -> Progress:
     try:
-        return msgspec.json.decode((directory / FILE).read_bytes(), type=Progress)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_regular(directory / FILE, 1000), type=Progress)
+    except (OSError, *BROKEN):
         return Progress()

@@ -5,9 +5,12 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
+
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]  # what every reader of JSON has in full
+Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,8 +20,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     entropy: float  # of the tokens over a layer's experts, by that of an even load; the mean over layers
     balance_loss: float | None = None  # of a row, the mean over layers, before its factor; 1: even. None: not asked for
     z_loss: float | None = None  # of a token, likewise
-    dropped: int = 0  # visits that were due and not made: none, since no expert has a capacity
-    tokens: list[list[int]] | None = None  # by layer and expert, in the steps that log lines are printed of
+    dropped: Whole = 0  # visits that were due and not made: none, since no expert has a capacity
+    tokens: list[list[Natural]] | None = None  # by layer and expert, in the steps that log lines are printed of
 
     @classmethod
     def of(cls, tokens: list[list[int]], due: int, *, whole: bool = True, **losses: float | None) -> "Load":
@@ -39,41 +42,41 @@ def evenness(layer: list[int]) -> float:
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
-    step: int  # counted from 1
+    step: Whole  # counted from 1
     loss: float  # mean over the step's target tokens, nats
     grad_norm: float  # before clipping
     lr: float
-    tokens: int  # input tokens of the step, over all ranks
-    loss_tokens: int  # target tokens that carried loss
+    tokens: Whole  # input tokens of the step, over all ranks
+    loss_tokens: Whole  # target tokens that carried loss
     seconds: float
     tokens_per_second: float
     mfu: float | None  # model FLOPs utilisation, attention counted full; None where the peak is not known
-    memory: int  # bytes, peak so far: the GPU allocator's, or the process's resident size
+    memory: Whole  # bytes, peak so far: the GPU allocator's, or the process's resident size
     load: Load | None = None  # of experts, where the model has any
-    samples: int | None = None  # of the data order that are used up with it: the next one is this number
+    samples: Whole | None = None  # of the data order that are used up with it: the next one is this number
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
-    step: int
+    step: Whole
     held_out_loss: float
-    samples: int
-    loss_tokens: int
+    samples: Whole
+    loss_tokens: Whole
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", tag_field="kind"):
     """A step that was a spike, or whose numbers were none, and what was done about it."""
 
-    step: int
-    first: int  # sample of its batch
-    samples: int  # of the data order that are used up with it: the next one is this number
+    step: Whole
+    first: Whole  # sample of its batch
+    samples: Whole  # of the data order that are used up with it: the next one is this number
     why: Literal["spike", "nonfinite"]
     action: Literal["warn", "skip", "rollback"]
     loss: float | None  # None: it is no number
     grad_norm: float | None
     usual_loss: float | None = None  # the medians of the steps before
     usual_norm: float | None = None
-    back: int | None = None  # of a rollback: the step whose state came back
-    back_samples: int | None = None  # that were used up by then
+    back: Whole | None = None  # of a rollback: the step whose state came back
+    back_samples: Whole | None = None  # that were used up by then
 
     @property
     def changes(self) -> bool:
@@ -106,7 +109,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", tag_fi
 class Judged(msgspec.Struct, frozen=True, kw_only=True, tag="judged", tag_field="kind"):
     """How far an earlier start came: steps of these samples are not judged anew."""
 
-    samples: int
+    samples: Whole
 
 
 def _number(value: float | None) -> str:

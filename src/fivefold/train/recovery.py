@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from fivefold.support.files import open_regular
 from fivefold.train.progress import reached
 from fivefold.train.records import Evaluation, Step
 
@@ -98,7 +99,7 @@ class Recovery:
         )
         self.say(f"recovered in {recovered}")
         try:
-            with (self.directory / FILE).open("ab") as file:
+            with open_regular(self.directory / FILE, append=True) as file:
                 file.write(msgspec.json.encode(recovered) + b"\n")
         except OSError as error:
             self.say(f"{FILE} cannot be written: {error.strerror}; training goes on without it")

@@ -1,5 +1,6 @@
 """What a run has left in its directory: every step's figures, and how well it does on held-out data."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ class TrainResult(Result):
 
     @classmethod
     def read(cls, directory: Path) -> "TrainResult":
-        records = [record for _, record in read(directory / "metrics.jsonl")]
+        records = [record for _, record in read(directory / "metrics.jsonl", sys.maxsize)]
         looks = [record for record in records if isinstance(record, Evaluation)]
         steps = [record for record in records if isinstance(record, Step)]
         decisions = [record for record in records if isinstance(record, Decision)]

@@ -4,6 +4,7 @@ Empty means not published. `status` is ok, oom (ran out of memory), theory, or e
 """
 
 import csv
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
+from fivefold.support.files import read_regular
 from fivefold.truth.cells import check_batch, check_cells, check_world, number
 from fivefold.truth.describe import described, description, stray
 from fivefold.truth.mixtures import (
@@ -45,6 +47,7 @@ from fivefold.truth.spelling import (
 )
 
 DATA = Path(__file__).parent / "data"
+MOST, LONGEST = 1 << 26, 4000  # bytes of a file, characters of a cell
 NEEDED = ("source", "model", "seq_len", "gpu", "gpus", "status")
 
 
@@ -87,16 +90,27 @@ def read_rows(directory: Path = DATA) -> list[Row]:
     rows, shipped = [], directory.resolve() == DATA.resolve()
     for path in files:
         software = described(path.with_suffix(".toml"))
-        with path.open(newline="", encoding="utf-8", errors="replace") as handle:
-            reader = csv.DictReader(handle)
+        try:
+            text = read_regular(path, MOST, links=True).decode(errors="replace")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        try:
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
-            try:
-                rows += [Row(path.stem, reader.line_num, values, software, shipped) for values in reader]
-            except csv.Error as error:
-                raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
+            rows += [Row(path.stem, reader.line_num, _short(values), software, shipped) for values in reader]
+        except (csv.Error, ValueError) as error:
+            raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
     return rows
+
+
+def _short(values: dict[str, str]) -> dict[str, str]:
+    """What a row has, if words can be looked for in each of its cells without end."""
+    for column, text in values.items():
+        if isinstance(text, str) and len(text) > LONGEST:
+            raise ValueError(f"{column} has {len(text):,} characters, and at most {LONGEST:,} are read")
+    return values
 
 
 class Measured(NamedTuple):
@@ -120,6 +134,8 @@ def measured(row: Row) -> Measured:
     source = source_of(row)
     check_cells(row)
     spec, cluster = spec_of(row, source), cluster_of(row, source)
+    if wrong := spec.problems():
+        raise Refused("; ".join(wrong))
     known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
     batch = row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1)

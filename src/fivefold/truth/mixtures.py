@@ -19,8 +19,9 @@ from fivefold.spec.presets import PRESETS, preset
 from fivefold.truth.spelling import Refused, plain, preset_named
 
 NAMES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout|grok"
-GIVEN = r"experts=(?P<count>\d+) top-k=(?P<top_k>\d+) expert_ffn=(?P<ffn>\d+)"
-RELEASE = r"v?(\d+(?:\.\d+)+)"
+GIVEN = r"experts=(?P<count>\d{1,9}) top-k=(?P<top_k>\d{1,9}) expert_ffn=(?P<ffn>\d{1,9})\b"
+ALONE = ("layers", "hidden", "heads", "vocab")  # that a model has of itself, where no preset lends them
+RELEASE = r"v?(\d{1,9}(?:\.\d{1,9})+)"
 WEAK = 1e-3  # a factor of the balance loss below which it balances nothing in a run's first steps; usual are 0.01 or so
 SAME = ("seq_len", "gpu", "gpus", "dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "layers")
 
@@ -45,6 +46,11 @@ def mixture_spec(row: Values, shape: dict[str, Any]) -> ModelSpec:
         raise Refused("it drops tokens where an expert has too many, which this planner does not know")
     if given := re.search(GIVEN, row.text("notes")):
         numbers: dict[str, Any] = {key: int(value) for key, value in given.groupdict().items()}
+        if missing := [column for column in ALONE if column not in shape]:
+            raise Refused(
+                f"{name!r} has its experts in its notes, and so takes no shape of a preset; not published: "
+                f"{', '.join(missing)}"
+            )
         return ModelSpec(name=name, **shape, experts=Experts(**numbers))
     known = _preset(re.sub(r"\(.*?\)", "", name))
     if known is None:

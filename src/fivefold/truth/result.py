@@ -14,6 +14,8 @@ from fivefold.truth.picture import scatter
 from fivefold.truth.score import Choice, RowScore, Score, choices, median_regret, scores
 from fivefold.truth.sources import ANY, SOURCES
 
+_LINES = 5  # of refused rows that are named
+
 
 @dataclass(frozen=True)
 class TruthResult(Result):
@@ -88,9 +90,14 @@ class TruthResult(Result):
         yield from self._sentences()
         if self.shown:
             yield _rows([result for result in self.results if result.row.file == self.shown])
-        refused = Counter((result.row.file, result.refused) for result in self.results if result.refused)
-        for (source, reason), count in refused.items():
-            yield Text(f"refused: {count} of {source}: {reason}")
+        refused: dict[tuple[str, str], list[int]] = {}
+        for result in self.results:
+            if result.refused:
+                refused.setdefault((result.row.file, result.refused), []).append(result.row.line)
+        for (source, reason), lines in refused.items():
+            more = " ..." if len(lines) > _LINES else ""
+            where = f" (line {', '.join(map(str, lines[:_LINES]))}{more})" if self.own else ""
+            yield Text(f"refused: {len(lines)} of {source}{where}: {reason}")
 
     def _errors(self) -> Table:
         left = self.left_out

@@ -15,6 +15,8 @@ from fivefold.truth.fit import Constants, predict
 from fivefold.truth.mixtures import is_mixture, older
 from fivefold.truth.spelling import Refused
 
+NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # of numbers that make no sense together
+
 
 @dataclass(frozen=True)
 class RowScore:
@@ -78,7 +80,7 @@ def evaluate(
             results.append(_theory(row) if row.status == "theory" else _predicted(row, constants, exact))
         except UserError as error:
             results.append(RowScore(row, refused=str(error)))
-        except (ArithmeticError, ValueError, IndexError, AssertionError) as error:
+        except NONSENSE as error:
             results.append(RowScore(row, refused=f"its numbers make no sense together ({error})"))
         tick()
     return results

@@ -13,7 +13,7 @@ from fivefold.truth.cases import DATA, Measured, Row, measured, read_rows
 from fivefold.truth.fit import STEPS, STEPS_WITHOUT, Whole, fit
 from fivefold.truth.mixtures import is_mixture
 from fivefold.truth.result import TruthResult
-from fivefold.truth.score import evaluate
+from fivefold.truth.score import NONSENSE, evaluate
 from fivefold.truth.unseen import Unseen, by_accelerator, by_source, unseen
 
 Progress = Callable[[int, int, str], None]  # steps so far, all steps, what is done
@@ -54,7 +54,7 @@ def _runs(every: list[Row]) -> list[Measured]:
     """Those that can be predicted."""
     runs: list[Measured] = []
     for row in every:
-        with suppress(UserError):
+        with suppress(UserError, *NONSENSE):
             # Constants are those of dense models: what experts add has none that is fitted.
             runs += [measured(row)] if row.status == "ok" and not is_mixture(row) else []
     return runs

@@ -21,13 +21,14 @@ from fivefold.train.metrics import Record
 from fivefold.train.records import Evaluation, Step
 from fivefold.ui.ask import Ask
 from fivefold.ui.run_events import events, signature
-from fivefold.ui.run_files import ENVIRONMENT, JOB, METRICS, Piece, Run, metrics, run_of, runs_in, told
+from fivefold.ui.run_files import ENVIRONMENT, JOB, METRICS, Piece, Run, every_metric, metrics, run_of, runs_in, told
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory", "seconds")
 LOADS = ("fullest", "entropy", "balance_loss", "z_loss", "dropped")
 SHOWN = 6  # runs in one picture
 BUCKETS = 600  # of a long run's steps: each keeps its first, and its extremes
 CELLS = 40_000  # numbers of tokens by layer and expert, of all steps that have them
+LISTED = 1 << 20  # bytes of jobs that the list of runs reads
 QUIET = 10.0  # seconds, or five steps: longer without a record, a run that nobody holds has ended
 LOCKS = Path("/proc/locks")
 
@@ -44,7 +45,7 @@ def payload(ask: Ask) -> dict[str, Any]:
     shown = [_whole(run_of(found, name)) for name in dict.fromkeys(names)]
     traced = next((one["name"] for one in shown if one["traced"]), None)
     return {
-        "runs": [_listed(run) for run in found.values()],
+        "runs": _list(list(found.values())),
         "shown": shown,
         "notes": notes,
         "asks": {"trace": {"run": traced}} if traced else {},
@@ -75,22 +76,18 @@ def trace(ask: Ask) -> dict[str, Any]:
 
 
 def _whole(run: Run) -> dict[str, Any]:
-    pieces = [metrics(run)]
-    while pieces[-1].records and pieces[-1].offset < pieces[-1].size:
-        pieces.append(metrics(run, pieces[-1].file, pieces[-1].offset))
-        if pieces[-1].anew:
-            pieces = pieces[-1:]
-        if not pieces[-1].records:
-            break
+    pieces, rest = every_metric(run)
+    left = [rest] if rest else []
     records = [record for piece in pieces for record in piece.records]
-    job = run.table(JOB)
+    job = run.table(JOB, left)
     return {
         "name": run.name,
         "directory": told(run.path),
         "job": job,
-        "environment": run.table(ENVIRONMENT),
+        "environment": run.table(ENVIRONMENT, left),
         "layout": _layout(job),
-        "events": events(run),
+        "events": events(run, left),
+        "left_out": left,
         "life": signature(run),
         "traced": (path := run.inside("trace.json")) is not None and os.path.isfile(path),
     } | _drawn(pieces, records) | _state(run, records)  # fmt: skip
@@ -161,11 +158,26 @@ def claimed(path: Path, locks: Path = LOCKS) -> bool:
     return any(place in line.split() and "FLOCK" in line and "->" not in line for line in text.splitlines())
 
 
-def _listed(run: Run) -> dict[str, Any]:
-    """A line of the list: what is known without reading its metrics."""
-    job, path = run.table(JOB), run.path / METRICS
+def _list(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A line for each, the newest first. Jobs are read as long as all of them together are no longer than LISTED."""
+    left, lines = LISTED, []
+    for run in runs:
+        left -= _size(run.path / JOB)
+        lines.append(_listed(run, run.table(JOB) if left >= 0 else {}))
+    return lines
+
+
+def _size(path: Path) -> int:
     try:
-        written: float | None = os.lstat(path).st_mtime
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _listed(run: Run, job: dict[str, Any]) -> dict[str, Any]:
+    """What is known without reading its metrics."""
+    try:
+        written: float | None = os.lstat(run.path / METRICS).st_mtime
     except OSError:
         written = None
     model, train = _section(job, "model"), _section(job, "train")

@@ -10,19 +10,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from fivefold.support.documents import parse_toml
+from fivefold.support.documents import parse_json, parse_toml, parsing
 from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular, read_regular
-from fivefold.support.formatting import counted, did_you_mean
+from fivefold.support.formatting import bytes_text, counted, did_you_mean
 from fivefold.train.metrics import Record, from_line
 
 METRICS, JOB, ENVIRONMENT = "metrics.jsonl", "job.toml", "environment.json"
-MOST = 1 << 20  # bytes of a job or an environment
-AT_ONCE = 1 << 24  # bytes of metrics in one answer: a page asks for the rest
+MOST = {JOB: 1 << 16, ENVIRONMENT: 1 << 20}  # bytes
+AT_ONCE, LINES = 1 << 24, 1 << 16  # bytes and lines of metrics in one answer: a page asks for the rest
 LONGEST = 1 << 22  # bytes of a line; one that has more is damaged
-RUNS = 200  # that are listed
+PIECES, WINDOWS = 8, 16  # answers of metrics that are read as a whole; of longer ones, so many parts of LONGEST bytes
+RUNS, FOLDERS = 200, 5000  # that are listed, and that are looked into
 
 
 class Run(NamedTuple):
@@ -38,15 +37,19 @@ class Run(NamedTuple):
         except (OSError, RuntimeError):
             return None
 
-    def table(self, name: str) -> dict[str, Any]:
-        """job.toml or environment.json as plain data; empty where there is none that can be read."""
-        path = self.inside(name)
+    def table(self, name: str, left: list[str] | None = None) -> dict[str, Any]:
+        """job.toml or environment.json as plain data; empty where there is none that can be read. `left` gets why."""
+        path, left = self.inside(name), [] if left is None else left
         if path is None:
             return {}
         try:
-            text = read_regular(path, MOST).decode()
-            table = parse_toml(text) if name.endswith(".toml") else msgspec.json.decode(text)
-        except (OSError, ValueError, UserError, RecursionError):
+            with parsing(name, "a table"):
+                text = read_regular(path, MOST[name]).decode()
+                table = parse_toml(text) if name.endswith(".toml") else parse_json(text)
+        except FileNotFoundError:
+            return {}
+        except (OSError, UserError) as error:
+            left.append(f"{name} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error))
             return {}
         return table if isinstance(table, dict) else {}
 
@@ -57,7 +60,7 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, Run], list[str]]:
     notes: list[str] = []
     for root in map(Path.resolve, roots):
         try:
-            mine, others, away = _below(root)
+            mine, others, away, beyond = _below(root)
         except OSError as error:  # it was there when the server started
             notes.append(f"{told(root)} cannot be read: {error.strerror}")
             continue
@@ -68,6 +71,8 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, Run], list[str]]:
             notes.append(f"{counted(len(others), 'folder')} of {told(root)} without {METRICS}: {_few(others)}")
         if away:
             notes.append(f"{_few(away)} of {told(root)} lead out of it, and are left alone; name the place with --runs")
+        if beyond:
+            notes.append(f"{told(root)} has {beyond:,} names more than the {FOLDERS:,} that are looked at")
     found.sort(key=_age)
     if len(found) > RUNS:
         notes.append(f"{len(found) - RUNS} older runs are not listed")
@@ -83,23 +88,24 @@ def told(path: Path | str) -> str:
     return os.fsencode(path).decode(errors="replace")
 
 
-def _below(root: Path) -> tuple[list[Run], list[str], list[str]]:
-    """The runs of a directory, which may be one itself; other directories; and links that lead out of it."""
+def _below(root: Path) -> tuple[list[Run], list[str], list[str], int]:
+    """The runs of a directory, which may be one itself; other directories; links that lead out of it, or nowhere; and
+    how many names were not looked at."""
     if _is_run(root):
-        return [Run(root.name, root, root)], [], []
+        return [Run(root.name, root, root)], [], [], 0
     runs, others, away = [], [], []
-    with os.scandir(root) as entries:
-        for entry in sorted(entries, key=lambda one: one.name):
-            if entry.name.startswith(".") or not entry.is_dir():
-                continue
-            path = Path(entry.path)
-            if not path.resolve().is_relative_to(root):
-                away.append(entry.name)
-            elif _is_run(path):
-                runs.append(Run(entry.name, path, root))
-            else:
-                others.append(entry.name)
-    return runs, others, away
+    names = sorted(name for name in os.listdir(root) if not name.startswith("."))
+    for name in names[:FOLDERS]:
+        run = Run(name, root / name, root)
+        if not os.path.isdir(run.path):
+            away += [name] if os.path.islink(run.path) and not os.path.exists(run.path) else []
+        elif run.inside() is None:
+            away.append(name)
+        elif _is_run(run.path):
+            runs.append(run)
+        else:
+            others.append(name)
+    return runs, others, away, max(0, len(names) - FOLDERS)
 
 
 def _is_run(path: Path) -> bool:
@@ -146,8 +152,9 @@ class Piece(NamedTuple):
     anew: bool  # it is another file than the one that was asked for, or a shorter one, and was read from its start
 
 
-def metrics(run: Run, file: int = 0, offset: int = 0) -> Piece:
-    """What metrics.jsonl has from `offset` on, if it is still that `file`; half a line at the end waits."""
+def metrics(run: Run, file: int = 0, offset: int = 0, most: int = 0) -> Piece:
+    """What metrics.jsonl has from `offset` on, if it is still that `file`; half a line at the end waits. With `most`,
+    from the first line on that begins there, in so many bytes."""
     path = run.inside(METRICS)
     if path is None:
         return Piece([], 0, 0, 0, 0, bool(file))
@@ -159,10 +166,41 @@ def metrics(run: Run, file: int = 0, offset: int = 0) -> Piece:
         known = os.fstat(stream.fileno())
         anew = file != known.st_ino or not 0 <= offset <= known.st_size
         start = 0 if anew else offset
-        data = os.pread(stream.fileno(), AT_ONCE, start)
+        data = os.pread(stream.fileno(), most or AT_ONCE, start)
     end = data.rfind(b"\n") + 1
-    if not end and len(data) > LONGEST:
+    if not end and len(data) >= LONGEST:
         end = len(data)  # no record is so long
-    records = [from_line(line) for line in data[:end].splitlines(keepends=True)]
-    sound = [record for record in records if record is not None]
-    return Piece(sound, len(records) - len(sound), known.st_ino, start + end, known.st_size, anew)
+    at = data.find(b"\n") + 1 if most and start else 0
+    sound: list[Record] = []
+    lines = 0
+    while at < end and lines < LINES:
+        stop = data.find(b"\n", at) + 1 or end
+        record = from_line(data[at:stop])
+        sound += [record] if record is not None else []
+        at, lines = stop, lines + 1
+    return Piece(sound, lines - len(sound), known.st_ino, start + (at if lines else end), known.st_size, anew)
+
+
+def every_metric(run: Run) -> tuple[list[Piece], str]:
+    """All of a run's metrics, or of a longer file parts that are spread evenly over it, and its end; and what is to be
+    said of the rest."""
+    first = metrics(run)
+    pieces = [first]
+    if first.size > PIECES * AT_ONCE:
+        starts = [(first.size - LONGEST) * number // (WINDOWS - 1) for number in range(WINDOWS)]
+        pieces = [metrics(run, first.file, start, LONGEST) for start in starts]
+    else:
+        while len(pieces) < PIECES and 0 < pieces[-1].offset < pieces[-1].size:
+            pieces.append(metrics(run, pieces[-1].file, pieces[-1].offset))
+            if pieces[-1].offset == pieces[-2].offset:
+                break  # the trainer is writing a line
+    last, stopped = pieces[-1], len(pieces) == PIECES and pieces[-2].offset < pieces[-1].offset < pieces[-1].size
+    anew = max((at for at, piece in enumerate(pieces) if piece.anew), default=0)
+    pieces = pieces[anew:]
+    if first.size > PIECES * AT_ONCE:
+        of = f"{WINDOWS} parts of {bytes_text(LONGEST)} each"
+        return pieces, f"{METRICS} has {bytes_text(first.size)}: {of} were read, spread evenly, and the rest was not"
+    if stopped:
+        read = f"its first {bytes_text(last.offset)} were read, with {LINES * PIECES:,} lines at most"
+        return pieces, f"{METRICS} has {bytes_text(last.size)}: {read}, and the rest was not"
+    return pieces, ""

@@ -6,7 +6,7 @@ import * as format from "../lib/format.js";
 import { responsive, swatch } from "../lib/plot.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
-import { aboutTable, drawLoad, eventTable, latest, rate } from "./run_about.js";
+import { aboutTable, drawLoad, eventTable, latest, notRead, rate } from "./run_about.js";
 import { SIGNS, chart, signOf } from "./run_curves.js";
 import { drawTrace } from "./run_trace.js";
 
@@ -97,7 +97,7 @@ export function mount(root, source) {
     curves();
     const kinds = Object.keys(SIGNS).filter(kind => kind !== "note" && shown.some(run => run.events.some(one => one.kind === kind)));
     key.replaceChildren(...(shown.some(run => run.evaluations.length) ? [element("li", {}, "○ held out")] : []), ...kinds.map(kind => element("li", {}, signOf(kind), SIGNS[kind].name)));
-    table.replaceChildren(latest(shown, colour));
+    table.replaceChildren(latest(shown, colour), ...notRead(shown));
     events.replaceChildren(eventTable(shown, colour));
     load.show(shown);
   }

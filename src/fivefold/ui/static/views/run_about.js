@@ -20,6 +20,9 @@ export const latest = (runs, colour) => table(["run", ">step", ">loss", ">held o
     known(last(c.lr), rate), known(last(c.grad_norm), format.digits3), known(last(c.tokens_per_second), one => format.count(Math.round(one))), known(last(c.mfu), format.percent), known(last(c.memory), format.bytes), format.count(run.damaged)];
 }), { testid: "latest", records: true, caption: runs.some(run => run.columns.mfu.some(one => one !== null)) ? null : "MFU: the peak rate of these devices is not known, so that no utilisation is computed." });
 
+/** What of a run's files is not shown. */
+export const notRead = runs => runs.flatMap(run => run.left_out.map(one => element("p", { class: "dim small", "data-testid": "left-out" }, runs.length > 1 ? `${run.name}: ${one}` : one)));
+
 export function eventTable(runs, colour) {
   const every = runs.flatMap((run, at) => run.events.map(one => ({ ...one, run: run.name, at })));
   if (!every.length) return element("p", { class: "dim" }, "Nothing is written down: a run that a launcher starts keeps logs, and checkpoints are listed when there are any.");

@@ -77,7 +77,7 @@ export function drawTrace({ onStep, live }) {
       steps.set(answer.steps.map(one => ({ value: String(one), text: String(one) })), answer.step, { off: !live });
       zooming.set([1, 2, 4, 8, 16].map(one => ({ value: String(one), text: `×${one}` })), zoom);
       const both = answer.summary?.mean;
-      said.textContent = `${answer.run}, step ${answer.step}: ${time(answer.microseconds)} with ${answer.layout || "one rank"}.` + (both && Math.max(both.bubble_predicted, both.bubble_measured) > 5e-4 ? ` Over ${answer.summary.steps} traced steps the bubble is ${format.percent(both.bubble_measured)} of the pipeline's time; ${answer.schedule} with the medians of these durations predicts ${format.percent(both.bubble_predicted)}.` : "") + (answer.left_out ? ` ${answer.left_out} more ranks are in the file.` : "");
+      said.textContent = `${answer.run}, step ${answer.step}: ${time(answer.microseconds)} with ${answer.layout || "one rank"}.` + (both && Math.max(both.bubble_predicted, both.bubble_measured) > 5e-4 ? ` Over ${answer.summary.steps} traced steps the bubble is ${format.percent(both.bubble_measured)} of the pipeline's time; ${answer.schedule} with the medians of these durations predicts ${format.percent(both.bubble_predicted)}.` : "") + (answer.left_out ? ` ${answer.left_out} more ranks are in the file.` : "") + (answer.slices_left_out ? ` ${answer.slices_left_out} more slices are in the file.` : "");
       picture.update();
       const kinds = kindsOf(answer.ranks).sort((a, b) => along(a) - along(b));
       const names = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights", message: "waits for a message", optimizer: "optimizer", dispatch: "dispatch", combine: "combine" };
