@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 
@@ -88,6 +90,11 @@ def read_json(path: Path) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """Raises what `parsing` speaks of."""
     return _tame(tomllib.loads(text.replace("\r\n", "\n")))
+
+
+def toml_value(value: Any) -> str:
+    """A scalar or a list of them, as TOML. JSON's is read the same but for one character, which TOML has escaped."""
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 def parse_json(text: str | bytes) -> Any:
