@@ -6,19 +6,23 @@ words. YAML is read by PyYAML. `FIVEFOLD_FUZZ=10000 python -m pytest tests/fuzz/
 
 import os
 import re
+import shlex
 import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from fivefold.deploy import kubernetes
-from fivefold.deploy.launch import deployment, launch
+from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.launch import launch
+from fivefold.deploy.machines import Machines
 from fivefold.deploy.options import Options
 from fivefold.deploy.result import LaunchResult
 from fivefold.deploy.yaml import plain
@@ -47,6 +51,7 @@ OPTIONS = {
     "account": ["slurm"], "partition": ["slurm"], "time": ["slurm"], "host": ["torchrun"],
     "container": ["slurm", "kubernetes", "trainjob"], "claim": ["kubernetes", "trainjob"],
 }  # fmt: skip
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, of which Kubernetes has a translation
 KINDS = ["slurm", "torchrun", "ssh", "kubernetes", "trainjob"]
 BASE = {"model.preset": "tiny", "layout.dp": 4, "train.device": "cuda"}
 
@@ -57,9 +62,10 @@ srun() { record srun "$@"; }
 torchrun() { record torchrun "$@"; }
 mkdir() { record mkdir "$@"; [ -z "${run:-}" ] || logs=$RECORD; }  # the script for ssh writes there
 ssh() { while [ "$1" != -- ]; do shift; done; bash -c "$3"; }
-sleep() { command sleep 0.01; }
+sleep() { read -r -t 0.01 <> "$RECORD/never"; }
 squeue() { :; }; scontrol() { :; }; fivefold() { :; }; nproc() { echo 4; }; hostname() { echo here; }
-export -f record torchrun nproc
+date() { echo now; }; id() { echo me; }
+export -f record torchrun nproc id
 """
 
 
@@ -123,14 +129,15 @@ def tried(case: Case, kind: str) -> LaunchResult | None:
 
 def words_of(text: str, record: Path) -> dict[str, list[list[str]]]:
     """What the programs were told that bash has started for a script; it must be a script, and do nothing else."""
-    record.mkdir(exist_ok=True)
-    for file in record.iterdir():
+    if not record.exists():
+        record.mkdir()
+        os.mkfifo(record / "never")
+    for file in record.glob("*.*"):
         file.unlink()
     env = {"PATH": os.environ["PATH"], "HOME": "/home/me", "RECORD": str(record), "LC_ALL": "C.UTF-8"}
     env |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "2"}
     (record / "script").write_text(text, encoding="utf-8", newline="")
-    subprocess.run(["bash", "-n", record / "script"], check=True, capture_output=True)
-    whole = f"{STUBS}. {record / 'script'}\n"
+    whole = f'{STUBS}bash -n "$RECORD/script" && . "$RECORD/script"'
     done = subprocess.run(["bash", "-c", whole], env=env, capture_output=True, text=True, errors="replace", timeout=60)
     assert done.returncode == 0, done.stderr
     assert not Path("CANARY").exists()
@@ -164,9 +171,8 @@ def arrives(case: Case, kind: str, text: str, job: Job, folder: Path) -> None:
         assert words[-len(ours) - 2 :] == ["fivefold", "train", *ours]
         assert logs == f"{runs}/slurm-7"
         assert f"--output={os.path.join(folder, logs).replace('%', '%%')}/rank-%t.log" in words  # % is srun's
-        (commented,) = re.findall(r"^# (srun .*) \|\| exit 1$", text, re.M)
-        doctor = words_of(f"flags=()\n{commented}\n", folder.parent / "record")["srun"]
-        assert doctor == [["fivefold", "doctor", *ours]]
+        (commented,) = re.findall(r"^# (srun \"\$.*)$", text, re.M)
+        assert shlex.split(commented) == ["srun", "${flags[@]}", "fivefold", "doctor", *ours, "||", "exit", "1"]
         asked = dict(re.findall(r"^#SBATCH --(account|partition|time)=(.*)$", text, re.M))
         assert all(asked[key] == text for key, text in case.options.items() if key in asked and text)
         return
@@ -184,10 +190,10 @@ def expanded(text: str) -> str:
 
 
 def in_yaml(case: Case, kind: str, text: str, job: Job) -> None:
-    found = list(yaml.safe_load_all(text))
+    found = list(yaml.load_all(text, LOADER))
     image, claim = case.options.get("container") or "", case.options.get("claim") or ""
     make = kubernetes.indexed_job if kind == "kubernetes" else kubernetes.train_job
-    it = deployment(case.file, case.changes, nodes=2, per_node=2).it
+    it = Deployment(job, Machines(2, 2), case.file, tuple(case.changes))
     assert found == [plain(one) for one in make(it, image, claim, 3)]
     config, last = found[-2:]
     again = folder_job(config["data"]["job.toml"])
@@ -198,7 +204,12 @@ def in_yaml(case: Case, kind: str, text: str, job: Job) -> None:
     runs = "runs" if "://" in job.run.dir else job.run.dir
     place = "/work" if runs.startswith("~") else os.path.join("/work", runs)
     assert expanded(env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]) == f"{place}/nccl-rank-"
-    subprocess.run(["bash", "-n", "-c", spec["command"][2]], check=True, capture_output=True)
+    read_by_bash(spec["command"][2])
+
+
+@cache
+def read_by_bash(text: str) -> None:
+    subprocess.run(["bash", "-n", "-c", text], check=True, capture_output=True)
 
 
 def folder_job(text: str) -> Job:
@@ -230,7 +241,7 @@ def judge(case: Case, folder: Path) -> int:
 @fuzz
 @given(cases())
 def test_any_text_in_any_place(folder: Path, case: Case) -> None:
-    judge(case, folder)
+    event(f"{judge(case, folder)} of {len(KINDS)} are written")
 
 
 @pytest.mark.parametrize("piece", [piece for piece in PIECES if len(piece) < 100])
