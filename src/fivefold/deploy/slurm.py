@@ -193,9 +193,7 @@ def _prepare(it: Deployment, container: str) -> list[str]:
 
 def _logs(it: Deployment) -> str:
     if "\\" in it.log_directory:
-        raise UserError(
-            f"run.dir={it.log_directory!r} has a backslash, which srun takes out of names; rename it"
-        )
+        raise UserError(f"run.dir={it.log_directory!r} has a backslash, which srun takes out of names; rename it")
     return path(it.log_directory)
 
 
