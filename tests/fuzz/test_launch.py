@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from fivefold.deploy import kubernetes
@@ -163,7 +163,8 @@ def arrives(case: Case, kind: str, text: str, job: Job, folder: Path) -> None:
         in_yaml(case, kind, text, job)
         return
     told = words_of(text, folder.parent / "record")
-    ours = [f"./{case.file}" if case.file.startswith("-") else case.file, *case.changes]
+    file = str(Path(case.file))
+    ours = [f"./{file}" if file.startswith("-") else file, *case.changes]
     runs = at_home("runs" if "://" in job.run.dir else job.run.dir)
     *options, logs = told["mkdir"][0] if kind != "torchrun" else ("-p", "--", "")
     assert options == ["-p", "--"]
@@ -241,6 +242,7 @@ def judge(case: Case, folder: Path) -> int:
 
 @fuzz
 @given(cases())
+@example(Case("job.toml/", {}, [], {}, "out"))
 def test_any_text_in_any_place(folder: Path, case: Case) -> None:
     event(f"{judge(case, folder)} of {len(KINDS)} are written")
 

@@ -96,7 +96,8 @@ def deployment(
         raise UserError(problems)
     step = _planned(job, found, notes)
     packaged = bool(file) and not os.path.isfile(path_of(file or ""))
-    return Checked(Deployment(job, found, file or "", tuple(changes), step, packaged, least), notes)
+    name = str(Path(file)) if file else ""  # as it was read here: bash takes `job.toml/` for a directory
+    return Checked(Deployment(job, found, name, tuple(changes), step, packaged, least), notes)
 
 
 def _planned(job: Job, found: Machines, notes: list[str]) -> float:
