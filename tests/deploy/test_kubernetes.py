@@ -2,6 +2,7 @@
 
 import copy
 import subprocess
+import tomllib
 from typing import Any
 
 import kubernetes_validate
@@ -16,6 +17,7 @@ from fivefold.deploy.kubernetes import indexed_job, name_of, notes, train_job
 from fivefold.deploy.machines import Machines
 from fivefold.deploy.yaml import documents, plain
 from fivefold.job.config import read_job, to_toml
+from fivefold.support.errors import UserError
 
 VERSIONS = ("1.31", kubernetes_validate.latest_version())  # pod failure policies are stable since 1.31
 
@@ -123,15 +125,46 @@ def test_names_are_those_of_services(name: str, legal: str) -> None:
     assert name_of(deployed(True, f"run.name={name}")) == legal
 
 
+ANY = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = st.sampled_from(["key", "a.b/c", "x-y"])
 TREES = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab:- #'\"\n$\\{}[]|>%@&*!?0.é", max_size=8),
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab:- #'\"\n$\\{}[]|>%@&*!?0.é", max_size=8) | ANY,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=2),
     max_leaves=5,
 )
 
 
 @settings(max_examples=60)
-@given(st.dictionaries(KEYS, TREES, min_size=1))
-def test_yaml_reads_back(tree: dict[str, Any]) -> None:
-    assert yaml.safe_load(documents(tree)) == tree
+@given(st.dictionaries(KEYS, TREES, min_size=1), ANY)
+def test_yaml_reads_back(tree: dict[str, Any], why: str) -> None:
+    assert yaml.safe_load(documents({"#": why, **tree})) == tree
+
+
+ODD = ["\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff", "\ufffe", "\U0001f600", "\U0010ffff", "\r\n", "\t"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("form", ["{}", "{}\n", "a{}b: c", "{}a\nb\n", "a\n{}b\n", "- {}"])
+def test_no_character_ends_a_text_or_makes_it_unreadable(odd: str, form: str) -> None:
+    text = form.format(odd)
+    for value in ({"key": text}, {"key": [text, {"key": text}]}, {"key": [[text]]}):
+        assert yaml.safe_load(documents({"#": text, **value})) == value
+    assert "\\ud83d" not in documents({"key": text}).lower()  # half a character, which Kubernetes' reader refuses
+
+
+@pytest.mark.parametrize("make", [indexed_job, train_job])
+def test_a_name_is_no_part_of_the_manifest(make: Any) -> None:
+    it = deployed(True, "model.name=x\u2028kind: Pod\x85\x1b\x7f", "run.dir=a$(JOB_UID)$b")
+    found = read(make(it, "lab/image:1", "shared", 3))
+    assert "Pod" not in [one["kind"] for one in found]
+    assert tomllib.loads(found[-2]["data"]["job.toml"])["model"]["name"] == it.job.model.name
+    spec = found[-1]["spec"]
+    env = spec["trainer"]["env"] if "trainer" in spec else spec["template"]["spec"]["containers"][0]["env"]
+    values = {one["name"]: one.get("value") for one in env}
+    # Kubernetes replaces $(NAME), and $$ by $.
+    assert values["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/work/a$$(JOB_UID)$$b/nccl-rank-"
+
+
+def test_a_job_that_no_config_map_holds_is_refused() -> None:
+    with pytest.raises(UserError, match="a ConfigMap of Kubernetes holds 1048576"):
+        indexed_job(deployed(True, f"model.name={'a' * 2**20}"), "lab/image:1", "shared", 3)

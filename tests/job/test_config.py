@@ -1,12 +1,16 @@
 """Job files: defaults, changes, round trips, and all mistakes at once."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from fivefold.job.config import Job, RunConfig, job_from, read_job, to_toml
+from fivefold.job.written import written
 from fivefold.layout.layout import Layout
+from fivefold.spec.hf_config import to_hf_config
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError
 
@@ -202,3 +206,30 @@ def test_mistakes_in_a_table_of_the_model(words: list[str], sentences: list[str]
 )  # fmt: skip
 def test_what_keeps_experts_even_is_refused_where_it_would_do_nothing(model: str, word: str, sentence: str) -> None:
     assert read_job(None, [f"model={model}", f"train.{word}"]).problems() == [sentence]
+
+
+ODD = ["\x7f", "\x1b", "\x85", "\u2028", "\ufeff", "\0", '"', "\\", "\n", "\r\n", "\U0001f600"]
+
+
+@pytest.mark.parametrize("write", [to_toml, lambda job: written(job, {})])
+@pytest.mark.parametrize("odd", ODD)
+def test_any_text_is_read_back_from_a_written_job(tmp_path: Path, odd: str, write: Callable[[Job], str]) -> None:
+    model = msgspec.structs.replace(read_job().model, name=f"a{odd}b")
+    job = Job(model=model, run=RunConfig(name="job", dir=f"{odd}x"))
+    (tmp_path / "job.toml").write_text(write(job), encoding="utf-8", newline="")
+    assert read_job(tmp_path / "job.toml") == job
+
+
+def test_a_change_is_one_value() -> None:
+    with pytest.raises(UserError, match=r"train.steps='7\\nother = 8' is not a whole number"):
+        read_job(None, ["train.steps=7\nother = 8"])
+    with pytest.raises(UserError, match="is not of a text in UTF-8"):
+        read_job(None, ["model.name=\udcff"])
+
+
+def test_a_model_in_a_directory_whose_name_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_hf_config(preset("tiny"), "float32")))
+    monkeypatch.chdir(folder)
+    assert read_job(None, ["model.config=config.json"]).model.name == "\ufffd"

@@ -1,7 +1,7 @@
 """What was measured on a device, as shares of its maker's ceilings, and the accelerator that comes of it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,8 @@ import msgspec
 
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.report import Block, Result, Table, Text
+from fivefold.support.documents import toml_value
+from fivefold.support.formatting import printable
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,19 @@ def short(value: float) -> float:
 
 def to_toml(accelerator: Accelerator, comments: list[str]) -> str:
     """A file that `Cluster.parse("8xFILE.toml")` reads."""
-    return "\n".join([*(f"# {comment}" for comment in comments), *table_lines(msgspec.to_builtins(accelerator))]) + "\n"
+    return "\n".join([*comment_lines(comments), *table_lines(msgspec.to_builtins(accelerator))]) + "\n"
+
+
+def comment_lines(comments: Sequence[str]) -> list[str]:
+    return [f"# {printable(comment)}" for comment in comments]
 
 
 def table_lines(table: dict[str, Any], name: str = "") -> Iterator[str]:
     """A table and those inside it, as TOML; what is None is left out."""
     nested = {key: value for key, value in table.items() if isinstance(value, dict)}
-    yield from (f"{key} = {_value(value)}" for key, value in table.items() if key not in nested and value is not None)
+    yield from (
+        f"{key} = {toml_value(value)}" for key, value in table.items() if key not in nested and value is not None
+    )
     for key, values in nested.items():
         inner = f"{name}.{key}".lstrip(".")
         yield from ("", f"[{inner}]", *table_lines(values, inner))
-
-
-def _value(value: object) -> str:
-    return msgspec.json.encode(value).decode()  # scalars read the same in TOML

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fivefold.calibrate.result import table_lines
+from fivefold.calibrate.result import comment_lines, table_lines
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.launch.statement import ranks_text
@@ -138,7 +138,7 @@ def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:
 
 def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
     """A file that `Cluster.read` reads back as the same cluster."""
-    lines = [f"# {comment}" for comment in comments]
+    lines = comment_lines(comments)
     for group in cluster.groups:
         table = msgspec.to_builtins(group)  # with every figure: none is the catalogue's
         lines += ["", "[[cluster.group]]", *table_lines(table, "cluster.group")]

@@ -2,10 +2,10 @@
 
 import os
 import re
-import shlex
 from dataclasses import dataclass
 from functools import cached_property
 
+from fivefold.deploy import shell
 from fivefold.deploy.machines import Machines
 from fivefold.job.config import Job
 from fivefold.plan.cost.memory import checkpoint_bytes
@@ -28,7 +28,7 @@ class Deployment:
     def words(self, command: str = "train") -> str:
         """What each rank runs."""
         elastic = ["--elastic"] if self.least and command == "train" else []
-        return shlex.join(["fivefold", command, *([self.file] if self.file else []), *self.changes, *elastic])
+        return shell.command(["fivefold", command], self.file, self.changes, elastic)
 
     @property
     def own_file(self) -> str:
@@ -42,8 +42,8 @@ class Deployment:
 
     @property
     def plain_name(self) -> str:
-        """The run's name, as every scheduler takes it."""
-        return re.sub(r"[^\w.-]+", "-", self.job.run.name)
+        """The run's name, as every scheduler takes it, and no program for an option."""
+        return re.sub(r"[^\w.-]+", "-", self.job.run.name).lstrip("-") or "run"
 
     @cached_property
     def seconds_to_save(self) -> float:
@@ -73,11 +73,3 @@ class Deployment:
         """Paths outside the current directory that a container has to see."""
         paths = {self.job.data.path, self.job.run.dir, os.path.dirname(self.own_file)}
         return sorted(path for path in paths if path.startswith(("/", "~")))
-
-
-def in_shell(path: str) -> str:
-    """As bash reads it, with the home of whoever runs it; a ~ in quotes would be a directory of that name."""
-    home, slash, rest = path.partition("/")
-    if home == "~":
-        return f'"$HOME"{slash}{shlex.quote(rest) if rest else ""}'
-    return shlex.quote(os.path.expanduser(path))

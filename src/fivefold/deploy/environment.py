@@ -4,10 +4,10 @@ TORCH_NCCL_ASYNC_ERROR_HANDLING is not among them: torch's default ends a rank w
 CUDA_DEVICE_MAX_CONNECTIONS: no kernel of ours relies on the order in which streams are served.
 """
 
-import textwrap
 from dataclasses import dataclass
 
 from fivefold.deploy.machines import Machines
+from fivefold.deploy.shell import comment
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,3 @@ def exports(found: list[Variable]) -> list[str]:
         lines += comment(f"{one.name}: {one.why}.") if one.why else []
         lines.append(f'{"" if one.chosen else "# "}export {one.name}="{one.value}"')
     return lines
-
-
-def comment(text: str, width: int = 100) -> list[str]:
-    """As lines of a script or of YAML."""
-    return textwrap.wrap(text, width, initial_indent="# ", subsequent_indent="# ", break_long_words=False)

@@ -11,9 +11,11 @@ from fivefold.deploy.deployment import Deployment
 from fivefold.deploy.environment import variables
 from fivefold.deploy.torchrun import PORT, saving, words
 from fivefold.job.config import to_toml
+from fivefold.support.errors import UserError
 
 IMAGE, CLAIM = "FILL_IN_IMAGE", "FILL_IN_CLAIM"  # neither is a legal name, so neither is taken for one
 _HOME, _JOB = "/work", "/etc/fivefold/job.toml"
+_MOST = 1 << 20  # bytes: kubernetes.io/docs/concepts/configuration/configmap
 _THREADS = 8  # of a rank: how many cores a pod gets is the cluster's to say
 Table = dict[str, Any]
 
@@ -90,8 +92,10 @@ def _moved() -> list[Table]:
 
 
 def _config_map(it: Deployment, name: str) -> Table:
-    meta = {"name": f"{name}-job"}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.toml": to_toml(it.job)}}
+    meta, text = {"name": f"{name}-job"}, to_toml(it.job)
+    if (size := len(text.encode())) > _MOST:
+        raise UserError(f"the job has {size} bytes, and a ConfigMap of Kubernetes holds {_MOST}; shorten its texts")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.toml": text}}
 
 
 def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Table:
@@ -140,7 +144,8 @@ def _environment(it: Deployment) -> list[Table]:
         key = f"#{one.name}"
         if one.chosen:
             why = {key: f"{one.why[:1].upper()}{one.why[1:]}."} if one.why else {}
-            found.append(comments | why | {"name": one.name, "value": one.value})
+            # Kubernetes replaces $(NAME) in a value, and $$ by $.
+            found.append(comments | why | {"name": one.name, "value": one.value.replace("$", "$$")})
             comments = {}
         else:
             comments[key] = f"{one.name}={one.value}: {one.why}."

@@ -2,17 +2,17 @@
 
 import os
 import secrets
-import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.deploy import kubernetes, slurm, ssh, torchrun
-from fivefold.deploy.deployment import Deployment, in_shell
+from fivefold.deploy.deployment import Deployment
 from fivefold.deploy.machines import Machines, least_nodes, machines
 from fivefold.deploy.options import KINDS, Options
 from fivefold.deploy.result import LaunchResult
+from fivefold.deploy.shell import command, path
 from fivefold.deploy.yaml import documents
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import job_problems, needs_data, open_data
@@ -54,7 +54,7 @@ def launch(
     if problems := options.problems(kind):
         raise UserError(problems)
     if output is None and kind in _SUFFIX:
-        output = Path(Path(file or "job").with_suffix(_SUFFIX[kind]).name)
+        output = Path(f"{Path(file or 'job').stem}{_SUFFIX[kind]}")
     if output is not None and file and output.absolute() == path_of(file).absolute():
         raise UserError(f"-o {output} is the job file itself; give another name")
     check_writable(output)
@@ -73,14 +73,20 @@ def deployment(
     hosts: int = 0,
 ) -> Checked:
     """Read a job, and hold it against the machines that are asked for."""
+    if "=" in (file or ""):
+        raise UserError(f"{file!r} would be a setting for `fivefold train`, as it has a '='; rename the job file")
     job = read_job(file, list(changes))
     found = machines(job, cluster, nodes, per_node, hosts)
     least = least_nodes(job, found) if options.elastic else 0
     problems, notes = job_problems(job, found.world), list(found.notes)
+    try:
+        path_of(job.run.dir.lstrip("~"))  # a user who is not known here may be known there
+    except UserError as error:
+        problems += [f"run.dir: {problem}" for problem in error.problems]
     if job.data.path and os.path.exists(path_of(job.data.path)):
         open_data(job, problems)
     elif job.data.path:
-        check = shlex.join(["fivefold", "train", *([file] if file else []), *changes, "--check"])
+        check = command(["fivefold", "train"], file or "", changes, ["--check"])
         notes.append(
             f"data.path={job.data.path} is not on this machine and was not checked: `{check}` does, where it is"
         )
@@ -90,7 +96,8 @@ def deployment(
         raise UserError(problems)
     step = _planned(job, found, notes)
     packaged = bool(file) and not os.path.isfile(path_of(file or ""))
-    return Checked(Deployment(job, found, file or "", tuple(changes), step, packaged, least), notes)
+    name = str(Path(file)) if file else ""  # as it was read here: bash takes `job.toml/` for a directory
+    return Checked(Deployment(job, found, name, tuple(changes), step, packaged, least), notes)
 
 
 def _planned(job: Job, found: Machines, notes: list[str]) -> float:
@@ -115,17 +122,17 @@ def written(kind: str, checked: Checked, output: Path | None, options: Options, 
     """The text of a kind, in its file, with what is left to do."""
     it, name, restarts = checked.it, str(output or ""), options.restarts
     if kind == "slurm":
-        text, start = slurm.sbatch(it, name, options), [shlex.join(["sbatch", name])]
+        text, start = slurm.sbatch(it, name, options), [command(["sbatch"], name)]
     elif kind == "torchrun":
         text = torchrun.lines(it, options.host or "", f"{it.plain_name}-{secrets.token_hex(4)}", restarts)
         nodes = f"each of the {it.machines.nodes} nodes" if it.machines.nodes > 1 else "the node"
-        start = [f"on {nodes}: " + (f"bash {shlex.quote(name)}" if name else "the above")]
+        start = [f"on {nodes}: " + (command(["bash"], name) if name else "the above")]
     elif kind == "ssh":
-        text, start = ssh.script(it, hosts, restarts), [shlex.join(["bash", name])]
+        text, start = ssh.script(it, hosts, restarts), [command(["bash"], name)]
     else:
         make = kubernetes.indexed_job if kind == "kubernetes" else kubernetes.train_job
         text = documents(*make(it, options.container or "", options.claim or "", restarts))
-        start = [shlex.join(["kubectl", "apply", "--filename", name])]
+        start = [command(["kubectl", "apply", "--filename"], name)]
     if output is not None:
         write(output, text)
     places = {"--account": slurm.ACCOUNT, "--partition": slurm.PARTITION, "--host": torchrun.HOST}
@@ -156,7 +163,8 @@ def written(kind: str, checked: Checked, output: Path | None, options: Options, 
 def _submitted(file: Path) -> str:
     """The number that Slurm gave it."""
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, timeout=_SUBMITTING)
+        words = ["sbatch", "--parsable", str(file.absolute())]  # no name that is an option
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SUBMITTING)
     except FileNotFoundError:
         raise UserError(f"there is no sbatch on this machine; {file} is written: submit it where Slurm is") from None
     except subprocess.TimeoutExpired:
@@ -172,7 +180,7 @@ def follow(number: str, it: Deployment) -> tuple[tuple[str, str], ...]:
     return (
         (f"squeue --jobs={number}", "whether it waits or runs"),
         (f"tail -F {it.plain_name}-{number}.out", "starts and ends"),
-        (f"tail -F {in_shell(it.log_directory)}/slurm-{number}/rank-0.log", "steps and losses"),
+        (f"tail -F {path(it.log_directory)}/slurm-{number}/rank-0.log", "steps and losses"),
         (f"scancel --signal=USR1 --batch {number}", "save, and queue it again"),
         (f"scancel {number}", "end it"),
     )

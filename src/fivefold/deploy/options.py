@@ -19,11 +19,12 @@ _BELONG = {
     "claim": ("kubernetes", "trainjob"),
 }
 _NAME = re.compile(r"[\w.,@+-]+")
+_ASCII = re.compile(_NAME.pattern, re.ASCII)
 # Of Slurm: minutes, minutes:seconds, hours:minutes:seconds; and behind days, hours, hours:minutes ...
-_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?")
+_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?", re.ASCII)
 USUAL_TIME = "24:00:00"
-_IMAGE = re.compile(r"[\w./:@+-]+")
-_ENROOT = re.compile(r"[\w./:@+#-]+")  # REGISTRY#IMAGE
+_IMAGE = re.compile(r"[\w./:@+-]+", re.ASCII)
+_ENROOT = re.compile(r"[\w./:@+#-]+", re.ASCII)  # REGISTRY#IMAGE
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Options:
         for name, pattern in {
             "account": _NAME,
             "partition": _NAME,
-            "host": _NAME,
+            "host": _ASCII,
             "container": _ENROOT if kind == "slurm" else _IMAGE,
-            "claim": _NAME,
+            "claim": _ASCII,
         }.items():
             value = getattr(self, name)
             if value and (not pattern.fullmatch(value) or value.startswith("-")):

@@ -26,7 +26,7 @@ class LaunchResult(Result):
         if self.output:
             yield Text(f"written to {self.output}")
         else:
-            yield Text(self.text.rstrip("\n"))
+            yield Text(self.text.rstrip("\n"), typed=True)
         for sentence in self.fill_in:
             yield Text(f"fill in: {sentence}", "bad")
         for sentence in self.notes:
@@ -34,7 +34,7 @@ class LaunchResult(Result):
         if self.submitted:
             yield Text(f"submitted as Slurm job {self.submitted}", "good")
         else:
-            yield Text("\n".join(["start it:", *(f"  {line}" for line in self.start)]))
+            yield Text("\n".join(["start it:", *(f"  {line}" for line in self.start)]), typed=True)
         if self.follow:
             yield Table(["~command", "~shows"], self.follow)
 

@@ -13,13 +13,14 @@ What the script relies on was tried with Slurm 22.05:
 """
 
 import re
-import shlex
 from collections.abc import Mapping
 
 from fivefold.deploy import growing
-from fivefold.deploy.deployment import Deployment, in_shell
-from fivefold.deploy.environment import comment, exports, variables
+from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.environment import exports, variables
 from fivefold.deploy.options import USUAL_TIME, Options
+from fivefold.deploy.shell import command, comment, path, word
+from fivefold.support.errors import UserError
 
 ACCOUNT, PARTITION = "FILL_IN_ACCOUNT", "FILL_IN_PARTITION"
 _LEFT = 60  # seconds before the limit, or less, at which a job whose ranks have not saved is queued again as it is
@@ -54,7 +55,7 @@ refuse() { echo "error: $*" >&2; exit 2; }
 
 @PREPARE@
 logs=@LOGS@/slurm-$SLURM_JOB_ID
-mkdir -p "$logs" || refuse "cannot make $logs in $PWD"
+mkdir -p -- "$logs" || refuse "cannot make $logs in $PWD"
 [[ $logs = /* ]] || logs=$PWD/$logs
 
 # Left in the shell that submits by another launcher, or by salloc, they would be taken for this job's.
@@ -133,11 +134,11 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
     """The text of `file`."""
     names = {"account": (options.account, ACCOUNT), "partition": (options.partition, PARTITION)}
     notice = min(it.notice, options.limit // 2)  # a short limit leaves half of it to train
-    start = shlex.join(["sbatch", file])
+    start = command(["sbatch"], file)
     where = f", in the directory that has {it.own_file}" if it.own_file else ""
     parts = {
         "TITLE": comment(f"{it.title}.") + comment(f"Start it: {start}{where}, in a shell that knows `fivefold`."),
-        "SBATCH": shlex.quote(start),
+        "SBATCH": word(start),
         "NAME": it.plain_name,
         "NAMES": [f"#SBATCH --{key}={name or blank}" for key, (name, blank) in names.items() if name != ""],
         "WHOLE": comment(
@@ -159,7 +160,7 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
         "NOTICE": notice,
         "RESTARTS": options.restarts,
         "PREPARE": _prepare(it, options.container or ""),
-        "LOGS": in_shell(it.log_directory),
+        "LOGS": _logs(it),
         "LOCKED": [_LOCKED] if it.machines.gpus else [],
         "EXPORTS": exports(variables(it.machines, "$cpus", "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$logs")),
         "RANKS": _ranks(it, options.container or ""),
@@ -185,9 +186,21 @@ def _prepare(it: Deployment, container: str) -> list[str]:
         "# source .venv/bin/activate",
         'command -v fivefold > /dev/null || refuse "there is no fivefold on PATH on $(hostname)"',
     ]
-    file, why = in_shell(it.own_file), "in $PWD on $(hostname); run sbatch where it is, on a shared file system"
+    file, why = path(it.own_file), "in $PWD on $(hostname); run sbatch where it is, on a shared file system"
     found = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.own_file else []
     return ([] if container else known) + found
+
+
+def _logs(it: Deployment) -> str:
+    if "\\" in it.log_directory:
+        raise UserError(f"run.dir={it.log_directory!r} has a backslash, which srun takes out of names; rename it")
+    return path(it.log_directory)
+
+
+def _mounted(it: Deployment) -> list[str]:
+    if odd := [place for place in it.mounts if set(place) & set(":,")]:
+        raise UserError(f"{odd[0]!r} has a colon or a comma, which part the mounts of --container; rename it")
+    return [path(place) for place in it.mounts]
 
 
 def _ranks(it: Deployment, container: str) -> list[str]:
@@ -196,11 +209,11 @@ def _ranks(it: Deployment, container: str) -> list[str]:
         growing.tasks(it),
         '--distribution=block --cpus-per-task="$cpus" --cpu-bind=none --mpi=none',
         "--kill-on-bad-exit=0 --wait=120",
-        '--open-mode=append --output="$logs/rank-%t.log"',
+        '--open-mode=append --output="${logs//%/%%}/rank-%t.log"',
     ]
     if container:
-        mounts = ",".join(['"$PWD:$PWD"', *(f"{path}:{path}" for path in map(in_shell, it.mounts))])
-        flags.append(f'--container-image={shlex.quote(container)} --container-workdir="$PWD"')
+        mounts = ",".join(['"$PWD:$PWD"', *(f"{place}:{place}" for place in _mounted(it))])
+        flags.append(f'--container-image={word(container)} --container-workdir="$PWD"')
         flags.append(f"--container-mounts={mounts}")
     # One that sees a single GPU cannot know that its neighbours have their own, and takes gloo instead of NCCL.
     seen = " Every rank sees all GPUs of its node, takes the one of its number, and binds itself to cores near it."

@@ -5,18 +5,18 @@ its ranks to save and stop. So a script that has seen a host fail, is interrupte
 """
 
 import re
-import shlex
 from pathlib import Path
 
-from fivefold.deploy.deployment import Deployment, in_shell
-from fivefold.deploy.environment import comment, exports, variables
+from fivefold.deploy.deployment import Deployment
+from fivefold.deploy.environment import exports, variables
+from fivefold.deploy.shell import comment, path, word
 from fivefold.deploy.slurm import filled
 from fivefold.deploy.torchrun import PORT, saving, threads, words
 from fivefold.support.documents import parsing, path_of
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 
-_HOST = re.compile(r"(?:[A-Za-z_][\w.-]*@)?[A-Za-z0-9][\w.-]*")  # in particular nothing that ssh takes for an option
+_HOST = re.compile(r"(?:[A-Za-z_][\w.-]*@)?[A-Za-z0-9][\w.-]*", re.ASCII)  # and no option of ssh's
 _LARGEST = 1 << 20  # bytes of a hosts file
 
 _SCRIPT = r"""
@@ -27,7 +27,7 @@ hosts=(@HOSTS@)
 ssh=(${SSH:-ssh} -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=30 -o ServerAliveCountMax=4)
 run=@NAME@-$(date +%Y%m%d-%H%M%S)
 logs=@LOGS@/ssh-$run
-mkdir -p "$logs" || exit 2
+mkdir -p -- "$logs" || exit 2
 
 # What each host runs: $1 is the run, $2 and $3 are this shell's directory and PATH, $4 is 1 on the first host. When its
 # input ends, with this script or with the network, the ranks are told to save and stop.
@@ -120,9 +120,9 @@ def script(it: Deployment, hosts: list[str], restarts: int) -> str:
                 "Run it on a machine that shares this directory with the hosts, under the same path, and whose shell "
                 "knows `fivefold`. SSH='ssh -F FILE' uses another configuration."
             ),
-            "HOSTS": shlex.join(hosts),
-            "NAME": it.plain_name,
-            "LOGS": in_shell(it.log_directory),
+            "HOSTS": " ".join(map(word, hosts)),
+            "NAME": word(it.plain_name),
+            "LOGS": path(it.log_directory),
             "EXPORTS": exports(found),
             "AGENT": [" \\\n  ".join([*agent[:-1], f"{agent[-1]} < /dev/null &"])],
             "LAST": it.notice,

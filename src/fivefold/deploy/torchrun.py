@@ -8,7 +8,8 @@ the rendezvous must stay.
 from itertools import chain
 
 from fivefold.deploy.deployment import Deployment
-from fivefold.deploy.environment import Variable, comment, exports, variables
+from fivefold.deploy.environment import Variable, exports, variables
+from fivefold.deploy.shell import comment
 
 HOST = "FILL_IN_HOST"
 PORT = 29400

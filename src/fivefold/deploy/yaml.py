@@ -2,17 +2,19 @@
 
 A key that begins with # is a comment: {"#": "why", "replicas": 2} becomes a line "# why" and a line "replicas: 2". Of
 YAML's many ways to write a text, three are used: bare where no reader could take it for something else, JSON's quotes,
-and a block for several lines.
+and a block for several lines. The first and the last hold plain ASCII alone. JSON's quotes are YAML's double quotes, in
+which a backslash can write every character, so that none has to stand there that a reader refuses or takes for the end
+of a line. A character beyond 16 bits is two escapes in JSON and one in YAML, whose readers do not join two.
 """
 
 import json
 import re
 from typing import Any
 
-from fivefold.deploy.environment import comment
+from fivefold.deploy.shell import comment
 
-_BARE = re.compile(r"[A-Za-z/][\w./-]*")
-_BLOCK = re.compile(r"\S[ -~]*\n(?:[ -~]+\n|\n(?=[ -~]))*")  # whole lines of plain characters, none empty at the end
+_BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_BLOCK = re.compile(r"[!-~][ -~]*\n(?:[ -~]+\n|\n(?=[ -~]))*")  # whole lines of plain characters, none empty at the end
 _WORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}  # which some readers take for values
 
 
@@ -60,4 +62,5 @@ def _indented(lines: list[str]) -> list[str]:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and _BARE.fullmatch(value) and value.lower() not in _WORDS:
         return value
-    return json.dumps(value, ensure_ascii=False)
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in quoted)

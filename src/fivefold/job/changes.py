@@ -18,6 +18,9 @@ def apply(table: Table, change: str, problems: list[str]) -> None:
     if not equals or not key:
         problems.append(f"{change!r} is not of the form section.key=value")
         return
+    if any("\ud800" <= letter <= "\udfff" for letter in change):  # how Python keeps bytes that are no text
+        problems.append(f"{change!r} is not of a text in UTF-8; give it other characters")
+        return
     *sections, last = key.split(".")
     for section in sections:
         if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
@@ -32,7 +35,8 @@ def apply(table: Table, change: str, problems: list[str]) -> None:
 def _value(text: str) -> Any:
     """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
     try:
-        return parse_toml(f"value = {text}")["value"]
+        table = parse_toml(f"value = {text}")
+        return table["value"] if len(table) == 1 else text  # lines below the first would be read by nobody
     except (ValueError, RecursionError):
         return text
 

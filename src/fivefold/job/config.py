@@ -21,7 +21,7 @@ from fivefold.job.words import apart, dtype_problem, explain
 from fivefold.layout.layout import Layout
 from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
 from fivefold.spec.model import ModelSpec
-from fivefold.support.documents import Missing, path_of, read_toml
+from fivefold.support.documents import Missing, path_of, read_toml, toml_value
 from fivefold.support.errors import Note, UserError
 from fivefold.support.formatting import did_you_mean
 from fivefold.support.places import remote_of
@@ -377,8 +377,7 @@ def to_toml(job: Job) -> str:
         for name, values in [(section, table), *((f"{section}.{key}", value) for key, value in nested.items())]:
             lines.append(f"[{name}]")
             plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, dict)}
-            # Scalars and lists of them read the same in TOML as in JSON.
-            lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in plain.items()]
+            lines += [f"{key} = {toml_value(value)}" for key, value in plain.items()]
             lines.append("")
     return "\n".join(lines)
 

@@ -15,6 +15,8 @@ from fivefold.job.config import SECTIONS, Job
 from fivefold.optimizers import AdamW
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.documents import toml_value
+from fivefold.support.formatting import printable
 
 WIDTH = 110
 
@@ -84,8 +86,7 @@ def _line(key: str, value: Any, why: str) -> list[str]:
 
 
 def comment(text: str) -> list[str]:
-    printable = "".join(letter if letter.isprintable() else "?" for letter in text)  # TOML takes no others
-    return [f"# {line}" for line in textwrap.wrap(printable, WIDTH - 2, break_on_hyphens=False)]
+    return [f"# {line}" for line in textwrap.wrap(printable(text), WIDTH - 2, break_on_hyphens=False)]
 
 
 def _text(value: Any) -> str:
@@ -96,4 +97,4 @@ def _text(value: Any) -> str:
         return f"{number}e{int(exponent)}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
-    return msgspec.json.encode(value).decode()  # scalars read the same in TOML as in JSON
+    return toml_value(value)

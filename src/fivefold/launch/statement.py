@@ -25,6 +25,7 @@ import fivefold
 from fivefold.job.config import Job
 from fivefold.launch.secret import kept, run_secret
 from fivefold.schedule.text import to_text
+from fivefold.support.formatting import printable
 
 if TYPE_CHECKING:
     from fivefold.launch.world import World
@@ -220,7 +221,7 @@ def _difference(name: str, statement: Statement, usual: Any, settings: Mapping[s
 
 def short(value: object, most: int = 40) -> str:
     """Text of another process, as much of it as may be printed."""
-    text = "".join(sign if sign.isprintable() else "?" for sign in str(value)[: most + 1])
+    text = printable(str(value)[: most + 1])
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -39,6 +39,7 @@ class Text:
 
     text: str
     style: Style = ""
+    typed: bool = False  # commands, which another line break would change
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import typer
 from fivefold.report.blocks import Result, Text
 from fivefold.report.paint import save
 from fivefold.report.terminal import console_of, render, width_of
+from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError
 
 
@@ -35,6 +36,7 @@ def check_writable(path: Path | None, *suffixes: str) -> None:
         return
     if suffixes and path.suffix.lower() not in suffixes:
         raise UserError(f"{path} should end in {' or '.join(suffixes)}")
+    path_of(path)  # refuses what no file can be named
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
     new = not path.exists()

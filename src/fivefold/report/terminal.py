@@ -1,6 +1,7 @@
 """Blocks on a terminal, and as plain text."""
 
 import os
+import re
 from collections.abc import Iterable
 from io import StringIO
 
@@ -11,6 +12,14 @@ from fivefold.report import fit
 from fivefold.report.blocks import Block, Drawing, Table, Text
 
 STYLES = {"": "", "bold": "bold", "dim": "dim", "good": "green", "bad": "bold red"}
+
+
+_OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # by terminals, or not to be encoded
+
+
+def _inert(text: str) -> str:
+    """Names come from files: what a terminal would obey is shown as an escape."""
+    return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def console_of(stderr: bool = False) -> Console:
@@ -28,7 +37,8 @@ def width_of(console: Console) -> int | None:
 def render(blocks: Iterable[Block], console: Console, width: int | None) -> None:
     for block in blocks:
         if isinstance(block, Text):
-            console.print(RichText(block.text, STYLES[block.style]), soft_wrap=width is None, width=width)
+            whole = width is None or block.typed
+            console.print(RichText(_inert(block.text), STYLES[block.style]), soft_wrap=whole, width=width)
         elif isinstance(block, Drawing):
             console.print(block.draw(width or 120, console.color_system is not None), no_wrap=True, crop=True)
         else:
@@ -37,12 +47,12 @@ def render(blocks: Iterable[Block], console: Console, width: int | None) -> None
 
 def _table(table: Table, console: Console, width: int | None) -> None:
     if table.title:
-        console.print(RichText(f"\n{table.title}", "bold underline"), soft_wrap=width is None, width=width)
+        console.print(RichText(_inert(f"\n{table.title}"), "bold underline"), soft_wrap=width is None, width=width)
     for line in fit.lines(table, width):
-        text = RichText.assemble(*((text, STYLES[style]) for text, style in line))
+        text = RichText.assemble(*((_inert(text), STYLES[style]) for text, style in line))
         console.print(text, no_wrap=True, overflow="ignore", crop=False)
     if table.caption:
-        console.print(RichText(table.caption, "dim"), soft_wrap=width is None, width=width)
+        console.print(RichText(_inert(table.caption), "dim"), soft_wrap=width is None, width=width)
 
 
 def to_text(blocks: Iterable[Block], width: int | None = None) -> str:

@@ -53,7 +53,8 @@ def read_hf_config(path: str | Path) -> ModelSpec:
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a {type(config).__name__}, not the table of a model's settings")
     try:
-        return spec_from_hf(config, name=file.resolve().parent.name)
+        name = os.fsencode(file.resolve().parent.name).decode(errors="replace")  # which may be no text
+        return spec_from_hf(config, name=name)
     except UserError as error:
         raise UserError(f"{file}: {problem}" for problem in error.problems) from None
 

@@ -98,6 +98,11 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _tame(tomllib.loads(text))
 
 
+def toml_value(value: Any) -> str:
+    """A scalar or a list of them, as TOML. JSON's is read the same but for one character, which TOML has escaped."""
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+
+
 def parse_json(text: str | bytes) -> Any:
     """Raises what `parsing` speaks of."""
     return _tame(json.loads(text))

@@ -16,6 +16,11 @@ def did_you_mean(name: str, choices: Sequence[str]) -> str:
     return f"did you mean {hits[0]!r}?" if hits else f"known: {', '.join(choices)}"
 
 
+def printable(text: str) -> str:
+    """Without what a terminal would obey, and without anything that could end a line of a comment."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def either(values: Sequence[object]) -> str:
     """'a', 'a or b', 'a, b or c'."""
     words = [str(value) for value in values]
