@@ -117,6 +117,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str = ""  # empty: the job file's, or "run"
     dir: str = "runs"  # the run's own directory is made inside, and found there to resume from its last checkpoint
     tensorboard: bool = False
+    weights: str = ""  # a checkpoint, or a run's newest, whose weights a new run starts from; empty: random ones
     cluster: str = ""  # what the job was planned for, such as 8x8xH100: `launch` asks for it, `doctor` compares with it
 
 
