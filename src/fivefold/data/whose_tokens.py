@@ -39,7 +39,7 @@ def _has(prepared: Path, tokenizer: str) -> str:
 
 def _way(model: Path, convert: bool = False) -> str:
     first = f"save it as {TOKENIZER} there (AutoTokenizer's save_pretrained does), and " if convert else ""
-    return f"{first}prepare the text anew: fivefold data prepare TEXT -o TOKENS --tokenizer {model}, data.path=TOKENS"
+    return f"{first}prepare the text anew, with 'fivefold data prepare TEXT -o TOKENS --tokenizer {model}'"
 
 
 def _makes(path: Path) -> Any:
