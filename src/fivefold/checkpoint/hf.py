@@ -26,6 +26,7 @@ from fivefold.checkpoint.tensors import model_key
 from fivefold.data.index import TOKENIZER
 from fivefold.data.tokens import TokenStore
 from fivefold.data.whose_tokens import foreign
+from fivefold.data.writing.tokenizer import ByteTokenizer
 from fivefold.job.config import Dtype, Job, RunConfig
 from fivefold.job.tuning import SOURCE, tuned
 from fivefold.job.written import written
@@ -70,7 +71,7 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
         (run / "job.toml").write_text(_file(job, {key: one.why for key, one in choices.items()}))
         shutil.copyfile(directory / "config.json", run / HF_CONFIG)
         carried = carry(directory, run, CARRIED)
-    if not store and TOKENIZER not in carried:
+    if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
         warnings.warn(
             Note(f"{directory} has no {TOKENIZER}: whether tokens are the model's own cannot be told when it trains"),
             stacklevel=2,
