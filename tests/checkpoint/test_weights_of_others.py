@@ -273,6 +273,18 @@ def test_every_new_run_of_the_job_starts_from_the_imported_weights(own: Path, tm
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|im_end|>"
 
 
+def test_a_job_of_the_same_name_that_pretrains_does_not_touch_imported_weights(own: Path, tmp_path: Path) -> None:
+    import_hf(own / "hf", tmp_path / "hf", quiet)
+    words = [f"model.config={own / 'hf'}", "run.name=hf", f"run.dir={tmp_path}", f"data.path={own / 'tokens'}"]
+    said = refusal("train", *words, "--check", *SMALL)
+    assert "has imported weights" in said
+    assert "optimizer.lr=0.003" in said
+    meant = f"run.weights={tmp_path / 'hf' / 'checkpoints' / 'step-00000000'}"
+    assert meant in said
+    here("train", *words, meant, "--check", *SMALL)
+    here("train", *words, "--fresh", "--check", *SMALL)
+
+
 def test_weights_that_are_gone_or_of_another_model_are_sentences_and_a_moved_run_has_its_own(
     own: Path, tmp_path: Path
 ) -> None:

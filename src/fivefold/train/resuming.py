@@ -159,6 +159,12 @@ def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[st
         return [f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"]
     if newest is None:  # the load says which are damaged
         return []
+    if not (newest.manifest.step or newest.manifest.optimizer or named or job.run.weights):
+        return [
+            f"{directory} has imported weights, and this job of the same name does not say that it is meant for them: "
+            f"it may have a rate of pretraining (optimizer.lr={job.optimizer.lr:g}); run.weights={newest.path} says "
+            "so, and run.name=NAME or --fresh trains random ones in a directory of its own"
+        ]
     changed, done = differences(newest, job, sources), newest.manifest.step
     return refusals(stored(newest), job, done, changed, directory, named) + _foreign(directory, sources)
 
