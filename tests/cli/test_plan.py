@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
-from fivefold.job.config import read_job
+from fivefold.job.config import read_job, to_toml
+from fivefold.job.continuing import changes
 from fivefold.support.errors import UserError
 
 
@@ -249,3 +250,36 @@ def test_truth_shows_rows_and_assumptions(tmp_path: Path) -> None:
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
     assert "Llama-3.1-405B" in run(f"truth --data {tmp_path} --rows llama3").output
     assert "arXiv 2407.21783" in run("truth --sources").output
+
+
+def test_a_job_file_keeps_every_setting_that_the_plan_does_not_decide(tmp_path: Path) -> None:
+    words = [
+        "model=llama3.2-1b", "model.dropout=0.1", "optimizer.lr=5e-6", "optimizer.warmup=7",
+        "optimizer.betas=[0.9,0.99]",
+        "optimizer.weight_decay=0.0", "optimizer.schedule=wsd", "optimizer.decay=1.0", "optimizer.final=0.0",
+        "optimizer.clip=0.5", "optimizer.schedule_steps=400", "optimizer.eps=1e-7", "train.steps=321", "train.batch=64",
+        "train.seed=9", "train.z_loss=0.1", "train.label_smoothing=0.1", "train.compile=off", "train.eval_every=17",
+        "train.eval_samples=5", "train.log_every=3", "train.count=true", "train.timeout=99.0",
+        "train.deterministic=false",
+        "data.path=tokens", "data.seq=2048", "data.seed=4", "data.document_mask=true", "checkpoint.every=33",
+        "checkpoint.keep=5", "checkpoint.keep_every=66", "checkpoint.memory_every=3", "checkpoint.url=s3://bucket/runs",
+        "watch.spike=skip", "watch.window=32", "elastic.least=2", "trace.steps=2", "trace.after=4", "run.name=mine",
+        "run.dir=elsewhere", "run.weights=runs/other", "run.tensorboard=true",
+    ]  # fmt: skip
+    for dtype in ("float32", "bfloat16", "float64"):
+        job = read_job(None, [*words, f"train.dtype={dtype}"])
+        (tmp_path / "job.toml").write_text(to_toml(job))
+        result = run(f"plan {tmp_path}/job.toml --cluster 8xH100 -o {tmp_path}/planned.toml")
+        assert result.exit_code == 0, result.output
+        found = changes(job, read_job(tmp_path / "planned.toml"))
+        assert {one.key for one in found if not one.key.startswith("layout.")} == {"run.cluster"}, dtype
+        assert read_job(tmp_path / "planned.toml").layout.world == 8
+
+
+def test_8_bit_products_that_were_not_planned_are_not_in_the_job(tmp_path: Path) -> None:
+    job = read_job(None, ["model=llama3.2-1b", "train.dtype=bfloat16", "train.fp8=true", "data.seq=2048"])
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    for precision, fp8 in (("", True), ("--precision bf16", False)):
+        result = run(f"plan {tmp_path}/job.toml --cluster 8xH100 {precision} -o {tmp_path}/planned.toml")
+        assert result.exit_code == 0, result.output
+        assert read_job(tmp_path / "planned.toml").train.fp8 == fp8

@@ -4,9 +4,10 @@ import json
 import math
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -14,35 +15,50 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.hf_files import INDEX, HuggingFace, own_file
+from fivefold.checkpoint.carried import CARRIED, TOKENIZERS, carry
+from fivefold.checkpoint.find import beside, run_of
+from fivefold.checkpoint.hf_files import INDEX, HuggingFace
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
-from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.checkpoint.store import Checkpoint, Manifest, Store, step_name
 from fivefold.checkpoint.tensors import model_key
-from fivefold.job.config import Job, RunConfig, to_toml
+from fivefold.data.index import TOKENIZER
+from fivefold.data.tokens import TokenStore
+from fivefold.data.whose_tokens import foreign
+from fivefold.data.writing.tokenizer import ByteTokenizer
+from fivefold.job.config import Dtype, Job, RunConfig
+from fivefold.job.tuning import SOURCE, tuned
+from fivefold.job.written import written
 from fivefold.layout.sharding import chunk
 from fivefold.model.hf import BALANCE, Source, sources, style_of, tensors
-from fivefold.spec.hf_config import HF_CONFIG, to_hf_config
+from fivefold.spec.hf_config import HF_CONFIG, kept_settings, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.parameters import Parameter
-from fivefold.support.errors import UserError
+from fivefold.support.documents import path_of, read_json
+from fivefold.support.errors import Note, UserError
 from fivefold.support.files import Progress, whole_or_nothing
 
 T = TypeVar("T")
 _Part = tuple[Parameter, Source]  # rows of a parameter, and where they lie in a tensor of theirs
 _PART = 1 << 30  # bytes that an import holds at a time
 _SINGLE = "model.safetensors"
+EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 # ---- in ------------------------------------------------------------------------------------------------------------
 
 
-def import_hf(directory: Path, run: Path, progress: Progress) -> Checkpoint:
-    """A run directory whose step 0 has the weights, and a job to train it further."""
+def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path | None = None) -> Checkpoint:
+    """A run directory whose step 0 has the weights, and a job that trains them further, on `data` if that is given."""
     theirs = HuggingFace(directory)
     spec = theirs.spec
-    job = Job(model=spec, run=RunConfig(name=run.name, dir=str(run.absolute().parent)))
+    store = TokenStore.open(path_of(data)) if data is not None else None
+    if store and (problems := foreign(directory, store.path, TOKENIZERS)):
+        raise UserError(problems)
+    job, choices = tuned(spec, _dtype(theirs), store)
+    where = Store(run / "checkpoints")
+    job = msgspec.structs.replace(job, run=_own(run))
     manifest = Manifest(step=0, samples=0, updates=0, optimizer=False, data="", job=msgspec.to_builtins(job))
     parts = [
         {model_key(name): piece for name, piece in group}
@@ -51,12 +67,45 @@ def import_hf(directory: Path, run: Path, progress: Progress) -> Checkpoint:
     ]
     with whole_or_nothing(run):
         run.mkdir(parents=True, exist_ok=True)
-        path = write_alone(Store(run / "checkpoints"), parts, manifest, progress)
-        (run / "job.toml").write_text(to_toml(job))
+        path = write_alone(where, parts, manifest, progress)
+        (run / "job.toml").write_text(_file(job, {key: one.why for key, one in choices.items()}))
         shutil.copyfile(directory / "config.json", run / HF_CONFIG)
-        if (tokenizer := own_file(directory, "tokenizer.json")).is_file():
-            shutil.copyfile(tokenizer, run / "tokenizer.json")
+        carried = carry(directory, run, CARRIED)
+    if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
+        warnings.warn(
+            Note(f"{directory} has no {TOKENIZER}: whether tokens are the model's own cannot be told when it trains"),
+            stacklevel=2,
+        )
     return Checkpoint(path)
+
+
+def _own(run: Path) -> RunConfig:
+    """A run that goes on in its directory, and from whose weights every other one of its job starts."""
+    home = run.absolute()
+    return RunConfig(name=run.name, dir=str(home.parent), weights=str(home / "checkpoints" / step_name(0)))
+
+
+def _file(job: Job, why: dict[str, str]) -> str:
+    """The job for people."""
+    head = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
+    fill = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
+    return written(job, why, head, {} if job.data.path else {"data": f"{fill}{job.run.dir}/{job.run.name}"})
+
+
+def _dtype(theirs: HuggingFace) -> Dtype:
+    """What to compute in: as the weights are, where that can be trained in."""
+    (kind, _), *_ = theirs.kinds.most_common(1)
+    if kind in ("F32", "F64"):
+        return "float32"
+    if kind == "F16":
+        warnings.warn(
+            Note(
+                f"{theirs.directory} has weights of float16, and the job computes in bfloat16: float16 would need a "
+                "loss scale; an export is float16 again"
+            ),
+            stacklevel=3,
+        )
+    return "bfloat16"  # also of quantised ones, whose numbers are as exact
 
 
 def _in_turn(theirs: HuggingFace, every: list[Parameter]) -> Iterator[list[tuple[str, Piece]]]:
@@ -102,10 +151,12 @@ def export_hf(
 ) -> Path:
     """config.json and safetensors of at most `limit` bytes each (a larger tensor has a file of its own).
 
-    `end` is the token that ends a text, if there is one.
+    What an import brought along goes out again. Of other runs, `end` is the token that ends a text, if there is one.
     """
-    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-    config = to_hf_config(spec, dtype) | {"bos_token_id": None, "eos_token_id": end}
+    kind = EXPORTED[dtype]
+    before, run = imported_config(checkpoint), run_of(checkpoint)
+    own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end} if before is None else kept_settings(before)
+    config = to_hf_config(spec, dtype) | own
     homes: dict[str, list[_Part]] = {}
     for parameter in tensors(spec):
         for source in sources(spec, parameter, style_of(config["model_type"])):
@@ -130,14 +181,29 @@ def export_hf(
             if len(groups) > 1:
                 index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
                 (half / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            if tokenizer is not None:
-                shutil.copyfile(tokenizer, half / "tokenizer.json")
+            if TOKENIZER not in carry(run, half, CARRIED) and tokenizer is not None:
+                shutil.copyfile(tokenizer, half / TOKENIZER)
             half.rename(out)  # also onto an empty directory
         except SafetensorError as error:
             raise OSError(str(error)) from None
         finally:
             shutil.rmtree(half, ignore_errors=True)
     return out
+
+
+def imported_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What config.json said of the weights that a run began with; None: of a run with weights of its own."""
+    file = beside(checkpoint, HF_CONFIG)
+    config = read_json(file) if file else None
+    return config if isinstance(config, dict) else None
+
+
+def usual_dtype(checkpoint: Checkpoint, job: Job) -> str:
+    """Of an export: that of the import, if there was one."""
+    if (config := imported_config(checkpoint)) is None:
+        return "float32"
+    said = config.get("dtype", config.get("torch_dtype"))
+    return said if said in EXPORTED else job.train.dtype if job.train.dtype in EXPORTED else "float32"
 
 
 def _cut(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:

@@ -1,8 +1,10 @@
 """Hugging Face directories: what is in their files, read box by box. Quantised weights are read as the numbers they
 stand for."""
 
+import math
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fivefold.checkpoint import quantised
+from fivefold.checkpoint.carried import own_file
 from fivefold.checkpoint.pieces import Pieces
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
@@ -46,6 +49,7 @@ class HuggingFace:
         if self.spec.layers > max(_LISTED, len(self.files)):
             raise UserError(f"{config} means {self.spec.layers} layers, and {directory} has {len(self.files)} tensors")
         self.open: dict[Path, Any] = {}
+        self.kinds = Counter[str]()  # numbers of each kind, in the files' words
         style = style_in(self.spec, self.files)
         held = tensors(self.spec)
         self.homes = {one.name: list(sources(self.spec, one, style)) for one in held}
@@ -85,6 +89,7 @@ class HuggingFace:
         except SafetensorError:
             return f"{self.files[name]} has no tensor {name}, and {INDEX} says so"
         kind, found, wanted = lies.get_dtype(), tuple(lies.get_shape()), home.shape(parameter)
+        self.kinds[kind] += math.prod(found)
         right: tuple[int, ...] | None = None
         if name.endswith(BLOCKS) and kind == "U8":
             found, right = quantised.unblocked(found), (*wanted[:-1], -(-wanted[-1] // quantised.BLOCK))
@@ -152,26 +157,6 @@ class HuggingFace:
         """The `model.` pieces of a rank, each its box."""
         for key, piece in pieces.items():
             piece.make().copy_(self.read(key.removeprefix(f"{MODEL}."), piece.box))
-
-
-def own_file(directory: Path, name: str) -> Path:
-    """A file of a directory that others made: nothing elsewhere, and nothing that is no file. It may be missing.
-
-    The hub's cache has links in its directories, to the `blobs` beside them.
-    """
-    if not plain_name(name):
-        raise UserError(f"{directory} names the file {name[:200]!r}, which is not one of its own")
-    place, home = directory / name, directory.resolve()
-    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-    try:
-        real = place.resolve()
-    except RuntimeError:  # a link to itself
-        real = Path()
-    if not any(real.is_relative_to(one) for one in homes):
-        raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
-    if real.exists() and not real.is_file():
-        raise UserError(f"{place} is no regular file")
-    return place
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -44,10 +44,7 @@ def newest(
         enter(f"the reading of {name}")
         if faults.strike("read") == "flip" and not bad:
             _flip(checkpoint)
-        shares = control.from_all(_share(checkpoint, control), tuple[list[str], list[str]])
-        if refusal := _all(refused for _, refused in shares):
-            raise UserError(refusal if control.rank == 0 else [])
-        problems = _all(damage for damage, _ in shares)
+        problems = damage(checkpoint, control)
         if not problems:
             return checkpoint
         bad.add(checkpoint.path)
@@ -56,6 +53,14 @@ def newest(
                 say(problem)
             aside = set_aside(store, checkpoint.path, "damaged")
             say(f"{name} is not used, and {aside}; the one before it is tried")
+
+
+def damage(checkpoint: Checkpoint, control: Control) -> list[str]:
+    """Collective: what is not as the manifest says; each rank hashes a share. What must not be touched is refused."""
+    shares = control.from_all(_share(checkpoint, control), tuple[list[str], list[str]])
+    if refusal := _all(refused for _, refused in shares):
+        raise UserError(refusal if control.rank == 0 else [])
+    return _all(damaged for damaged, _ in shares)
 
 
 def _all(lists: Iterable[list[str]]) -> list[str]:

@@ -55,6 +55,11 @@ _DELETING = ".deleting"
 Count = Annotated[int, Meta(ge=0, le=1 << 56)]
 
 
+def step_name(step: int, number: int = 1) -> str:
+    """The directory of a save; `number`: the how manieth of its step."""
+    return f"step-{step:08d}" + (f".{number}" if number > 1 else "")
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint is: everything but the tensors."""
 
@@ -276,7 +281,7 @@ class Store:
         """An empty directory of its own for a save of this step."""
         number = 1
         while True:
-            path = self.directory / (f"step-{step:08d}" + (f".{number}" if number > 1 else ""))
+            path = self.directory / step_name(step, number)
             try:
                 self.storage.make(path)
                 return path
@@ -307,13 +312,14 @@ class Store:
         return to
 
     def retain(self, keep: int, every: int) -> list[Place]:
-        """Delete complete checkpoints but the newest `keep` good ones and each whose step is a multiple of `every`.
+        """Delete complete checkpoints but the newest `keep` good ones, each whose step is a multiple of `every`, and
+        that of step 0: imported weights, which nothing else here can make again.
 
         Half saves go too, but for the newest that was set aside. Nothing may be under way.
         """
         self.prune()
         good = [one for one in self.complete() if not one.misfits()]
-        old = [one.path for one in good[keep:] if not (every and one.step % every == 0)]
+        old = [one.path for one in good[keep:] if one.step and not (every and one.step % every == 0)]
         self._delete([*self.incomplete(), *old])
         return old
 

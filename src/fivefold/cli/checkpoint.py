@@ -1,6 +1,5 @@
 """`fivefold checkpoint`: list a run's checkpoints, show them, verify them, reshard them."""
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -96,14 +95,14 @@ def reshard(
 
       fivefold checkpoint reshard runs/demo --layout dp=8 -o s3://bucket/runs/demo
     """
-    from fivefold.checkpoint.find import beside, find
+    from fivefold.checkpoint.carried import carry
+    from fivefold.checkpoint.find import find, run_of
     from fivefold.checkpoint.job import job_of
     from fivefold.checkpoint.reshard import reshard as cut
     from fivefold.checkpoint.storage import making_at
     from fivefold.checkpoint.store import Store
     from fivefold.job.config import to_toml
     from fivefold.layout.layout import Layout
-    from fivefold.spec.hf_config import HF_CONFIG
 
     one, to = find(run, step), place_of(output)
     wanted = Layout.parse(layout)
@@ -119,8 +118,6 @@ def reshard(
         path = cut(one, job.model, wanted, job.data.seq, Store(to / "checkpoints"), advance)
         if isinstance(to, Path):
             (to / "job.toml").write_text(to_toml(job))
-            for name in ("tokenizer.json", HF_CONFIG):
-                if file := beside(one, name):
-                    shutil.copyfile(file, to / name)
+            carry(run_of(one), to)
     how = f"{to / 'job.toml'}" if isinstance(to, Path) else f"JOB checkpoint.url={to.parent} run.name={to.name}"
     typer.echo(f"{path}; resume with: fivefold train {how} --nproc {wanted.world}")

@@ -1,5 +1,6 @@
 """`fivefold import hf` and `fivefold export hf`: to and from Hugging Face's directories."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,30 +40,46 @@ def import_hf(
         Path, typer.Argument(metavar="DIR", help="config.json and *.safetensors.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The run directory to make.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Tokens to train on; they must be of the model's tokenizer.", show_default=False)
+    ] = None,
 ) -> None:
     """Make a run directory whose step 0 has the weights of a Hugging Face directory.
 
     Llama, Mistral, Qwen2.5, Qwen3 and GPT-2, in one file or many. Tensors are read
     one by one: the whole model is never in memory. The job.toml in the new directory
-    continues training; `fivefold generate` generates text.
+    fine-tunes the weights by a published recipe, which it names; `fivefold generate`
+    generates text. Tokenizer, chat template and generation settings are kept for
+    an export. Tokens of another tokenizer are refused.
 
     [dim]Examples:[/]
 
       fivefold import hf ~/models/Llama-3.2-1B -o runs/llama
 
-      fivefold train runs/llama/job.toml data.path=tokens/ optimizer.lr=1e-5
+      fivefold data prepare essays/ -o tokens/ --tokenizer runs/llama
+
+      fivefold train runs/llama/job.toml data.path=tokens/
 
       fivefold generate runs/llama --prompt "Once upon a time"
     """
     from fivefold.checkpoint.hf import import_hf as take
     from fivefold.checkpoint.hf_files import HuggingFace
+    from fivefold.checkpoint.job import stored
 
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
     count = HuggingFace(directory).spec.parameter_count
     with bytes_bar("importing", 4 * count) as advance:
-        checkpoint = take(directory, output, advance)
-    typer.echo(f"{checkpoint.path}; train it with: fivefold train {output / 'job.toml'} data.path=TOKENS")
+        checkpoint = take(directory, output, advance, data)
+    job, run = stored(checkpoint), shlex.quote(str(output))
+    known = (output / "tokenizer.json").is_file()
+    typer.echo(
+        f"{checkpoint.path}; {output / 'job.toml'} fine-tunes it, in {job.train.dtype}, sequences of {job.data.seq} "
+        f"tokens and a learning rate of {job.optimizer.lr:g}"
+    )
+    if data is None and known:
+        typer.echo(f"prepare its data with: fivefold data prepare TEXT -o TOKENS --tokenizer {run}")
+    typer.echo(f"train it with: fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else ""))
 
 
 @exporting.command("hf", short_help="As a directory that transformers' from_pretrained reads.")
@@ -72,12 +89,16 @@ def export_hf(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; default: as imported, and float32 of other runs.")
+    ] = "",
     shard_size: Annotated[str, typer.Option(help="Largest size of one file: 4GB, 500MB.")] = "4GB",
 ) -> None:
     """Write a checkpoint as config.json and safetensors.
 
     transformers.AutoModelForCausalLM.from_pretrained(DIR) gives the same logits.
+    What an import brought along goes out again: the dtype, tokenizer and chat
+    template, generation settings, the tokens that begin and end a text.
     One file's tensors are in memory at a time, never the whole model.
 
     [dim]Examples:[/]
@@ -87,18 +108,19 @@ def export_hf(
       fivefold export hf runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
     """
     from fivefold.checkpoint.find import find
+    from fivefold.checkpoint.hf import EXPORTED, usual_dtype
     from fivefold.checkpoint.hf import export_hf as give
     from fivefold.checkpoint.job import job_of
 
-    widths = {"float32": 4, "bfloat16": 2, "float16": 2}
-    if (dtype := dtype_of(dtype)) not in widths:
-        raise UserError(f"--dtype {dtype} is not one of {', '.join(widths)}")
+    if dtype and (dtype := dtype_of(dtype)) not in EXPORTED:
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}")
     checkpoint = find(run, step)
     if damage := checkpoint.damage():
         raise UserError(damage)
     job = job_of(checkpoint)
+    dtype = dtype or usual_dtype(checkpoint, job)
     limit, (tokenizer, end) = _bytes(shard_size), _words(checkpoint, job)
-    with bytes_bar("exporting", widths[dtype] * job.model.parameter_count) as advance:
+    with bytes_bar("exporting", EXPORTED[dtype].itemsize * job.model.parameter_count) as advance:
         give(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
     typer.echo(f"{output}: {job.model.name} after step {checkpoint.manifest.step}, in {dtype}")
 

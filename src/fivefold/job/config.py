@@ -117,6 +117,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str = ""  # empty: the job file's, or "run"
     dir: str = "runs"  # the run's own directory is made inside, and found there to resume from its last checkpoint
     tensorboard: bool = False
+    weights: str = ""  # a checkpoint, or a run's newest, whose weights a new run starts from; empty: random ones
     cluster: str = ""  # what the job was planned for, such as 8x8xH100: `launch` asks for it, `doctor` compares with it
 
 
@@ -285,12 +286,16 @@ KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
 def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job:
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
     file = path_of(path) if path is not None else None
-    table = _read_job(_found(file)) if file else {}
-    if file and isinstance(layout := table.get("layout"), dict) and isinstance(name := layout.get("schedule"), str):
+    return resolve(_table_of(file) if file else {}, changes, file.stem if file else "run")
+
+
+def _table_of(file: Path) -> Table:
+    table = _read_job(_found(file))
+    if isinstance(layout := table.get("layout"), dict) and isinstance(name := layout.get("schedule"), str):
         beside = file.parent / name  # a schedule file may lie beside the job
         if os.path.isfile(beside) and not os.path.exists(name):
             table["layout"] = layout | {"schedule": str(beside)}
-    return resolve(table, changes, file.stem if file else "run")
+    return table
 
 
 def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job:
@@ -383,7 +388,8 @@ def to_toml(job: Job) -> str:
 
 
 def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> tuple[Job, set[str]]:
-    """A job for commands that ask about a model, and the keys that were given: a job file's batch and sequence are.
+    """A job for commands that ask about a model, and the keys that were given: a job file's batch and sequence are, and
+    its dtype, where it has one.
 
     `model` is a preset's name, a config.json or its directory, a job file, or an object; `changes` are KEY=VALUE.
     """
@@ -395,11 +401,15 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     if isinstance(model, (ModelSpec, Job)):
         if changes:
             raise UserError(f"{changes[0]!r} changes a model that is given by name; change the object instead")
-        return (Job(model=model), named) if isinstance(model, ModelSpec) else (model, whole)
+        if isinstance(model, ModelSpec):
+            return Job(model=model), named
+        return model, whole | ({"train.dtype"} if model.train.dtype != TrainConfig().dtype else set())
     name = str(model)
     if "=" in name:
         raise UserError(f"{name!r} is a change, and the model comes first; for example llama3-8b {name}")
     if name.endswith(".toml"):
-        return read_job(name, changes), whole
+        table = _table_of(file := path_of(name))
+        said = isinstance(train := table.get("train"), dict) and "dtype" in train
+        return resolve(table, changes, file.stem), whole | ({"train.dtype"} if said else set())
     kind = "model.config" if os.path.exists(path_of(name)) or name.endswith(".json") else "model"
     return read_job(None, [f"{kind}={name}", *changes]), named

@@ -107,10 +107,10 @@ def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Source
         path = path_of(job.data.path) if job.data.path else stdlib_corpus()
         store = TokenStore.open(path)
         if store.vocab > job.model.vocab:
-            problems.append(
-                f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}; nearest: "
-                f"model.vocab={store.vocab}"
-            )
+            has = f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}"
+            # Given weights have their vocabulary, and their tokenizer.
+            way_out = "prepare the text with the tokenizer of run.weights" if job.run.weights else ""
+            problems.append(f"{has}; {way_out or f'nearest: model.vocab={store.vocab}'}")
         elif store.index.bytes <= QUICK:
             verify(store, Checked(path), progress)
         valid = store.split("valid") if "valid" in store.index.splits and job.train.eval_samples else None

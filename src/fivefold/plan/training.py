@@ -69,8 +69,8 @@ class Training:
         found["train.batch"] = found.get("train.batch", Choice(case.batch, f"sequences of {case.seq:,}"))
         if case.precision in DTYPES:
             found["train.dtype"] = Choice(DTYPES[case.precision], f"planned in {case.precision}")
-        if case.precision == "fp8":
-            found["train.fp8"] = Choice(True, "matmuls of blocks, as planned")
+        if case.precision == "fp8" or self.asked.train.fp8:
+            found["train.fp8"] = Choice(case.precision == "fp8", "matmuls of blocks, as planned")
         found["run.cluster"] = Choice(self.cluster, "what this file was planned for")
         if case.groups:
             found["run.cluster"] = Choice(self.hosts(option), "nodes in the order of their hosts' numbers, as planned")

@@ -45,6 +45,18 @@ _OSS = _PLAIN | {"bias": True, "activation": "swiglu_clamped", "sinks": True, "q
 _CLASSES = {"gpt2": "GPT2LMHeadModel"}
 
 
+# Of their settings that no field of ours has, those that an export gives back: they change no logits.
+_KEPT = (
+    *(f"{token}_token_id" for token in ("bos", "eos", "pad", "sep")),
+    "router_aux_loss_coef", "output_router_logits", "attn_pdrop", "attention_dropout", "pretraining_tp",
+)  # fmt: skip
+
+
+def kept_settings(config: Config) -> Config:
+    """Of an imported `config.json`, what an export takes over."""
+    return {key: config[key] for key in _KEPT if key in config}
+
+
 def read_hf_config(path: str | Path) -> ModelSpec:
     """The model that a `config.json`, or the directory that holds one, describes."""
     path = path_of(path)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.load import Say, load, newest, set_aside
+from fivefold.checkpoint.find import find
+from fivefold.checkpoint.load import Say, damage, load, newest, set_aside
 from fivefold.checkpoint.memory import Began, Candidate, abandoned, begin, starts
 from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import Saver
@@ -15,12 +16,20 @@ from fivefold.checkpoint.state import held, optimizer_of, stored_buffers, writte
 from fivefold.checkpoint.store import Checkpoint, Damaged, Manifest, Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
-from fivefold.support.places import Place
+from fivefold.support.places import Place, place_of
 from fivefold.train.loop import Trainer
 from fivefold.train.remembering import Remembering
 from fivefold.train.resuming import misfits
 
 _LONG = 1.0  # seconds of waiting that are worth a word
+
+
+def _found(named: str, rank: int) -> tuple[str, list[str]]:
+    """On rank 0: where the weights lie that a job names, or why that cannot be told."""
+    try:
+        return (str(find(named).path) if rank == 0 else ""), []
+    except UserError as error:
+        return "", error.problems
 
 
 class Checkpoints:
@@ -37,6 +46,7 @@ class Checkpoints:
         self.memory = Remembering(control, say)
         self.starts: list[Began] = []  # of the run, before this one
         self.began, self.seconds = "", 0.0  # which checkpoint was loaded, and how long that took
+        self.weights = ""  # whose weights a new run was begun with
         self.start, self.read = 0.0, 0.0  # of these seconds, until masters and states were in place
 
     def restore(self) -> Checkpoint | None:
@@ -50,6 +60,8 @@ class Checkpoints:
         checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
         if checkpoint is None:
             checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
+        if checkpoint is None and self.trainer.job.run.weights:
+            self._from_others(self.trainer.job.run.weights)
         if self.control.rank == 0 and self.memory.memory is not None:
             begin(run, self.starts, self.memory.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
         self.seconds = time.monotonic() - self.start
@@ -90,6 +102,16 @@ class Checkpoints:
             self.began = f"{checkpoint.path}, after step {checkpoint.manifest.step}"
             self._take(checkpoint)
         return checkpoint
+
+    def _from_others(self, named: str) -> None:
+        """The weights of another run, with nothing else of it: this one is at its first step."""
+        path, problems = self.control.from_first(_found(named, self.control.rank), tuple[str, list[str]])
+        engine, weights = self.trainer.engine, Checkpoint(place_of(path)) if path else None
+        if weights is None or (problems := damage(weights, self.control) or misfits(weights, self.trainer.job)):
+            raise UserError(problems if self.control.rank == 0 else [])
+        load(weights, held(engine.weights, self.shapes, None, stored_buffers(engine.buffers, weights)))
+        engine.optimizer.restore(0)
+        self.weights = f"{weights.path}, after step {weights.manifest.step}"
 
     def _on_disk(self, most: float = math.inf) -> int | None:
         """The newest step there up to `most`, by its name."""

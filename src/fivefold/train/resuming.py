@@ -12,12 +12,15 @@ from typing import Any
 
 import msgspec
 
-from fivefold.checkpoint.find import reachable, store_of
+from fivefold.checkpoint.carried import TOKENIZERS
+from fivefold.checkpoint.find import find, reachable, run_of, store_of
 from fivefold.checkpoint.job import stored
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.data.whose_tokens import foreign
 from fivefold.job.config import Job, RunConfig, resolve
-from fivefold.job.continuing import Change, changes, refusals
+from fivefold.job.continuing import NEVER, Change, changes, refusals
 from fivefold.job.preflight import Sources
+from fivefold.spec.hf_config import HF_CONFIG
 from fivefold.support.documents import Missing, path_of, read_toml
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import did_you_mean
@@ -38,6 +41,8 @@ class Start:
         """The directory that the job goes on in, if there is one. UserError if it must not, or was not meant to."""
         directory = self.named or chosen(job, self.fresh)
         if directory is None:
+            if problems := misbegun(job, sources):
+                raise UserError(problems)
             return None
         problems = refused(directory, job, sources, named=self.named is not None)
         if problems and not self.named and (own := earlier(job, directory)):
@@ -101,6 +106,8 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     whole = Path(os.path.abspath(directory))
     near = str(directory.parent) if directory.name not in ("", "..") else str(whole.parent)
     table["run"] = table.get("run", {}) | {"name": whole.name, "dir": near}
+    if (directory / HF_CONFIG).is_file() and (first := _imported(whole)):
+        table["run"]["weights"] = str(first)
     layout = table.get("layout", {})
     if Path(str(layout.get("schedule"))).name == SCHEDULE and (directory / SCHEDULE).is_file():
         layout["schedule"] = str((directory / SCHEDULE).absolute())
@@ -109,6 +116,11 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     except UserError as error:
         raise UserError(f"{directory / JOB}: {problem}" for problem in error.problems) from None
     return resolve(table, words)
+
+
+def _imported(directory: Path) -> Place | None:
+    """The weights with which an imported run began, where the directory is now."""
+    return next((one.path for one in Store(directory / "checkpoints").complete() if one.step == 0), None)
 
 
 def _table(directory: Path) -> dict[str, Any]:
@@ -147,8 +159,34 @@ def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[st
         return [f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"]
     if newest is None:  # the load says which are damaged
         return []
+    if not (newest.manifest.step or newest.manifest.optimizer or named or job.run.weights):
+        return [
+            f"{directory} has imported weights, and this job of the same name does not say that it is meant for them: "
+            f"it may have a rate of pretraining (optimizer.lr={job.optimizer.lr:g}); run.weights={newest.path} says "
+            "so, and run.name=NAME or --fresh trains random ones in a directory of its own"
+        ]
     changed, done = differences(newest, job, sources), newest.manifest.step
-    return refusals(stored(newest), job, done, changed, directory, named)
+    return refusals(stored(newest), job, done, changed, directory, named) + _foreign(directory, sources)
+
+
+def misbegun(job: Job, sources: Sources) -> list[str]:
+    """Why a new run cannot start from the weights that its job names."""
+    if not job.run.weights:
+        return []
+    way_out = "run.weights=RUN takes those of another run, and run.weights= random ones"
+    try:
+        weights = find(job.run.weights)
+        before = stored(weights)
+    except UserError as error:
+        return [f"run.weights={job.run.weights}: {problem}; {way_out}" for problem in error.problems]
+    if other := [str(one) for one in changes(before, job) if one.rule == NEVER]:
+        return [f"run.weights={job.run.weights} are those of another model: {', '.join(other[:6])}; {way_out}"]
+    return _foreign(run_of(weights), sources)
+
+
+def _foreign(run: Place, sources: Sources) -> list[str]:
+    """Why the data is not in the tokens that the weights of a run were made of."""
+    return foreign(run, sources.path, TOKENIZERS) if isinstance(run, Path) else []
 
 
 def differences(checkpoint: Checkpoint, job: Job, sources: Sources) -> list[Change]:

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 import fivefold
+from fivefold.checkpoint.carried import carry
+from fivefold.checkpoint.find import find, run_of
 from fivefold.checkpoint.job import stored
 from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
@@ -42,7 +44,7 @@ from fivefold.support.files import cannot_write, put
 from fivefold.support.formatting import counted, graphs_text, si
 from fivefold.train.checkpointing import Checkpoints
 from fivefold.train.directories import claim as claim_directory
-from fivefold.train.directories import entered, store, trained
+from fivefold.train.directories import complete, entered, store, trained
 from fivefold.train.display import Display
 from fivefold.train.experts import PICTURE, ExpertsResult
 from fivefold.train.loop import Stopped, Trainer
@@ -118,6 +120,8 @@ def _run_job(
         begun = checkpointing.restore()
         if recovery is not None:
             recovery.loaded(trainer.done, world.size, str(job.layout))
+        if checkpointing.weights:
+            console.print(f"[bold]starts[/] with the weights of {checkpointing.weights}", soft_wrap=True)
         if begun is not None:
             loaded = f"{checkpointing.began}; loaded in {checkpointing.seconds:.2f} s"
             console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
@@ -207,6 +211,11 @@ def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
     again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and found is not None and trained(job, found))
     directory = entered(job, found)
     claim_directory(directory)
+    if job.run.weights and not complete(job, directory):
+        try:
+            carry(run_of(find(job.run.weights)), directory)
+        except OSError as error:
+            raise cannot_write(directory, error) from None
     begin(directory, again, job.train.steps)
     if schedule := job.layout.record.schedule:
         save(schedule, directory / SCHEDULE)
