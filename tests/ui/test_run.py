@@ -100,6 +100,10 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
     assert {steps[0], steps[spike], steps[kick], steps[-1]} <= set(kept)
     assert [one.step for one in kept] == sorted({one.step for one in kept})
     assert thinned(steps[:100]) == steps[:100]
+    gap = 4_321
+    steps[gap] = structs.replace(steps[gap], loss=None)
+    assert steps[gap] in thinned(steps), "a step without a loss stays a gap"
+    assert len(thinned([structs.replace(one, loss=None) for one in steps])) <= 4 * BUCKETS + 2
 
 
 def test_the_events_of_its_life_in_their_order(tmp_path: Path) -> None:
