@@ -121,7 +121,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a run is made of: the sections of a job file. `read_job` makes one, and `problems` says what is wrong."""
+    """All that a run is made of: the sections of a job file. `read_job` makes one; `problems` says what is wrong."""
 
     model: ModelSpec
     layout: Layout = Layout()
@@ -287,7 +287,7 @@ KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
 def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job:
     """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once.
 
-        ff.read_job("examples/demo.toml", ["optimizer.lr=3e-4", "layout=dp=2"])
+    ff.read_job("examples/demo.toml", ["optimizer.lr=3e-4", "layout=dp=2"])
     """
     file = path_of(path) if path is not None else None
     table = _read_job(_found(file)) if file else {}

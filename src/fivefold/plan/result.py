@@ -182,7 +182,9 @@ class SimulateResult(Result):
                 yield Drawing(lambda _, colour: legend([simulation], colour))
                 if self._left_out:
                     yield Text(f"{GAP}: {self._left_out} of {many} are left out; they repeat what is beside them")
-            yield Text(f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s in which the pipeline does {many}")
+            yield Text(
+                f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s in which the pipeline does {many}"
+            )
 
 
 def simulated(option: Option) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def draw(
 def schedule(name: str | Path, pp: int | None = None, microbatches: int | None = None, **options: Any) -> Schedule:
     """A schedule of the catalogue for `pp` ranks, or the one in a file, proven; `options` are those of `draw`.
 
-        ff.schedule("zb-v", pp=4, microbatches=8)
+    ff.schedule("zb-v", pp=4, microbatches=8)
     """
     return draw(name, pp=pp, microbatches=microbatches, **options).simulations[0].schedule
 

@@ -142,7 +142,7 @@ class ExpertsResult(Result):
 def experts(run: str | Path) -> ExpertsResult:
     """The load of the experts of a run, by its directory.
 
-        ff.experts("runs/moe")
+    ff.experts("runs/moe")
     """
     directory = path_of(str(run))
     if not (directory / "metrics.jsonl").is_file():

@@ -241,8 +241,8 @@ class Trainer:
         self.stopped = wishes > 0
         if not batch.loss_tokens:
             self._once(
-                f"step {step}: none of its target tokens carries loss (samples {first} to {samples - 1}): it has no loss "
-                "and makes no update; other steps like it are not named",
+                f"step {step}: none of its target tokens carries loss (samples {first} to {samples - 1}): it has no "
+                "loss and makes no update; other steps like it are not named",
                 "step",
             )
         return Step(
@@ -305,8 +305,8 @@ class Trainer:
             raise TrainingError(f"the held-out loss after step {step} is {total}: the weights are no longer of use")
         if not count:
             self._once(
-                f"none of the first {samples} held-out samples has a target that carries loss: there is no held-out loss; "
-                f"train.eval_samples={train.eval_samples} says how many are read",
+                f"none of the first {samples} held-out samples has a target that carries loss: there is no held-out "
+                f"loss; train.eval_samples={train.eval_samples} says how many are read",
                 "evaluation",
             )
             return None

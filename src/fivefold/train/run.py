@@ -40,8 +40,8 @@ from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.files import cannot_write, put
 from fivefold.support.formatting import counted, graphs_text, si
 from fivefold.train.checkpointing import Checkpoints
-from fivefold.train.directories import claim as claim_directory
 from fivefold.train.directories import JOB, entered, store, trained
+from fivefold.train.directories import claim as claim_directory
 from fivefold.train.display import Display
 from fivefold.train.experts import PICTURE, ExpertsResult
 from fivefold.train.loop import Stopped, Trainer

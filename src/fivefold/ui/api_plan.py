@@ -64,7 +64,11 @@ def planned(found: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     page = _page(found.case, found.case.stack.name, option.layout, [], option)
     advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
     against = None if found.given is None else difference(found.chosen, found.given)
-    told = {"advice": for_page(advice) or None, "neighbours": [one.to_dict() for one in found.neighbours], "against": against}
+    told = {
+        "advice": for_page(advice) or None,
+        "neighbours": [one.to_dict() for one in found.neighbours],
+        "against": against,
+    }
     return page, {"search": found.to_dict(), "why": told}
 
 

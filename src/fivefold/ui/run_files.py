@@ -67,7 +67,10 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, Run], list[str]]:
         elif others:
             notes.append(f"{counted(len(others), 'folder')} of {told(root)} without {METRICS}: {_few(others)}")
         if away:
-            notes.append(f"{_few(away)} of {told(root)} lead out of it, and are left alone; `fivefold ui --runs PLACE` reads another place")
+            notes.append(
+                f"{_few(away)} of {told(root)} lead out of it, and are left alone; "
+                "`fivefold ui --runs PLACE` reads another place"
+            )
     found.sort(key=_age)
     if len(found) > RUNS:
         notes.append(f"{len(found) - RUNS} older runs are not listed")

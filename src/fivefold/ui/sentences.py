@@ -1,6 +1,6 @@
 """Sentences of other rooms on the page, which has fields where the command line has options.
 
-    for_page("nearest: --layout tp=8")     # nearest: layout tp=8
+for_page("nearest: --layout tp=8")     # nearest: layout tp=8
 """
 
 import re

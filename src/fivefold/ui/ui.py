@@ -28,7 +28,7 @@ def ui(
 ) -> None:
     """Serve until interrupted. `port` 0 is any free one; `runs` are the directories that may be read.
 
-        ff.ui(port=8000, runs=["runs"])
+    ff.ui(port=8000, runs=["runs"])
     """
     checked("port", port, within(0, 65535))
     places = tuple(_directory(run) for run in runs)

@@ -94,7 +94,7 @@ def _apart(some: Sequence[float | None], others: Sequence[float | None]) -> floa
 def curve(job: str | Path | Job | None = None, changes: Sequence[str] = (), *, timeout: float = 3600.0) -> CurveResult:
     """Train a job under its layout and in one process, and compare the losses. `changes` are KEY=VALUE.
 
-        ff.curve("examples/demo.toml", ["train.steps=20"])
+    ff.curve("examples/demo.toml", ["train.steps=20"])
     """
     resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
     preflight(resolved, resolved.layout.world)

@@ -11,12 +11,14 @@ export function drawNeighbours({ onTake, live }) {
   return {
     element: card("One change away, and why not", {}, advice, box),
     /** Those that are shown are another layout's. */
-    wait(why = "The layouts one change away are weighed …") {
+    wait(why = "") {
       advice.hidden = true;
-      box.replaceChildren(element("p", { class: "dim", "data-testid": "neighbours-wait" }, why));
+      box.classList.toggle("busy", !why);
+      box.replaceChildren(element("p", { class: "dim", "data-testid": "neighbours-wait" }, why || "The layouts one change away are weighed …"));
     },
-    fail(error) { box.replaceChildren(element("p", { class: "dim" }, error.problems?.join(" ") || error.message)); },
+    fail(error) { box.classList.remove("busy"); box.replaceChildren(element("p", { class: "dim" }, error.problems?.join(" ") || error.message)); },
     show({ neighbours, advice: said }) {
+      box.classList.remove("busy");
       advice.textContent = said || "";
       advice.hidden = !said;
       const ordered = [...neighbours].sort((a, b) => (a.slower === null) - (b.slower === null) || a.slower - b.slower);
