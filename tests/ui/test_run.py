@@ -202,7 +202,9 @@ def test_links_that_lead_out_are_left_alone(tmp_path: Path) -> None:
     (inner / METRICS).write_bytes(to_line(step(1)))
     page = payload(asked(given))
     assert [run["name"] for run in page["runs"]] == ["demo"]
-    assert page["notes"] == [f"away of {given} lead out of it, and are left alone; name the place with --runs"]
+    assert page["notes"] == [
+        f"away of {given} lead out of it, and are left alone; `fivefold ui --runs PLACE` reads another place"
+    ]
     (run,) = page["shown"]
     assert (run["job"], run["environment"], run["events"], run["traced"]) == ({}, {}, [], False)
     with pytest.raises(UserError, match="leads out of the directory"):
