@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 import fivefold as ff
@@ -31,7 +32,9 @@ def test_every_name_is_there_and_documented() -> None:
     for name in ff.__all__:
         found = getattr(ff, name)
         assert callable(found), name
-        assert inspect.getdoc(found), f"{name} has no docstring"
+        text = inspect.getdoc(found)
+        assert text, f"{name} has no docstring"
+        assert text != inspect.getdoc(msgspec.Struct), f"{name} has none but that of all structs"
     assert set(ff.__all__) <= set(dir(ff))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         ff.nothing  # noqa: B018
@@ -68,15 +71,50 @@ def test_a_room_with_a_function_s_name_is_both(monkeypatch: pytest.MonkeyPatch) 
         return len(text) * (1 + twice)
 
     home.measure = measure  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fivefold.measure", room)
     monkeypatch.setitem(sys.modules, "fivefold.measure.home", home)
     monkeypatch.setitem(ff._HOMES, "measure", "fivefold.measure.home")
     room.part = "of the room"  # type: ignore[attr-defined]
     monkeypatch.setattr(ff, "measure", room, raising=False)  # as the import system does it
     called = ff.measure  # type: ignore[attr-defined]
+    assert called is measure
     assert called("four", twice=True) == 8
     assert called.part == "of the room"
-    assert inspect.signature(called) == inspect.signature(measure)
-    assert inspect.getdoc(called) == "The length of a text."
+    room.later = "too"  # type: ignore[attr-defined]
+    assert called.later == "too"
+
+
+def test_help_shows_functions_and_not_packages_whatever_was_imported_first() -> None:
+    """In a process of its own: this one has imported many rooms, in some order."""
+    code = """
+import pydoc, types
+import fivefold.plan.search.search, fivefold.verify.compare as compare, fivefold.train as train
+import fivefold as ff
+for name in ff.__all__:
+    found = getattr(ff, name)
+    assert isinstance(found, (types.FunctionType, type)), (name, type(found))
+    said = pydoc.plain(pydoc.render_doc(found))
+    assert isinstance(found, type) or f'function {name} in module' in said, said[:200]
+assert fivefold.plan.search.search.__name__ == 'fivefold.plan.search.search'
+assert compare.__name__ == 'fivefold.verify.compare'
+assert fivefold.report.Result is ff.Result
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FUNCTIONS = [name for name in ff.__all__ if inspect.isfunction(getattr(ff, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_has_examples_that_its_signature_takes(name: str) -> None:
+    text = inspect.getdoc(getattr(ff, name)) or ""
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith(f"ff.{name}(")]
+    assert lines, f"{name} has no example"
+    for line in lines:
+        for call in ast.walk(ast.parse(line)):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in FUNCTIONS:
+                given = {word.arg: None for word in call.keywords if word.arg}
+                inspect.signature(getattr(ff, call.func.attr)).bind(*call.args, **given)
 
 
 def test_schedules_draw_themselves_in_a_notebook() -> None:

@@ -14,7 +14,7 @@ UserError for bad input, and return results that print as tables, show themselve
 import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to Python
     from fivefold.doctor.doctor import doctor
@@ -108,6 +108,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOMES[name]), name)
+    if isinstance(room := sys.modules.get(f"{__name__}.{name}"), _Room):
+        room.show_at(found)
     return globals().setdefault(name, found)
 
 
@@ -115,27 +117,26 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-# `import fivefold.plan.search` binds `fivefold.plan` to the subpackage, for every user of the package. Both uses of
-# such a name must work from then on: a subpackage that is named like a function can be called as that function.
+# `import fivefold.plan.search` would bind `fivefold.plan` to the subpackage, for every user of the package. The name
+# stays the function's, and what the subpackage holds is found at the function, so that `fivefold.plan.search` works.
 class _Room(ModuleType):
-    @property
-    def __wrapped__(self) -> Any:  # where `inspect` and editors look for the signature
-        name = self.__name__.rpartition(".")[2]
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if function := globals().get(self.__name__.rpartition(".")[2]):
+            self.show_at(function)
 
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return cast(str | None, self.__wrapped__.__doc__)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.__wrapped__(*arguments, **named)
+    def show_at(self, function: Any) -> None:
+        vars(function).update({name: value for name, value in vars(self).items() if not name.startswith("_")})
 
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOMES and isinstance(value, ModuleType):
-            value.__class__ = _Room
-        super().__setattr__(name, value)
+        if name not in _HOMES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+            return
+        value.__class__ = _Room
+        if function := globals().get(name):
+            value.show_at(function)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -34,7 +34,7 @@ def figures(case: tuple[Any, ...], layout: str) -> dict[str, str]:
     return {
         "step": three(seconds) if seconds >= 1 else three(1e3 * seconds),
         "rate": f"{found['tokens_per_second_per_gpu']:,.0f}",
-        "mfu": f"{100 * found['mfu']:.1f}",
+        "mfu": f"{100 * found['mfu']:.1f}" if found["fits"] else "—",  # what does not fit reaches nothing
         "memory": f"{size / 1e9:.{2 if size < 99.5e9 else 1}f}",
     }
 
@@ -199,3 +199,36 @@ def test_a_page_that_opens_searches_and_judges_nothing_yet(chrome: Any, server: 
     assert found.text("fits").startswith("It fits: ")
     assert found.one("searching").count() == 0
     found.page.close()
+
+
+LABELS = """() => [...document.querySelectorAll("svg text")].filter(text => {
+  const mine = text.getBoundingClientRect(), whole = text.ownerSVGElement.getBoundingClientRect();
+  return mine.width && (mine.left < whole.left - 1 || mine.right > whole.right + 1);
+}).map(text => text.textContent)"""
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_layout_that_is_far_from_fitting_has_whole_labels_and_no_utilisation(window: Opening, width: int) -> None:
+    page = window(address(("plan", "llama3-8b", "8xH100", "tp=8", 64, 8192)), width=width)
+    assert page.page.evaluate(LABELS) == []
+    assert page.text("mfu") == "—"
+    assert "on a device with more memory" in page.text("mfu-range")
+    advice = page.text("advice")
+    assert "it does not fit" in advice
+    assert "--" not in advice
+    assert page.wrong == []
+
+
+def test_neighbours_of_an_earlier_question_are_gone_as_soon_as_it_changes(window: Opening) -> None:
+    page = window(address(("plan", "llama3-8b", "8xH100", "tp=8", 64, 8192)))
+    assert page.one("neighbours-table").count() == 1
+    held: list[Any] = []
+    page.page.route("**/api/**", lambda one: held.append(one))  # no answer comes
+    page.one("slider-microbatches").press("ArrowRight")
+    assert page.one("neighbours-table").count() == 0
+    assert not page.one("advice").is_visible()
+    for one in held:
+        one.continue_()
+    page.page.unroute("**/api/**")
+    page.settle()
+    assert page.one("neighbours-table").count() == 1

@@ -196,6 +196,16 @@ def test_reshard_export_import_and_generate(whole, tmp_path: Path, monkeypatch) 
     assert "after step 8" in on.stdout
     plain = fivefold("generate", "out", "--prompt", "The same", "-n", "8", "--layout", "tp=2", cwd=tmp_path)
     assert plain.stdout == f"The same{answer['text']}\n"
+    # It is sampled unless the likeliest token is asked for, and says how to get the same again.
+    assert plain.stderr == "sampled with --temperature 0.8 --top-p 0.95 --seed 0\n"
+    assert answer["sampling"] == {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "seed": 0}
+    other, again = (
+        json.loads(here("generate", "out", "--prompt", "The same", "-n", "40", "--seed", seed, "--json"))[0]["text"]
+        for seed in ("1", "2")
+    )
+    assert other != again
+    greedy = fivefold("generate", "out", "--prompt", "The same", "-n", "8", "--temperature", "0", cwd=tmp_path)
+    assert greedy.stderr == ""
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_made(whole, tmp_path: Path) -> None:

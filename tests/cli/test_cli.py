@@ -57,6 +57,13 @@ def test_a_run_leaves_its_job_its_metrics_and_its_environment(tmp_path, tokens: 
     assert done.returncode == 0, done.stderr
     assert "unigram entropy" in done.stdout
     assert "held-out loss" in done.stdout
+    first_screen = done.stdout[: done.stdout.index("step 1/3")].splitlines()
+    assert len(first_screen) <= 9, "what trains, where, on what; the settings are in a file"
+    assert first_screen[1:4] == [
+        "train   3 steps of 2 sequences of 16 tokens; adamw, lr 0.003, cosine",
+        "layout  microbatches=2: 1 rank on CPU, float32",
+        "run     runs/run; every setting: runs/run/job.toml",
+    ]
     run = tmp_path / "runs" / "run"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in records] == ["step"] * 3 + ["evaluation"]

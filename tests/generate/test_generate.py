@@ -22,7 +22,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def request(source: Path, layout: str = "dp=1", count: int = 20, dtype: str = "float32", **how: float) -> Request:
-    return Request(source, None, layout, dtype, "cpu", count, Sampling(**how), 60.0)  # type: ignore[arg-type]
+    sampling = Sampling(**({"temperature": 0.0} | how))  # type: ignore[arg-type]
+    return Request(source, None, layout, dtype, "cpu", count, sampling, 60.0)
 
 
 def generated(*arguments, **settings) -> list[int]:
@@ -60,7 +61,7 @@ def test_temperature_top_k_and_top_p_draw_as_they_say() -> None:
             count[choose(logits)] += 1
         return [one / 2000 for one in count]
 
-    assert drawn() == [1.0, 0.0, 0.0, 0.0]
+    assert drawn(temperature=0.0) == [1.0, 0.0, 0.0, 0.0]
     assert drawn(temperature=1.0) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.05)
     assert drawn(temperature=1.0, top_k=2) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.05)
     assert drawn(temperature=1.0, top_p=0.7) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.05)

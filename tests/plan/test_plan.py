@@ -15,6 +15,8 @@ from fivefold.plan.result import PlanResult
 from fivefold.plan.serving.serve import serve
 from fivefold.report import Result
 from fivefold.report.terminal import to_text
+from fivefold.schedule.draw.terminal import GAP, timeline
+from fivefold.schedule.simulate import simulate as clocked
 from fivefold.spec.listing import models
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -126,3 +128,26 @@ def test_a_simulated_layout_that_does_not_fit_says_so_first_and_is_not_ok() -> N
     assert "nor does any other layout" in hopeless.advice
     far = simulate("llama3-8b", "dp=8,microbatches=4", batch=128)  # no single change is enough: the planner's choice
     assert simulate("llama3-8b", far.nearest.layout, batch=128).ok
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_a_long_pipeline_is_shown_from_its_start_and_its_end_with_the_bubble_of_all_of_it(schedule: str) -> None:
+    layout = f"tp=8,pp=4,sp,microbatches=256,schedule={schedule}"
+    found = simulate("llama3-8b", layout, "4x8xH100", batch=256, seq=2048)
+    simulation = found.simulation
+    assert simulation is not None
+    whole = clocked(found.option.case.schedule(256), simulation.costs)
+    assert simulation.schedule.m < 256
+    assert found.option.estimate.bubble == pytest.approx(whole.bubble_makespan, rel=1e-3)
+    assert found.option.estimate.pipeline == pytest.approx(whole.makespan, rel=1e-3)
+    drawn = timeline(simulation, 2000, colour=False, left_out=256 - simulation.schedule.m).plain
+    start, end = drawn.splitlines()[0].split(GAP)
+    assert "F0" in start
+    assert "255" in end
+    assert "255" not in start
+    said = str(found)
+    assert f"{GAP}: {256 - simulation.schedule.m} of 256 microbatches are left out" in said
+    assert f"bubble {whole.bubble_makespan:.1%} of the {whole.makespan:.3g} s" in said
+    scene = found.scene()
+    assert scene is not None
+    assert any(getattr(shape, "text", "").startswith("p=4  m=256") for shape in scene.shapes)

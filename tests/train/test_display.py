@@ -10,7 +10,7 @@ from fivefold.train.records import Evaluation, Step
 from fivefold.train.run import verdict
 
 
-def step(number: int, loss: float, mfu: float | None = None) -> Step:
+def step(number: int, loss: float | None, mfu: float | None = None) -> Step:
     return Step(
         step=number, loss=loss, grad_norm=0.5, lr=3e-4, tokens=2048, loss_tokens=2000, seconds=0.25,
         tokens_per_second=8192, mfu=mfu, memory=3 << 29,
@@ -65,3 +65,16 @@ def test_the_verdict_compares_with_the_entropies() -> None:
         3.0: "below the unigram entropy 3.1000, not yet below the bigram entropy 2.4000",
         4.0: "not yet below the unigram entropy 3.1000",
     }
+
+
+def test_a_step_without_a_loss_is_a_gap_in_the_curve_and_no_zero() -> None:
+    rows = chart([4.0, 4.0, None, None, 3.0, 3.0], {}, width=30, height=5)
+    assert [row.split()[0] for row in (rows[0], rows[4])] == ["4.00", "3.00"], "no 0 stretches the axis"
+    dotted = {x for row in rows for x, cell in enumerate(row[8:38]) if 0x2800 < ord(cell) < 0x2900}
+    assert dotted == {*range(10), *range(20, 30)}
+    out = io.StringIO()
+    display = Display(Console(file=out, width=200), steps=3, marks={}, log_every=1)
+    display.on_step(step(1, None))
+    assert "step 1/3  no loss  grad norm" in out.getvalue()
+    display.on_step(step(2, 2.0))
+    assert list(display.curve()) == [], "one value is no curve"

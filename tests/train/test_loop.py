@@ -174,9 +174,36 @@ def test_a_batch_without_targets_changes_nothing(tokens: Path) -> None:
     made.step(1, batch_of(made, 0))
     before = {name: p.clone() for name, p in made.engine.model.named_parameters()}
     batch = batch_of(made, 1)
-    record = made.step(2, replace(batch, loss_mask=np.zeros_like(batch.loss_mask)))
-    assert (record.loss, record.grad_norm, record.loss_tokens) == (0.0, 0.0, 0)
+    said: list[str] = []
+    made.policy.say = said.append
+    for number in (2, 3):
+        record = made.step(number, replace(batch, loss_mask=np.zeros_like(batch.loss_mask)))
+        assert (record.loss, record.grad_norm, record.loss_tokens) == (None, 0.0, 0)
+    assert len(said) == 1, "it is said once"
+    assert "step 2: none of its target tokens carries loss (samples 4 to 7): it has no loss" in said[0]
+    assert len(made.policy.recent) == 1, "a step without a loss is none that spikes are measured by"
     assert all(torch.equal(p, before[name]) for name, p in made.engine.model.named_parameters())
+
+
+def test_an_evaluation_without_a_target_that_carries_loss_is_said_once(tokens: Path) -> None:
+    made = trainer(small_job(tokens, "train.eval_samples=2"))
+    if made.sources.valid is None:
+        pytest.skip("the corpus has nothing held out")
+    said: list[str] = []
+    made.policy.say = said.append
+    read = made.guard.read
+
+    def masked(*arguments):  # type: ignore[no-untyped-def]
+        found = read(*arguments)
+        return replace(found, mine=replace(found.mine, loss_mask=np.zeros_like(found.mine.loss_mask)), loss_tokens=0)
+
+    made.guard.read = masked  # type: ignore[method-assign]
+    assert made.evaluate(1) is None
+    assert made.evaluate(2) is None
+    assert said == [
+        "none of the first 2 held-out samples has a target that carries loss: there is no held-out loss; "
+        "train.eval_samples=2 says how many are read"
+    ]
 
 
 def test_a_run_in_which_no_target_carries_loss_is_no_success(tmp_path: Path) -> None:

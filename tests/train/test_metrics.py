@@ -6,8 +6,10 @@ import os
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from fivefold.report.scene import Curve
 from fivefold.support.errors import UserError
 from fivefold.train.display import chart
 from fivefold.train.metrics import MOST, MetricsFile, from_line, read, to_line, trim
@@ -205,3 +207,25 @@ def test_metrics_that_are_too_long_are_refused_before_a_run_goes_on_and_its_own_
         with pytest.raises(UserError, match=r"metrics.jsonl has 4.00 GiB, and at most 4.00 GiB are read; move it away"):
             reads()
     assert next(read(metrics, MOST + 1))[1] == step(1, 6.5)
+
+
+def test_steps_without_a_loss_have_none_also_those_that_earlier_releases_wrote_as_zero(tmp_path: Path) -> None:
+    records = [
+        step(1, 4.0),
+        msgspec.structs.replace(step(2, 0.0), loss_tokens=0),
+        msgspec.structs.replace(step(3, 0.0), loss_tokens=0, loss=None),
+        step(4, 3.0),
+        step(5, 2.5),
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(map(to_line, records)))
+    found = TrainResult.read(tmp_path)
+    assert [one.loss for one in found.steps] == [4.0, None, None, 3.0, 2.5]
+    assert found.losses == [4.0, 3.0, 2.5]
+    assert found.to_dict()["steps"][2]["loss"] is None
+    assert "2.5000" in str(found)
+    scene = found.scene()
+    assert scene is not None
+    assert [len(shape.points) for shape in scene.shapes if isinstance(shape, Curve)] == [1, 2]
+    last = TrainResult(tmp_path, found.steps[:2])
+    assert "none" in str(last)
+    assert last.scene() is None

@@ -14,6 +14,7 @@ from fivefold.plan.plan import question
 from fivefold.support.errors import UserError
 from fivefold.ui.api_plan import heavy, payload, search, why
 from fivefold.ui.ask import Ask
+from fivefold.ui.sentences import for_page
 
 QUESTIONS = (
     {"model": "llama3-8b", "cluster": "8xH100", "batch": "128", "seq": "8192"},
@@ -59,10 +60,11 @@ def test_reasons_are_those_of_plan_and_simulate() -> None:
     words = {"model": "llama3.2-1b", "cluster": "2xH100", "batch": "64", "seq": "8192"}
     for layout, fits in (("dp=2,zero=1,microbatches=32", True), ("dp=2,microbatches=2", False)):
         found = why(Ask(words | {"layout": layout}))
-        assert found["advice"] == ff.simulate("llama3.2-1b", layout, "2xH100", batch=64, seq=8192).to_dict()["advice"]
+        told = ff.simulate("llama3.2-1b", layout, "2xH100", batch=64, seq=8192).advice
+        assert found["advice"] == (for_page(told) or None)
         assert (found["advice"] is None) == fits
-    told = ff.plan("llama3.2-1b", "2xH100", batch=64, seq=8192, layout="dp=2,microbatches=2").to_dict()["neighbours"]
-    assert found["neighbours"] == told
+    planned = ff.plan("llama3.2-1b", "2xH100", batch=64, seq=8192, layout="dp=2,microbatches=2")
+    assert found["neighbours"] == planned.to_dict()["neighbours"]
 
 
 def test_the_page_begins_with_a_layout_that_can_run() -> None:

@@ -105,6 +105,10 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
     assert {steps[0], steps[spike], steps[kick], steps[-1]} <= set(kept)
     assert [one.step for one in kept] == sorted({one.step for one in kept})
     assert thinned(steps[:100]) == steps[:100]
+    gap = 4_321
+    steps[gap] = structs.replace(steps[gap], loss=None)
+    assert steps[gap] in thinned(steps), "a step without a loss stays a gap"
+    assert len(thinned([structs.replace(one, loss=None) for one in steps])) <= 4 * BUCKETS + 2
 
 
 def test_the_events_of_its_life_in_their_order(tmp_path: Path) -> None:
@@ -203,7 +207,9 @@ def test_links_that_lead_out_are_left_alone(tmp_path: Path) -> None:
     (inner / METRICS).write_bytes(to_line(step(1)))
     page = payload(asked(given))
     assert [run["name"] for run in page["runs"]] == ["demo"]
-    assert page["notes"] == [f"away of {given} lead out of it, and are left alone; name the place with --runs"]
+    assert page["notes"] == [
+        f"away of {given} lead out of it, and are left alone; `fivefold ui --runs PLACE` reads another place"
+    ]
     (run,) = page["shown"]
     assert (run["job"], run["environment"], run["events"], run["traced"]) == ({}, {}, [], False)
     with pytest.raises(UserError, match="leads out of the directory"):

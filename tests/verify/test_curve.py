@@ -30,3 +30,12 @@ def test_a_layout_that_strays_fails_and_one_rounding_does_not() -> None:
     assert curves(2.4e-7).ok  # the control agrees to the bit, and one rounding is no crime
     assert not curves(1e-4).ok
     assert not curves(0.0, same=False).ok
+
+
+def test_a_step_without_a_loss_has_no_distance_unless_only_one_curve_has_it() -> None:
+    some = [5.0, None, 4.0]
+    alike = CurveResult(Layout(), some, some, some, same_start=True, rounding=2.0**-23)
+    assert alike.ok
+    assert "none" in str(CurveResult(Layout(), [None, 5.0], [None, 5.0], [None, 5.0], same_start=True, rounding=1e-7))
+    other = CurveResult(Layout(), some, some, [5.0, 4.5, 4.0], same_start=True, rounding=2.0**-23)
+    assert not other.ok

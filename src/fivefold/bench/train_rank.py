@@ -104,7 +104,7 @@ class Watch:
         self.loss = math.nan  # of the first step
 
     def on_step(self, record: Step) -> None:
-        self.tick(record.loss)
+        self.tick(math.nan if record.loss is None else record.loss)
 
     def tick(self, loss: float) -> None:
         self.loss = loss if len(self.ends) == 1 else self.loss

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -23,10 +24,12 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", help="The largest number of tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always take the most likely token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Of the sampling; 0: always take the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens with this total probability; 1: all.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Random seed: the same one samples the same text.")] = 0,
     layout: Annotated[str, typer.Option(help="tp and pp: processes of this machine that share the model.")] = "dp=1",
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
@@ -36,14 +39,17 @@ def generate(
 ) -> None:
     """Continue a prompt, with the weights of a run or of a Hugging Face directory.
 
-    Keys and values of earlier tokens are cached. Decoding is greedy unless
-    --temperature is set; the same seed samples the same tokens in any layout.
+    Tokens are sampled; --temperature 0 takes the most likely one each time. The
+    same seed samples the same tokens in any layout, up to rounding, and is said
+    at the end, on standard error. Keys and values of earlier tokens are cached.
 
     [dim]Examples:[/]
 
       fivefold generate runs/demo --prompt "def main"
 
-      fivefold generate runs/demo --prompt "import" --temperature 0.8 --top-k 20 --layout tp=2,pp=2
+      fivefold generate runs/demo --prompt "import" --seed 7 --top-k 20 --layout tp=2,pp=2
+
+      fivefold generate runs/demo --prompt "import" --temperature 0
 
       fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
     """
@@ -65,7 +71,10 @@ def generate(
 
     answers = run(request, prompt or [], _numbers(tokens), stream)
     if as_json:
-        typer.echo(json.dumps([asdict(answer) for answer in answers]))
+        how = msgspec.to_builtins(sampling)
+        typer.echo(json.dumps([asdict(answer) | {"sampling": how} for answer in answers]))
+    elif temperature:
+        typer.echo(f"sampled with {sampling}", err=True)
 
 
 def _numbers(text: str | None) -> list[int] | None:

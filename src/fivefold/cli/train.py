@@ -76,16 +76,16 @@ def train(
     """Train a model; without a job file, a small Llama on the Python standard library.
 
     A job has the sections model, layout, data, optimizer, train, checkpoint,
-    watch, elastic, trace and run, and every setting has a default. The resolved
-    job is printed, and saved with the run's metrics and checkpoints in a
-    directory below run.dir. If that directory has a checkpoint, the run resumes
-    from it, in whatever layout the job now has; a job of another model, data or
-    loss curve is refused. A run's directory in place of the job file goes on
-    with the job that is stored there, and settings after it change that job.
-    Ctrl-C saves one more checkpoint and ends with exit code 130; a second
-    Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP save one, too, and end with
-    143. Under torchrun or Slurm's srun, the same command joins the ranks that
-    they started.
+    watch, elastic, trace and run, and every setting has a default. --check
+    prints the resolved job, and a run saves it as job.toml, with its metrics and
+    checkpoints, in a directory below run.dir. If that directory has a
+    checkpoint, the run resumes from it, in whatever layout the job now has; a
+    job of another model, data or loss curve is refused. A run's directory in
+    place of the job file goes on with the job that is stored there, and settings
+    after it change that job. Ctrl-C saves one more checkpoint and ends with exit
+    code 130; a second Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP save one,
+    too, and end with 143. Under torchrun or Slurm's srun, the same command joins
+    the ranks that they started.
 
     [dim]Examples:[/]
 

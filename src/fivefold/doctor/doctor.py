@@ -30,6 +30,9 @@ def doctor(
 ) -> DoctorResult:
     """Examine this machine with `nproc` ranks of a job (default: as many as its layout has).
 
+        ff.doctor("examples/demo.toml").ok
+        ff.doctor(None, ["layout=dp=2"], nproc=2)
+
     Every rank measures matmuls in the job's dtype and collectives along each axis of its layout; the node's disk,
     limits, clock and versions are looked at, too. No data is read, and nothing is trained.
     """

@@ -26,7 +26,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Temperature 0 takes the likeliest token. Otherwise one of the `top_k` likeliest (0: all) that together have the
     probability `top_p` is drawn."""
 
-    temperature: float = 0.0
+    temperature: float
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
@@ -42,6 +42,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             (0 < self.top_p <= 1, f"--top-p {self.top_p:g} is a probability above 0, and at most 1"),
         ]
         return [sentence for holds, sentence in rules if not holds]
+
+    def __str__(self) -> str:
+        """As the options that draw the same again."""
+        if self.temperature == 0:
+            return "--temperature 0"
+        top_k = f" --top-k {self.top_k}" if self.top_k else ""
+        return f"--temperature {self.temperature:g}{top_k} --top-p {self.top_p:g} --seed {self.seed}"
 
 
 @dataclass(frozen=True)

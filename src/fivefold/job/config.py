@@ -122,6 +122,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a run is made of: the sections of a job file. `read_job` makes one; `problems` says what is wrong."""
+
     model: ModelSpec
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
@@ -284,7 +286,10 @@ KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
 
 
 def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job:
-    """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once."""
+    """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once.
+
+    ff.read_job("examples/demo.toml", ["optimizer.lr=3e-4", "layout=dp=2"])
+    """
     file = path_of(path) if path is not None else None
     return resolve(_table_of(file) if file else {}, changes, file.stem if file else "run")
 

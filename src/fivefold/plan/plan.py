@@ -56,6 +56,9 @@ def plan(
 ) -> PlanResult:
     """Search all layouts of a model on a cluster, choose one, and say why.
 
+        ff.plan("llama3-70b", "8x8xH100").chosen.layout
+        ff.plan("tiny", "2xCPU", batch=16, seq=128, fix="tp=2")
+
     `cluster` is by default the job's, or 8xH100. `changes` are KEY=VALUE settings of the model or job, `batch` counts
     sequences of a step, `fix` holds choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice,
     `price` is dollars per device and hour. `tokens` is the length of the run ("1.4T", 300e9, or "chinchilla": 20 per
@@ -110,6 +113,9 @@ def simulate(
     imbalance: float | None = None,
 ) -> SimulateResult:
     """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed.
+
+        ff.simulate("llama3-70b", "dp=8,tp=8,zero=1", "8x8xH100")
+        ff.simulate("llama3-8b", "dp=2,pp=4,microbatches=8,schedule=zb-h1", batch=16, seq=4096)
 
     Where it does not fit into the devices, the result says so and is not `ok`.
     """

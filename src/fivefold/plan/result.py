@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from fivefold.job.config import Job
@@ -22,8 +21,8 @@ from fivefold.plan.training import DAY, GB, Training
 from fivefold.report import Block, Cell, Drawing, Result, Table, Text
 from fivefold.report.scene import Scene
 from fivefold.schedule.draw.picture import picture
-from fivefold.schedule.draw.terminal import legend, timeline
-from fivefold.schedule.simulate import Simulation
+from fivefold.schedule.draw.terminal import GAP, legend, timeline
+from fivefold.schedule.simulate import Simulation, simulate
 from fivefold.support.formatting import si
 
 DRAWN = 1024  # passes of a pipeline that a terminal can show
@@ -154,7 +153,18 @@ class SimulateResult(Result):
         return simulated(self.option) | {"advice": self.advice or None}
 
     def scene(self) -> Scene | None:
-        return picture([self.simulation], clock="seconds") if self.simulation else None
+        """Of the whole step: its simulation may leave out what repeats itself."""
+        if self.simulation is None:
+            return None
+        whole = self.simulation
+        if self._left_out:
+            whole = simulate(self.option.case.schedule(self.option.layout.microbatches), whole.costs)
+        return picture([whole], clock="seconds")
+
+    @property
+    def _left_out(self) -> int:
+        """Microbatches of the step that its simulation goes without."""
+        return self.option.layout.microbatches - self.simulation.schedule.m if self.simulation else 0
 
     def blocks(self) -> Iterator[Block]:
         if advice := self.advice:
@@ -166,10 +176,15 @@ class SimulateResult(Result):
             yield Text(_stages(self.option))
         yield from (_times(self.option), _memory(self.option))
         if simulation := self.simulation:
-            if self.option.layout.microbatches * self.option.layout.pp <= DRAWN:
-                yield Drawing(partial(timeline, simulation))
+            estimate, many = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
+            if simulation.schedule.m * simulation.schedule.p <= DRAWN:
+                yield Drawing(lambda columns, colour: timeline(simulation, columns, colour, self._left_out))
                 yield Drawing(lambda _, colour: legend([simulation], colour))
-            yield Text(f"bubble {simulation.bubble_makespan:.1%} of the pipeline's {simulation.makespan:.3g} s")
+                if self._left_out:
+                    yield Text(f"{GAP}: {self._left_out} of {many} are left out; they repeat what is beside them")
+            yield Text(
+                f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s in which the pipeline does {many}"
+            )
 
 
 def simulated(option: Option) -> dict[str, Any]:

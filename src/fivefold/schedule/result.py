@@ -162,8 +162,8 @@ def draw(
 ) -> DrawResult:
     """Draw schedules: which rank computes what when, where the bubbles are, and what each rank holds.
 
-        draw("zb-v", pp=4, microbatches=8)
-        draw("1f1b", "zb-h1", pp=4, microbatches=8, slow={1: 1.5})    # compared on one time scale
+        ff.draw("zb-v", pp=4, microbatches=8)
+        ff.draw("1f1b", "zb-h1", pp=4, microbatches=8, slow={1: 1.5})    # compared on one time scale
 
     A schedule is a name, a file or an object, and is proven before it is drawn. `times` are durations of a whole rank,
     like "f=1,i=1,w=1,comm=0.1"; `slow` says how many times as long a rank takes.
@@ -176,7 +176,10 @@ def draw(
 
 
 def schedule(name: str | Path, pp: int | None = None, microbatches: int | None = None, **options: Any) -> Schedule:
-    """A schedule of the catalogue for `pp` ranks, or the one in a file, proven; `options` are those of `draw`."""
+    """A schedule of the catalogue for `pp` ranks, or the one in a file, proven; `options` are those of `draw`.
+
+    ff.schedule("zb-v", pp=4, microbatches=8)
+    """
     return draw(name, pp=pp, microbatches=microbatches, **options).simulations[0].schedule
 
 

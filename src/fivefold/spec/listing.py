@@ -65,7 +65,10 @@ def _mixture(experts: Experts) -> list[str]:
 
 
 def models(config: str | Path | None = None, *, seq: int | None = None) -> ModelList:
-    """Every preset, and the model of a Hugging Face `config`; FLOPs at `seq` tokens, or at each model's context."""
+    """Every preset, and the model of a Hugging Face `config`; FLOPs at `seq` tokens, or at each model's context.
+
+    ff.models(seq=8192)
+    """
     checked("seq", seq, within(1, TOKENS))
     specs = [preset(name) for name in PRESETS] + ([read_hf_config(config)] if config else [])
     return ModelList(tuple(specs), seq)

@@ -33,6 +33,8 @@ QKNormOver = Literal["head", "all"]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A decoder by its numbers, and what follows from them: parameters, FLOPs, operations. `preset` has known ones."""
+
     name: str = "custom"
     layers: Annotated[int, within(1, 10_000)]
     hidden: Annotated[int, within(1, 1_000_000)]

@@ -190,7 +190,10 @@ def source_of(name: str) -> str:
 
 
 def preset(name: str, **changes: Any) -> ModelSpec:
-    """A named model, with fields changed; what was derived from a changed field is derived again."""
+    """A named model, with fields changed; what was derived from a changed field is derived again.
+
+    ff.preset("llama3-8b", layers=16)
+    """
     if name not in PRESETS:
         raise UserError(f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold models' lists them)")
     return ModelSpec(**({"name": name} | PRESETS[name] | changes))

@@ -66,7 +66,7 @@ class Display:
 
     def curve(self) -> Iterable[Text]:
         """The loss so far; nothing where the terminal has no braille."""
-        if len(self.losses) < 2 or not self.console.encoding.lower().startswith("utf"):
+        if sum(loss is not None for loss in self.losses) < 2 or not self.console.encoding.lower().startswith("utf"):
             return []
         width = max(20, min(72, self.console.width - 20))
         return [Text(row, style="cyan") for row in chart(self.losses, self.marks, width)]
@@ -75,21 +75,24 @@ class Display:
 def _line(record: Step) -> str:
     mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
     load = f"  fullest expert {record.load.fullest:.2f}x" if record.load is not None else ""
+    loss = "no loss" if record.loss is None else f"loss {record.loss:.3f}"
     return (
-        f"loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
+        f"{loss}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
         f"{si(record.tokens_per_second)} tokens/s{mfu}{load}  memory {bytes_text(record.memory)}"
     )
 
 
-def drawable(values: Sequence[float]) -> list[float]:
+def drawable(values: Sequence[float | None]) -> list[float | None]:
     """Within what can be scaled to a picture: a file of an earlier release may have any number in it."""
-    return [max(-1e30, min(1e30, value)) for value in values]
+    return [None if value is None else max(-1e30, min(1e30, value)) for value in values]
 
 
-def chart(values: Sequence[float], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
-    """The curve of `values` in braille, with a dashed line and a label at each mark; rows of text, top first."""
+def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
+    """The curve of `values` in braille, with a dashed line and a label at each mark; rows of text, top first. Where
+    there is no value the curve has a gap."""
     values = drawable(values)
-    top, bottom = max(*values, *marks.values()), min(*values, *marks.values())
+    known = [*(value for value in values if value is not None), *marks.values()]
+    top, bottom = max(known), min(known)
     span = (top - bottom) or 1.0
 
     def row_of(value: float, rows: int) -> int:
@@ -99,7 +102,11 @@ def chart(values: Sequence[float], marks: dict[str, float], width: int = 64, hei
     before = None
     for x in range(2 * width):  # a braille cell has two columns and four rows of dots
         start, stop = x * len(values) // (2 * width), (x + 1) * len(values) // (2 * width)
-        share = values[start : max(stop, start + 1)]  # that falls on this column; the nearest value where none does
+        # What falls on this column; the nearest value where none does.
+        share = [value for value in values[start : max(stop, start + 1)] if value is not None]
+        if not share:
+            before = None
+            continue
         y = row_of(sum(share) / len(share), 4 * height)
         joined = (y, y if before is None else before)
         for dot in range(min(joined), max(joined) + 1):  # join the points, so that a steep fall is a line

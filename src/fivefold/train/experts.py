@@ -140,7 +140,10 @@ class ExpertsResult(Result):
 
 
 def experts(run: str | Path) -> ExpertsResult:
-    """The load of the experts of a run, by its directory."""
+    """The load of the experts of a run, by its directory.
+
+    ff.experts("runs/moe")
+    """
     directory = path_of(str(run))
     if not (directory / "metrics.jsonl").is_file():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")

@@ -75,6 +75,7 @@ class Trainer:
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
         self.checkpointing: Checkpoints | None = None
         self.stopped = False  # whether any has, and so all do, after this step
+        self.told: set[str] = set()  # what is said once
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
 
@@ -132,7 +133,7 @@ class Trainer:
         self.done, self.samples = step, int(batch.samples[-1]) + 1
         self.account.step(record.seconds)
         rolls_back = self.decision is not None and self.decision.action == "rollback"
-        if math.isfinite(record.loss) and math.isfinite(record.grad_norm) and not rolls_back:
+        if math.isfinite(record.loss or 0.0) and math.isfinite(record.grad_norm) and not rolls_back:
             for listener in listeners:
                 listener.on_step(record)
         return self.tracer.after(made, self.engine.schedule)
@@ -238,9 +239,15 @@ class Trainer:
         tokens = len(batch.samples) * self.job.data.seq
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
         self.stopped = wishes > 0
+        if not batch.loss_tokens:
+            self._once(
+                f"step {step}: none of its target tokens carries loss (samples {first} to {samples - 1}): it has no "
+                "loss and makes no update; other steps like it are not named",
+                "step",
+            )
         return Step(
             step=step,
-            loss=mean,
+            loss=mean if judged else None,
             grad_norm=norm_value,
             lr=rate,
             tokens=tokens,
@@ -269,6 +276,11 @@ class Trainer:
             return loss * faults.SPIKE
         return loss
 
+    def _once(self, sentence: str, kind: str) -> None:
+        if kind not in self.told:
+            self.told.add(kind)
+            self.policy.say(sentence)
+
     def logs(self, step: int) -> bool:
         """Whether a line is printed of a step, where there is no terminal."""
         train = self.job.train
@@ -291,4 +303,11 @@ class Trainer:
         self.agree()
         if not math.isfinite(total):
             raise TrainingError(f"the held-out loss after step {step} is {total}: the weights are no longer of use")
-        return Evaluation(step=step, held_out_loss=total / count, samples=samples, loss_tokens=count) if count else None
+        if not count:
+            self._once(
+                f"none of the first {samples} held-out samples has a target that carries loss: there is no held-out "
+                f"loss; train.eval_samples={train.eval_samples} says how many are read",
+                "evaluation",
+            )
+            return None
+        return Evaluation(step=step, held_out_loss=total / count, samples=samples, loss_tokens=count)

@@ -37,9 +37,12 @@ def from_line(line: bytes) -> Record | None:
     if found and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
         return None
     try:
-        return msgspec.json.decode(line, type=Record)
+        record: Record = msgspec.json.decode(line, type=Record)
     except BROKEN:
         return None
+    if isinstance(record, Step) and not record.loss_tokens:  # earlier releases wrote a loss of 0
+        return msgspec.structs.replace(record, loss=None)
+    return record
 
 
 def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:

@@ -43,7 +43,7 @@ def evenness(layer: list[int]) -> float:
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
     step: Whole  # counted from 1
-    loss: float  # mean over the step's target tokens, nats
+    loss: float | None  # mean over the step's target tokens that carry loss, nats; None: none of them does
     grad_norm: float  # before clipping
     lr: float
     tokens: Whole  # input tokens of the step, over all ranks

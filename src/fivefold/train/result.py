@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ class TrainResult(Result):
 
     @property
     def losses(self) -> list[float]:
-        return [record.loss for record in self.steps]
+        """Of the steps that have one."""
+        return [record.loss for record in self.steps if record.loss is not None]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -50,13 +52,13 @@ class TrainResult(Result):
         }
 
     def blocks(self) -> Iterator[Block]:
-        if len(self.steps) > 1:
-            yield Text("\n".join(chart(self.losses, {})))
+        if len(self.losses) > 1:
+            yield Text("\n".join(chart([step.loss for step in self.steps], {})))
         last = self.steps[-1:]
         yield Table(
             [">step", ">loss", ">gradient norm", ">tokens/s"],
             [
-                [str(step.step), f"{step.loss:.4f}", f"{step.grad_norm:.3f}", f"{step.tokens_per_second:,.0f}"]
+                [str(step.step), _loss(step), f"{step.grad_norm:.3f}", f"{step.tokens_per_second:,.0f}"]
                 for step in [*(self.steps[:1] if len(self.steps) > 1 else []), *last]
             ],
         )
@@ -70,17 +72,25 @@ class TrainResult(Result):
 
     def scene(self) -> Scene | None:
         """The loss by step, and how well the run does on held-out data."""
-        losses = drawable(self.losses)
-        if len(losses) < 2:
+        losses = drawable([step.loss for step in self.steps])
+        known = [loss for loss in losses if loss is not None]
+        if len(known) < 2:
             return None
         first, last = self.steps[0].step, self.steps[-1].step
-        scene = sheet("Loss by step", f"{self.directory}: {last:,} steps, loss {losses[-1]:.4f} at the end", _HEIGHT)
-        low, high = min(losses), max(losses)
+        scene = sheet("Loss by step", f"{self.directory}: {last:,} steps, loss {known[-1]:.4f} at the end", _HEIGHT)
+        low, high = min(known), max(known)
         room = 0.06 * ((high - low) or 1.0)
         place = (110, TOP + 6, WIDTH - 110 - MARGIN, _HEIGHT - TOP - 70)
         plot = Plot(scene, *place, (first, low - room), (last, high + room))
         plot.axis_x("step")
         plot.axis_y("loss, nats per token")
         points = zip((step.step for step in self.steps), losses, strict=True)
-        scene.shapes.append(Curve(tuple((plot.x(step), plot.y(loss)) for step, loss in points), BLUE, 2.0))
+        for there, part in groupby(points, lambda point: point[1] is not None):
+            if there:  # where there is no loss, the curve has a gap
+                drawn = tuple((plot.x(step), plot.y(loss)) for step, loss in part if loss is not None)
+                scene.shapes.append(Curve(drawn, BLUE, 2.0))
         return scene
+
+
+def _loss(step: Step) -> str:
+    return "none" if step.loss is None else f"{step.loss:.4f}"

@@ -12,7 +12,6 @@ from typing import TypeVar
 import msgspec
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 import fivefold
@@ -23,7 +22,7 @@ from fivefold.data.entropy import entropy
 from fivefold.data.index import NAME as INDEX
 from fivefold.doctor.before import before_step_1
 from fivefold.job.config import Job
-from fivefold.job.continuing import MEANT, Change, bends, flat
+from fivefold.job.continuing import MEANT, Change, bends
 from fivefold.job.preflight import Sources
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
@@ -43,8 +42,8 @@ from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.files import cannot_write, put
 from fivefold.support.formatting import counted, graphs_text, si
 from fivefold.train.checkpointing import Checkpoints
+from fivefold.train.directories import JOB, complete, entered, store, trained
 from fivefold.train.directories import claim as claim_directory
-from fivefold.train.directories import complete, entered, store, trained
 from fivefold.train.display import Display
 from fivefold.train.experts import PICTURE, ExpertsResult
 from fivefold.train.loop import Stopped, Trainer
@@ -110,7 +109,7 @@ def _run_job(
         checkpointing = Checkpoints(store(job, directory), control, trainer, note)
         leaving.callback(checkpointing.close)
         if world.rank == 0:
-            show_job(console, job, directory)
+            show_job(console, job, mesh)
         for sentence in before_step_1(job, mesh, control):
             note(sentence)
         recovery = _recovery(directory, world, note) if again else None
@@ -141,6 +140,7 @@ def _run_job(
         if outputs is None:
             _train(trainer, control, directory, checkpointing, [])
             return
+        say(console, "run", f"{directory}; every setting: {directory / JOB}")
         marks = show_corpus(console, sources)
         if slow:
             note(slow)
@@ -276,20 +276,28 @@ def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
     }
 
 
-def show_job(console: Console, job: Job, directory: Path) -> None:
-    """The resolved job, a paragraph a section."""
-    model = f"{job.model.name}, {si(job.model.parameter_count)} parameters"
-    console.print(
-        Text.assemble((f"fivefold {fivefold.__version__}", "bold"), f"  {model}  ", (f"-> {directory}", "dim"))
-    )
-    grid = Table.grid(padding=(0, 2))
-    for section, table in msgspec.to_builtins(job).items():
-        plain = {
-            key: ",".join(map(str, value)) if isinstance(value, list) else value for key, value in flat(table).items()
-        }
-        settings = " ".join(f"{key}={value}" for key, value in plain.items() if value is not None)
-        grid.add_row(f"[bold]{section}[/]", Text(settings, style="dim"))
-    console.print(grid)
+def show_job(console: Console, job: Job, mesh: Mesh) -> None:
+    """What trains, how long and where. The resolved job is in the run's directory, and `--check` prints it."""
+    model, train, optimizer = job.model, job.train, job.optimizer
+    size = f"{si(model.parameter_count)} parameters"
+    if model.experts is not None:
+        size += f", {si(model.active_parameters)} active"
+    lines = {
+        f"fivefold {fivefold.__version__}": f"{model.name}, {size}",
+        "train": f"{counted(train.steps, 'step')} of {counted(train.batch, 'sequence')} of {job.data.seq} tokens; "
+        f"{optimizer.name}, lr {optimizer.lr:g}, {optimizer.schedule}",
+        "layout": f"{job.layout}: {counted(mesh.world.size, 'rank')} on {_device(mesh)}, {train.dtype}",
+    }
+    for name, text in lines.items():
+        say(console, name, text)
+
+
+def say(console: Console, what: str, text: str) -> None:
+    console.print(Text.assemble((f"{what:6}", "bold"), f"  {text}"), soft_wrap=True)
+
+
+def _device(mesh: Mesh) -> str:
+    return torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
 
 
 def show_changes(console: Console, changes: list[Change]) -> None:

@@ -25,6 +25,8 @@ def trace(
 ) -> TraceResult:
     """Run a few steps of a job, write what every rank did to `output`, and sum up where the time went.
 
+        ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")
+
     Starts the layout's ranks on this machine. `changes` are KEY=VALUE; trace.after and trace.steps say which steps.
     """
     file = TraceFile(Path(output))

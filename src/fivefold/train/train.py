@@ -28,6 +28,9 @@ def train(
 ) -> TrainResult:
     """Train a job on ranks of this machine, and return its losses and its directory.
 
+        ff.train("examples/demo.toml", ["train.steps=50"]).losses
+        ff.train("runs/demo", ["train.steps=300"], progress=print)
+
     `job` is a job file, the directory of a run to go on with, or an object (default: a small Llama on Python's own
     source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has). A run that
     has a checkpoint resumes from it, unless `fresh` asks for a new directory. `progress` gets every line that the run

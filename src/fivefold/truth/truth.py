@@ -29,6 +29,9 @@ def truth(
 ) -> TruthResult:
     """Predict every run of a directory of CSV files, by default of those that come with the package.
 
+        ff.truth()
+        ff.truth(rows="llama3")
+
     `rows` names one source, whose rows are then shown; `leave_out` also predicts each source, and each accelerator,
     with constants that were fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
     """

@@ -28,6 +28,7 @@ from fivefold.ui.question import (
     software_of,
     words_of,
 )
+from fivefold.ui.sentences import for_page
 
 TOP = 12  # rows of the ranking
 PASSES = 4096  # of a pipeline, that are simulated while a slider moves
@@ -63,7 +64,11 @@ def planned(found: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     page = _page(found.case, found.case.stack.name, option.layout, [], option)
     advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
     against = None if found.given is None else difference(found.chosen, found.given)
-    told = {"advice": advice or None, "neighbours": [one.to_dict() for one in found.neighbours], "against": against}
+    told = {
+        "advice": for_page(advice) or None,
+        "neighbours": [one.to_dict() for one in found.neighbours],
+        "against": against,
+    }
     return page, {"search": found.to_dict(), "why": told}
 
 
@@ -75,7 +80,7 @@ def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: O
         "choices": choices(case, software),
         "steps": steps(case, wanted),
         "wanted": fields_of(wanted),
-        "problems": wrong,
+        "problems": [for_page(one) for one in wrong],
         "shown": None if shown is None else fields_of(shown),
         "changes": [] if shown is None else _changes(wanted, shown),
         "figures": None if option is None else simulated(option),
@@ -109,7 +114,7 @@ def why(ask: Ask) -> dict[str, Any]:
     option = option_of(case, layout_of(ask.text("layout", "dp=1")))
     result = SimulateResult(option, None if option.fits else nearest_fit(option))
     return {
-        "advice": result.advice or None,
+        "advice": for_page(result.advice) or None,
         "neighbours": [one.to_dict() for one in neighbours(option)],
         "against": difference(option_of(case, layout_of(best)), option) if best else None,
     }

@@ -121,7 +121,9 @@ def thinned(steps: Sequence[Step]) -> Sequence[Step]:
     kept = {0, len(steps) - 1}
     for number in range(BUCKETS):
         at = range(number * len(steps) // BUCKETS, (number + 1) * len(steps) // BUCKETS)
-        kept |= {at[0], min(at, key=lambda n: steps[n].loss), max(at, key=lambda n: steps[n].loss)}
+        known = sorted((loss, n) for n in at if (loss := steps[n].loss) is not None)
+        gap = next((n for n in at if steps[n].loss is None), at[0])
+        kept |= {at[0], gap} | ({known[0][1], known[-1][1]} if known else set())
         kept.add(max(at, key=lambda n: steps[n].grad_norm))
     return [steps[at] for at in sorted(kept)]
 

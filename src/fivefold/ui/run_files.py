@@ -70,7 +70,10 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, Run], list[str]]:
         elif others:
             notes.append(f"{counted(len(others), 'folder')} of {told(root)} without {METRICS}: {_few(others)}")
         if away:
-            notes.append(f"{_few(away)} of {told(root)} lead out of it, and are left alone; name the place with --runs")
+            notes.append(
+                f"{_few(away)} of {told(root)} lead out of it, and are left alone; "
+                "`fivefold ui --runs PLACE` reads another place"
+            )
         if beyond:
             notes.append(f"{told(root)} has {beyond:,} names more than the {FOLDERS:,} that are looked at")
     found.sort(key=_age)

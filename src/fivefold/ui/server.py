@@ -21,6 +21,7 @@ from fivefold import __version__
 from fivefold.support.errors import UserError
 from fivefold.ui.ask import Ask
 from fivefold.ui.guard import App, Guard
+from fivefold.ui.sentences import for_page
 from fivefold.ui.threads import Busy, in_thread
 from fivefold.ui.views import VIEWS, Nothing, answer, heavy, view_of
 from fivefold.ui.worker import Question
@@ -146,5 +147,6 @@ def _json(body: bytes) -> Response:
 
 
 def _error(status: int, problems: list[str]) -> Response:
+    problems = [for_page(problem) for problem in problems]
     body: dict[str, Any] = {"error": problems[0], "problems": problems}
     return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -26,7 +26,10 @@ def ui(
     browser: bool = True,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Serve until interrupted. `port` 0 is any free one; `runs` are the directories that may be read."""
+    """Serve until interrupted. `port` 0 is any free one; `runs` are the directories that may be read.
+
+    ff.ui(port=8000, runs=["runs"])
+    """
     checked("port", port, within(0, 65535))
     places = tuple(_directory(run) for run in runs)
     if absent("starlette") or absent("uvicorn"):

@@ -141,7 +141,7 @@ def compared(rank: Rank, job: Job, reference: Path) -> Measured:
     return measured
 
 
-def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float], dict[str, str]]:
+def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float | None], dict[str, str]]:
     """The loss of every step, and a digest of each weight that this rank's stages started from."""
     device = choose_device(job.train.device, rank.number)
     make_repeatable(job.train)

@@ -67,6 +67,9 @@ def verify(
 ) -> VerifyResult:
     """Prove that a layout, or every legal one of `world` ranks (`everything`), computes what one process computes.
 
+        ff.verify("dp=2,tp=2,zero=1")
+        ff.verify(everything=True, world=4, sample=10, progress=print)
+
     Starts the ranks on this machine. `changes` are settings of the job, KEY=VALUE. `sample` takes so many of the
     layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `repeat` proves each so often, by
     ranks that stay up: for what happens once in a hundred times. `progress` is told how many layouts are done, of how

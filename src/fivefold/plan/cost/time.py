@@ -128,7 +128,8 @@ class Estimate:
     busy: Seconds  # of the busiest pipeline rank, by cause
     dp: float  # gradients and weights that nothing hides
     optimizer: float
-    simulation: Simulation | None = None
+    simulation: Simulation | None = None  # of a long step, without microbatches in the middle that repeat others
+    bubble: float = 0.0  # share of all pipeline ranks' time in which they do not compute; of the whole step
     travelled: Travelled = STAYED  # of the busiest rank
 
     @property
@@ -155,9 +156,9 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
     loads = [
         times(plus(*(part for stage in mine for part in passes[stage])), m) for mine in case.layout.placement.of_rank
     ]
-    simulation, less = None, [0.0] * len(loads)
+    simulation, less, bubble = None, [0.0] * len(loads), 0.0
     if exact and (case.layout.pp > 1 or pairs_overlap(case)):
-        simulation, length, less = _simulated(case, case.durations)
+        simulation, length, less, bubble = _simulated(case, case.durations)
     rank = max(range(len(loads)), key=lambda rank: loads[rank].total - less[rank])
     busiest = _without(loads[rank], less[rank])
     if simulation is None and case.layout.pp == 1:
@@ -165,23 +166,26 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
     elif simulation is None:
         length = closed_form(case, [load.total / m for load in loads])
     optimizer, exposed = _step_end(case, passes)
-    return Estimate(case, length, busiest, exposed, optimizer, simulation, _travelled(case, rank, less[rank]))
+    travelled = _travelled(case, rank, less[rank])
+    return Estimate(case, length, busiest, exposed, optimizer, simulation, bubble, travelled)
 
 
-def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float, list[float]]:
-    """The schedule on its clock, how long it takes, and what its pairs save on each rank. A long one repeats itself:
-    its steady state is timed, and counted on."""
+def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float, list[float], float]:
+    """The schedule on its clock, how long it takes, what its pairs save on each rank, and its bubble. A long one
+    repeats itself: its steady state is timed, and counted on."""
     layout, m = case.layout, case.layout.microbatches
     few = repeating(layout)
     simulation = simulate(case.schedule(few), durations)
     less = _saved(simulation)
     if few == m:
-        return simulation, simulation.makespan, less
+        return simulation, simulation.makespan, less, simulation.bubble_makespan
     longer = simulate(case.schedule(few + layout.pp), durations)
     more = (m - few) / layout.pp
     each = zip(less, _saved(longer), strict=True)
     length = simulation.makespan + more * (longer.makespan - simulation.makespan)
-    return simulation, length, [short + more * (long - short) for short, long in each]
+    short, long = (sum(rank.busy for rank in one.ranks) for one in (simulation, longer))
+    bubble = 1 - (short + more * (long - short)) / (layout.pp * length) if length else 0.0
+    return simulation, length, [short + more * (long - short) for short, long in each], bubble
 
 
 def _saved(simulation: Simulation) -> list[float]:

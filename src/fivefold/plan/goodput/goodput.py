@@ -51,6 +51,9 @@ def goodput(
 ) -> GoodputResult:
     """Days to train with failures: expected, and as a distribution of seeded simulated runs.
 
+        ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T")
+        ff.goodput("llama3-70b", "8x8xH100", tokens="1.4T", mtbf=50_000, every=500)
+
     The run is that of `plan` with the same arguments; `tokens` are 20 per parameter where neither they nor the job say.
     `every` counts steps between checkpoints; without it, and where the job does not say, they are those of the shortest
     run. `mtbf` is hours between failures of one GPU, `detect` and `restart` are seconds, `storage` is GB a second of

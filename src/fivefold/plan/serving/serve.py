@@ -147,6 +147,8 @@ def serve(
 ) -> ServePlan:
     """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it.
 
+        ff.serve("llama3-70b", "8xH100", prompt=1024, output=256, ttft=0.5)
+
     `imbalance`: of experts, rows of the fullest group of ranks over the mean; None: as published runs have it.
     """
     job, _ = job_of(model, changes)

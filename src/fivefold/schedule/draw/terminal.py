@@ -19,12 +19,14 @@ from fivefold.schedule.schedule import Schedule
 from fivefold.schedule.simulate import Shown, Simulation
 
 BARS = " ▁▂▃▄▅▆▇█"
+GAP = "┊⋯┊"
 
 
-def timeline(simulation: Simulation, columns: int = 100, colour: bool = True) -> Text:
-    """The picture as styled text, at most `columns` wide."""
+def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, left_out: int = 0) -> Text:
+    """The picture as styled text, at most `columns` wide. `left_out`: microbatches that the step has in the middle,
+    where a gap is shown, and the simulation has not; those after it count on."""
     label = len(f"rank {simulation.schedule.p - 1} ")
-    width = max(10, columns - label - 6)
+    width = max(10, columns - label - 6 - (len(GAP) if left_out else 0))
     slice_ = simulation.makespan / width if simulation.makespan else 1.0
     # Whole columns per action look best: take the largest such width when the schedule is short enough.
     shown = [[*simulation.shown(rank)] for rank in range(simulation.schedule.p)]
@@ -37,17 +39,33 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True) ->
     text = Text()
     for rank in range(simulation.schedule.p):
         text.append(f"rank {rank} ".rjust(label), "dim")
-        for span, group in groupby(_columns(shown[rank], width, slice_)):
-            cell = _pair if span and span.beside else _cell
-            text.append_text(cell(simulation.schedule, span, len([*group]), colour))
+        cells = _columns(shown[rank], width, slice_)
+        middle = width // 2 if left_out else width
+        for after, part in ((0, cells[:middle]), (left_out, cells[middle:])):
+            text.append(GAP if after else "", "dim")
+            for span, group in groupby(part):
+                cell = _pair if span and span.beside else _cell
+                text.append_text(cell(simulation.schedule, _later(span, after), len([*group]), colour))
         text.append("\n")
     text.append("memory\n".rjust(label), "dim")
     most = max(simulation.peak_activations) or 1.0
     for rank, peak in enumerate(simulation.peak_activations):
         text.append(f"rank {rank} ".rjust(label), "dim")
-        text.append(_bars(simulation.memory[rank], width, slice_, most), Style(color="#5b7fae"))
+        bars = _bars(simulation.memory[rank], width, slice_, most)
+        text.append(f"{bars[:middle]}{GAP if left_out else ''}{bars[middle:]}", Style(color="#5b7fae"))
         text.append(f" {peak:.3g}\n")
     return text
+
+
+def _later(span: Shown | None, many: int) -> Shown | None:
+    """With the number that its microbatch has after so many others."""
+    if span is None or not many:
+        return span
+
+    def moved(action: Action) -> Action:
+        return action._replace(microbatch=action.microbatch + many) if action.microbatch >= 0 else action
+
+    return span._replace(action=moved(span.action), beside=span.beside and moved(span.beside))
 
 
 def _columns(spans: list[Shown], width: int, slice_: float) -> list[Shown | None]:

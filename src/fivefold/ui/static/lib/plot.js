@@ -35,11 +35,14 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
   const most = given || Math.max(...rows.map(total), ...marks.map(mark => mark.value)) * 1.02 || 1;
   const longest = Math.max(0, ...rows.map(row => (row.label || "").length));
   const left = wanted ?? (longest ? Math.min(130, 10 + 7 * longest) : 0);
-  const right = rows.some(row => row.note) ? 70 : marks.length ? 48 : 14, top = marks.length ? 26 : 4, foot = 24;
+  const right = rows.some(row => row.note) ? 70 : marks.length ? 48 : 14, foot = 24;
+  const x = value => left + (width - left - right) * value / most;
+  const wide = text => 6.6 * text.length;
+  const crowded = marks.length > 1 && x(marks[0].value) - 4 < wide(marks[0].label);  // the lower mark's name has no room on its left
+  const top = marks.length ? crowded ? 40 : 26 : 4;
   const line = height || Math.max(3, Math.min(64, Math.floor(260 / rows.length)));
   const gap = line > 40 ? 10 : line > 8 ? 4 : line > 4 ? 1 : 0;
   const bottom = top + rows.length * line;
-  const x = value => left + (width - left - right) * value / most;
   const every = Math.ceil(14 / line);  // labels that would touch are left out
   const drawn = [];
   for (const tick of ticks(most, Math.max(2, Math.floor(width / 110)))) {
@@ -60,9 +63,10 @@ export function stackedBars(width, { rows, marks = [], write, describe, label, m
     if (row.note) drawn.push(shape("text", { x: x(start) + 6, y: y + thick / 2 + 4, class: "note" }, row.note));
   });
   marks.forEach((mark, at) => {
-    const left = marks.length > 1 ? at === 0 : x(mark.value) > width / 2;  // of two the lower is named on its left, so that names do not meet
-    drawn.push(shape("line", { x1: x(mark.value), x2: x(mark.value), y1: top - 6, y2: bottom, class: mark.hard ? "mark hard" : "mark" }));
-    drawn.push(shape("text", { x: x(mark.value) + (left ? -4 : 4), y: top - 10, class: "marklabel", "text-anchor": left ? "end" : "start" }, mark.label));
+    // Of two the lower is named on its left, so that names do not meet; where there is no room, a line above the other.
+    const above = crowded && at === 0, left = !above && (marks.length > 1 && !crowded ? at === 0 : x(mark.value) + 4 + wide(mark.label) > width);
+    drawn.push(shape("line", { x1: x(mark.value), x2: x(mark.value), y1: top - (above ? 20 : 6), y2: bottom, class: mark.hard ? "mark hard" : "mark" }));
+    drawn.push(shape("text", { x: x(mark.value) + (left ? -4 : 4), y: top - (above ? 24 : 10), class: "marklabel", "text-anchor": left ? "end" : "start" }, mark.label));
   });
   return shape("svg", { width, height: bottom + foot, role: "img", "aria-label": label }, drawn);
 }

@@ -13,7 +13,7 @@ export function table(heads, rows, { caption, testid, row, foot, records = false
     return line;
   });
   return element("div", { class: "scroll" }, element("table", { "data-testid": testid, class: records ? "records" : null },
-    caption && element("caption", {}, caption),
+    caption && element("caption", {}, element("span", {}, caption)),
     element("thead", {}, element("tr", {}, cells(names, "th"))),
     element("tbody", {}, body),
     foot && element("tfoot", {}, element("tr", {}, cells(foot, "td")))));

@@ -16,6 +16,8 @@ export function mount(root, source) {
   let hand = "";                              // that slider
   let free = !words.layout;                   // nobody has chosen a layout: the planner's choice is taken when it comes
   let timer = 0, ranked = null, ranking = "";
+  let pending = true;                         // a newer question than the one that is shown is on its way
+  let judged = "";                            // the question whose neighbours are awaited or shown
   let told = null;                            // what was wrong with the first address: the defaults are shown below it
 
   const question = questionControls(ask, source.live);
@@ -28,11 +30,11 @@ export function mount(root, source) {
       element("div", { class: "stack" }, figures.element, why.element, list.element))));
 
   const asking = newest(asked => source.payload(asked), show, failed);
-  const judging = replacing((asked, signal) => source.part("why", asked, { signal }), answer => { why.show(answer); figures.because(answer.against); }, error => why.fail(error));
+  const judging = replacing((asked, signal) => source.part("why", asked, { signal }), (answer, asked) => { if (JSON.stringify(asked) === judged) { why.show(answer); figures.because(answer.against); } }, (error, asked) => { if (JSON.stringify(asked) === judged) why.fail(error); });
   const searching = replacing((asked, signal) => source.part("search", asked, { signal }), found, error => { list.fail(error); free = false; if (shown) figures.show(shown, false); });
 
   const only = names => Object.fromEntries(names.map(name => [name, words[name]]).filter(([, value]) => value));
-  const refresh = move => asking({ ...only(QUESTION), layout: base, move });
+  const refresh = move => { clearTimeout(timer); judged = ""; pending = true; why.wait(); asking({ ...only(QUESTION), layout: base, move }); };
 
   function ask(name, value) {
     told = null;
@@ -73,6 +75,7 @@ export function mount(root, source) {
 
   function show(payload, asked, stale) {
     shown = payload;
+    pending = stale;
     const current = asked.move ? asked.move.split("=")[0] : "";
     if (!asked.move) base = payload.shown?.text || base;
     if (!stale) words = { ...only(QUESTION), model: payload.question.model, cluster: payload.question.cluster, layout: payload.wanted.text };
@@ -91,13 +94,16 @@ export function mount(root, source) {
     list.mark(payload.shown?.text);
     layout.best(ranked?.best.layout);
     figures.against(ranked?.best);
-    why.wait();
     clearTimeout(timer);
     timer = setTimeout(judge, source.live ? PAUSE : 0);
   }
 
   function judge() {
-    if (shown.asks.why) judging({ ...shown.asks.why, best: source.live && ranked ? ranked.best.layout : "" });
+    if (pending) return;
+    if (!shown.asks.why) { why.wait("No layout is shown, so that none is one change away."); return; }
+    const asked = { ...shown.asks.why, best: source.live && ranked ? ranked.best.layout : "" };
+    judged = JSON.stringify(asked);
+    judging(asked);
   }
 
   function failed(error) {
@@ -110,8 +116,10 @@ export function mount(root, source) {
       refresh("");
       return;
     }
+    pending = false;
     question.fail(error);
     figures.fail();
+    why.wait("The question has no answer, so that no layout is one change away.");
   }
 
   function found(answer) {

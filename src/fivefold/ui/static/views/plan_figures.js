@@ -14,7 +14,7 @@ function figure(name, testid) {
     element: element("div", { class: "figure" }, element("div", { class: "name" }, name), element("div", { class: "value" }, value, " ", unit), scale.element, about),
     show(text, measure, said, gauge) {
       value.textContent = text; unit.textContent = measure; about.textContent = said;
-      drawn = gauge; scale.update();
+      drawn = gauge; scale.element.hidden = !gauge; scale.update();
     },
   };
 }
@@ -55,7 +55,7 @@ export function drawFigures({ onTake }) {
       judge(verdict, payload, onTake, best, searching);
       if (!payload.figures) { whole.classList.add("busy"); return; }
       headline(payload, { step, rate, mfu, memory });
-      dock.replaceChildren(...[format.seconds(payload.figures.step_seconds), `MFU ${format.percent(payload.figures.mfu)}`, `${format.gigabytes(payload.figures.memory_bytes)} GB`].map(text => element("strong", {}, text)),
+      dock.replaceChildren(...[format.seconds(payload.figures.step_seconds), ...(payload.figures.fits ? [`MFU ${format.percent(payload.figures.mfu)}`] : []), `${format.gigabytes(payload.figures.memory_bytes)} GB`].map(text => element("strong", {}, text)),
         searching ? element("span", { class: "dim" }, "searching …") : element("span", { class: payload.problems.length || !payload.figures.fits ? "bad" : "good" }, payload.problems.length ? "cannot run" : payload.figures.fits ? "fits" : "does not fit"));
       bars.update(); times.update(); wires.update();
       ranks.textContent = payload.shown.fields.pp > 1 ? `${payload.shown.fields.pp} pipeline ranks; the table is rank ${payload.figures.memory_rank}, the fullest` : "all ranks are alike";
@@ -108,7 +108,8 @@ function headline({ figures, device_memory_bytes }, { step, rate, mfu, memory })
   const per = figures.tokens_per_second_per_gpu, all = figures.tokens_per_second_range, share = per / figures.tokens_per_second;
   const ends = all && all.map(one => one * share);
   rate.show(format.count(Math.round(per)), "tok/s", `${format.si(figures.tokens_per_second)} tok/s in all, ${format.si(figures.tokens_per_day)} a day`, gauge(per, ends, 1.6 * per, "range of the rate"));
-  mfu.show(format.percent(figures.mfu).slice(0, -1), "%", inWords(figures.mfu_range) + format.range(figures.mfu_range, format.percent), gauge(figures.mfu, figures.mfu_range, 1, "range of the utilisation, of 100%"));
+  if (!figures.fits) mfu.show("—", "", `${format.percent(figures.mfu)} on a device with more memory, as are time and rate`, null);
+  else mfu.show(format.percent(figures.mfu).slice(0, -1), "%", inWords(figures.mfu_range) + format.range(figures.mfu_range, format.percent), gauge(figures.mfu, figures.mfu_range, 1, "range of the utilisation, of 100%"));
   memory.show(format.gigabytes(figures.memory_bytes), `of ${format.gigabytes(device_memory_bytes)} GB`, `${format.percent(figures.range_share, 0)} range: ${format.range(figures.memory_bytes_range, format.gigabytes)} GB`,
     { ...gauge(figures.memory_bytes, figures.memory_bytes_range, Math.max(device_memory_bytes, figures.memory_bytes), "share of the device"), colour: figures.fits ? "var(--accent)" : "var(--bad)" });
 }

@@ -10,11 +10,15 @@ export function drawNeighbours({ onTake, live }) {
   const box = element("div", { "data-testid": "neighbours" }), advice = element("p", { class: "bad", "data-testid": "advice" });
   return {
     element: card("One change away, and why not", {}, advice, box),
-    wait() { box.classList.add("busy"); box.inert = true; },  // they are another layout's
-    fail(error) { box.replaceChildren(element("p", { class: "dim" }, error.message)); box.classList.remove("busy"); box.inert = false; },
+    /** Those that are shown are another layout's. */
+    wait(why = "") {
+      advice.hidden = true;
+      box.classList.toggle("busy", !why);
+      box.replaceChildren(element("p", { class: "dim", "data-testid": "neighbours-wait" }, why || "The layouts one change away are weighed …"));
+    },
+    fail(error) { box.classList.remove("busy"); box.replaceChildren(element("p", { class: "dim" }, error.problems?.join(" ") || error.message)); },
     show({ neighbours, advice: said }) {
       box.classList.remove("busy");
-      box.inert = false;
       advice.textContent = said || "";
       advice.hidden = !said;
       const ordered = [...neighbours].sort((a, b) => (a.slower === null) - (b.slower === null) || a.slower - b.slower);

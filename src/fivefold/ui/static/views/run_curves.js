@@ -37,10 +37,18 @@ function between(low, high, wanted) {
 }
 const decades = (low, high) => Array.from({ length: 24 }, (_, at) => 10 ** (at - 12)).flatMap(one => [one, 2 * one, 5 * one]).filter(one => one >= low && one <= high);
 
-/** Points of a line, no more than the picture can show: of each pixel the least and the greatest. */
-function path(xs, ys, x, y, width) {
-  const points = [];
-  for (let at = 0; at < xs.length; at++) if (Number.isFinite(ys[at])) points.push([x(xs[at]), y(ys[at])]);
+/** The points of a line in pieces, between which there is no value. */
+function pieces(xs, ys, x, y, width) {
+  const found = [[]];
+  for (let at = 0; at < xs.length; at++) {
+    if (Number.isFinite(ys[at])) found[found.length - 1].push([x(xs[at]), y(ys[at])]);
+    else if (found[found.length - 1].length) found.push([]);
+  }
+  return found.filter(piece => piece.length).map(piece => thin(piece.length > 1 ? piece : [piece[0], piece[0]], width));
+}
+
+/** No more points than the picture can show: of each pixel the least and the greatest. */
+function thin(points, width) {
   if (points.length <= 3 * width) return points;
   const kept = [];
   for (let at = 0; at < points.length;) {
@@ -74,7 +82,7 @@ export function chart(width, { series, write, label, share = 0, log = false, zer
   const marksX = between(x0, x1, Math.max(2, Math.floor(width / 130)));
   let marksY = log ? decades(y0, y1) : between(y0, y1, Math.max(2, Math.floor((bottom - top) / 36)));
   if (log && marksY.length > 6) marksY = marksY.filter(one => Number.isInteger(Number(Math.log10(one).toFixed(9))));
-  const line = (ys, one, extra) => shape("polyline", { points: joined(path(one.xs, ys, x, y, width)), fill: "none", stroke: one.colour, "stroke-linejoin": "round", ...extra });
+  const line = (ys, one, extra) => pieces(one.xs, ys, x, y, width).map(points => shape("polyline", { points: joined(points), fill: "none", stroke: one.colour, "stroke-linejoin": "round", "stroke-linecap": "round", ...extra }));
   const cursor = shape("line", { y1: top, y2: bottom, class: "cursor", visibility: "hidden" });
   const area = shape("rect", { x: left, y: top, width: Math.max(0, width - left - right), height: bottom - top, fill: "transparent" });
   let at = x0;
