@@ -167,6 +167,19 @@ def test_a_model_that_fits_nowhere_says_what_would_be_needed() -> None:
         search(wish("llama3-405b", "8xH100", 512))
 
 
+def test_what_is_proposed_where_nothing_fits_fits() -> None:
+    """The fewest GPUs, shorter sequences, or other choices; each is searched again, as a user would."""
+    small, long = {"recompute": "none", "microbatches": 1}, 131072
+    for (model, cluster, seq, fixed), told, (there, length) in (
+        (("llama3.2-1b", "RTX4090", 8192, {}), "it fits on 2xRTX4090", ("2xRTX4090", 8192)),
+        (("llama3-8b", "8xRTX4090", long, {}), "with --seq 16384 or on 2x8xRTX4090", ("8xRTX4090", 16384)),
+        (("qwen3-0.6b", "RTX4090", 8192, small), "it fits without fixed recompute=none", ("RTX4090", 8192)),
+    ):
+        with pytest.raises(UserError, match=told):
+            search(wish(model, cluster, 8, seq), **fixed)
+        assert search(wish(model, there, 8, length)).best.fits
+
+
 def test_a_batch_that_no_layout_takes_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"batch of 3 sequences .* nearest: batch="):
         search(wish("tiny", "64x8xH100", 3))
