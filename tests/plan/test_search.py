@@ -269,3 +269,14 @@ def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
 def test_what_cannot_be_fixed_is_said(fixed: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         search(wish("llama3-8b", "8xH100", 128), **fixed)
+
+
+def test_zero_3_is_also_searched_in_copies() -> None:
+    found = search(wish("llama3-70b", "64x8xH100", 512), top=24, zero=3, pp=1).options
+    copied = [option for option in found if option.layout.replicate > 1]
+    assert copied
+    for option in copied:
+        case = option.case
+        assert option.fits
+        assert option.layout.problems(case.spec, world=512, seq=case.seq, batch=case.batch) == []
+        assert option.seconds == pytest.approx(estimate(case).seconds)

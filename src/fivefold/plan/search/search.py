@@ -134,7 +134,7 @@ def _options(case: Case, every: Space, by: By) -> list[Option]:
         front = _leaner(every, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
         few_of_a_kind(front, kind, ALIKE, SURVIVORS, timed.take)
         if timed.options:
-            return timed.options
+            return [*timed.options, *(timed.copied() if by == "throughput" else ())]
     for at in _leanest(every):
         timed.take(at)
     return timed.options
@@ -175,6 +175,19 @@ class _Timed:
         self.seen.add(at)
         self.options.append(Option(case, estimate(case), memory))
         return True
+
+    def copied(self) -> list[Option]:
+        """The fastest with ZeRO 3, in copies of fewer shards: closed forms do not know them, and each costs little."""
+        whole = [option for option in self.options if option.layout.zero == 3 and option.layout.pp == 1]
+        found = []
+        for option in sorted(whole, key=lambda option: option.seconds)[:RIVALS]:
+            for copies in divisors(option.layout.dp)[1:-1]:
+                case = replace(option.case, layout=structs.replace(option.layout, replicate=copies))
+                if case.layout.problems(case.spec, seq=case.seq, batch=case.batch):
+                    continue
+                if (memory := footprint(case)).total <= self.room:
+                    found.append(Option(case, estimate(case), memory))
+        return found
 
 
 def _leaner(every: Space, order: list[int]) -> list[int]:
