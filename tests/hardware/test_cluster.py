@@ -54,7 +54,16 @@ def test_a_cluster_reads_back_from_its_tables(cluster):
 
 @pytest.mark.parametrize(
     ("text", "nodes", "world"),
-    [("8x8xH100", 8, 64), ("8xH100", 1, 8), ("H100", 1, 1), ("8x1xH100", 8, 8), ("2x72xGB200", 2, 144)],
+    [
+        ("8x8xH100", 8, 64),
+        ("8xH100", 1, 8),
+        ("H100", 1, 1),
+        ("8x1xH100", 8, 8),
+        ("2x72xGB200", 2, 144),
+        ("1x64xH100", 1, 64),
+        ("72xGB200", 1, 72),
+        ("16xCPU", 1, 16),
+    ],
 )
 def test_left_out_counts_are_one(text, nodes, world):
     cluster = Cluster.parse(text)
@@ -97,9 +106,37 @@ def test_a_count_may_touch_the_name_and_a_name_may_be_a_number(text, meant):
     assert str(Cluster.parse(text)) == meant
 
 
-def test_another_board_of_the_same_name_is_not_taken_for_it():
-    with pytest.raises(UserError, match="unknown accelerator 'H100 PCIe'; did you mean 'H100'"):
-        find_accelerator("H100 PCIe")
+@pytest.mark.parametrize(
+    ("spelling", "name", "gib", "inside"),
+    [
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIE-40", 40, 31.5),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIE-80", 80, 31.5),
+        ("A100-40GB", "A100-40", 40, 300),
+        ("A100-SXM-80GB", "A100-80", 80, 300),
+        ("NVIDIA A800-SXM4-80GB", "A800", 80, 200),
+        ("NVIDIA H800", "H800", 79.6, 200),
+        ("Tesla V100-SXM2-16GB", "V100-16", 16, 150),
+        ("V100-32GB", "V100", 32, 150),
+        ("AMD Instinct MI350X", "MI350X", 288, 537.6),
+    ],
+)
+def test_a_board_has_its_own_memory_and_links(spelling, name, gib, inside):
+    found = find_accelerator(spelling)
+    assert (found.name, round(found.memory / 2**30, 1), found.inside.bandwidth / 1e9) == (name, gib, inside)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "near"),
+    [
+        ("H100 PCIe", "'H100' or 'H100-96'"),
+        ("NVIDIA H100 NVL", "'H100' or 'H100-96'"),
+        ("A100-PCIE", "'A100-PCIE-40' or 'A100-PCIE-80'"),
+        ("Tesla V100-PCIE-16GB", "'V100' or 'V100-16'"),
+    ],
+)
+def test_another_board_of_the_same_name_is_not_taken_for_it(spelling, near):
+    with pytest.raises(UserError, match=f"unknown accelerator '{spelling}'; did you mean {near}"):
+        find_accelerator(spelling)
 
 
 def test_unlike_nodes_make_groups():
@@ -276,6 +313,10 @@ def test_a_bad_file_is_refused_in_a_sentence(tmp_path, monkeypatch):
         ("2x8x8h100", "'2x8x8h100': 3 counts are too many"),
         ("h100x8x8", "'h100x8x8': nodes and GPUs per node stand before the accelerator; write 8x8xH100"),
         ("H100:8x4", "'H100:8x4': nodes and GPUs per node stand before the accelerator; write 8x4xH100 or 4x8xH100"),
+        ("64xH100", "'64xH100': 64 GPUs are more than the 8 that a node of H100 has; write 8x8xH100, or 1x64xH100 for"),
+        ("H100:16", "'H100:16': 16 GPUs are more than the 8 that a node of H100 has; write 2x8xH100, or 1x16xH100 for"),
+        ("17xh100", "'17xh100': 17 GPUs are more than the 8 that a node of H100 has; write 2x8xH100, or 1x17xH100 for"),
+        ("256xGB200", "'256xGB200': 256 GPUs are more than the 72 that a node of GB200 has; write 4x64xGB200, or"),
         ("", "the cluster is empty; write nodes x GPUs per node x accelerator, for example '8x8xH100'"),
         ("4x8xH100+", "'': no accelerator is named"),
         ("?!", "'?!': no accelerator is named"),
@@ -437,7 +478,7 @@ def test_every_accelerator_says_where_its_figures_come_from():
     assert found.keys() == ACCELERATORS.keys()
     assert all(len(source) > 10 for row in found.values() for source in row["sources"].values())
     pages = {name: row["page"] for name, row in found.items() if "page" in row}
-    assert pages.keys() == {"MI300X", "MI325X", "MI355X", "A10G", "RTX5090"}
+    assert pages.keys() == {"MI300X", "MI325X", "MI350X", "MI355X", "A10G", "RTX5090"}
     assert all(pages[name] in str(accelerators(name)) for name in pages)
     assert found["MI300X"]["achieved"]["source"] == "a guess, as H100's"
     assert "measured by fivefold calibrate" in found["H200"]["achieved"]["source"]

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from fivefold.job.recipes import CHINCHILLA, fit, recipe, tokens_of, usable_batch
+from fivefold.job.recipes import CHINCHILLA, fit, recipe, tokens_of, usable_batch, usual_batch
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
 
@@ -66,7 +67,7 @@ def test_every_preset_has_settings_that_make_sense() -> None:
         spec = preset(name)
         found = recipe(spec, min(spec.context, 8192), CHINCHILLA * spec.parameter_count)
         assert 5e-5 < found["optimizer.lr"].value < 1e-2, name
-        assert 1e3 < found["train.tokens"].value < 2e7, name
+        assert 1e3 < found["train.tokens"].value < 7e7, name  # DeepSeek-V3 took 63M
         assert all(choice.why for choice in found.values())
 
 
@@ -164,3 +165,31 @@ def test_tokens_are_read_as_people_write_them(text: str | float, tokens: int) ->
 def test_what_is_no_budget_is_refused(text: str | float, why: str) -> None:
     with pytest.raises(UserError, match=why):
         tokens_of(text)
+
+
+@pytest.mark.parametrize(("model", "lr"), [("deepseek-v3", 2.2e-4), ("deepseek-v2-lite", 4.2e-4)])
+def test_a_model_takes_the_rate_of_its_own_published_run(model: str, lr: float) -> None:
+    found = recipe(preset(model), 4096, 10**13)["optimizer.lr"]
+    assert found.value == lr
+    assert "DeepSeek-V" in found.why
+    other = structs.replace(preset(model), layers=preset(model).layers // 2)
+    assert recipe(other, 4096, 10**13)["optimizer.lr"].value != lr, "a model of another size is another one"
+
+
+@pytest.mark.parametrize(
+    ("model", "seq", "world", "batch"),
+    [
+        ("llama3-405b", 8192, 16384, 2048),  # 16M tokens, as its owners; not a sequence for each GPU
+        ("llama3-70b", 8192, 1024, 512),
+        ("llama3-70b", 8192, 64, 512),
+        ("llama3-70b", 8192, 48, 528),  # in whole sequences for each of 48
+        ("deepseek-v3", 4096, 2048, 16384),
+        ("llama3.2-1b", 8192, 4096, 512),
+    ],
+)
+def test_the_usual_batch_is_that_of_published_runs_whatever_the_cluster(
+    model: str, seq: int, world: int, batch: int
+) -> None:
+    found = usual_batch(preset(model), seq, world)
+    assert found.value == batch
+    assert "--batch changes it" in found.why

@@ -167,6 +167,19 @@ def test_a_model_that_fits_nowhere_says_what_would_be_needed() -> None:
         search(wish("llama3-405b", "8xH100", 512))
 
 
+def test_what_is_proposed_where_nothing_fits_fits() -> None:
+    """The fewest GPUs, shorter sequences, or other choices; each is searched again, as a user would."""
+    small, long = {"recompute": "none", "microbatches": 1}, 131072
+    for (model, cluster, seq, fixed), told, (there, length) in (
+        (("llama3.2-1b", "RTX4090", 8192, {}), "it fits on 2xRTX4090", ("2xRTX4090", 8192)),
+        (("llama3-8b", "8xRTX4090", long, {}), "with --seq 16384 or on 2x8xRTX4090", ("8xRTX4090", 16384)),
+        (("qwen3-0.6b", "RTX4090", 8192, small), "it fits without fixed recompute=none", ("RTX4090", 8192)),
+    ):
+        with pytest.raises(UserError, match=told):
+            search(wish(model, cluster, 8, seq), **fixed)
+        assert search(wish(model, there, 8, length)).best.fits
+
+
 def test_a_batch_that_no_layout_takes_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"batch of 3 sequences .* nearest: batch="):
         search(wish("tiny", "64x8xH100", 3))
@@ -256,3 +269,14 @@ def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
 def test_what_cannot_be_fixed_is_said(fixed: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         search(wish("llama3-8b", "8xH100", 128), **fixed)
+
+
+def test_zero_3_is_also_searched_in_copies() -> None:
+    found = search(wish("llama3-70b", "64x8xH100", 512), top=24, zero=3, pp=1).options
+    copied = [option for option in found if option.layout.replicate > 1]
+    assert copied
+    for option in copied:
+        case = option.case
+        assert option.fits
+        assert option.layout.problems(case.spec, world=512, seq=case.seq, batch=case.batch) == []
+        assert option.seconds == pytest.approx(estimate(case).seconds)

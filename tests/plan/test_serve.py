@@ -291,7 +291,7 @@ def test_a_model_that_fits_nowhere_says_what_would_be_needed() -> None:
     ):
         assert words in text
     assert plan("llama3-405b", "8xH100", precision="fp8").latency.tp == 8
-    assert plan("llama3-405b", "16xH100").latency.tp == 16
+    assert plan("llama3-405b", "1x16xH100").latency.tp == 16
     assert "it takes 2 H100 (tp=2)" in problems("llama3-70b", "H100")
 
 

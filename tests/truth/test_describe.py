@@ -9,7 +9,7 @@ from fivefold.hardware.accelerators import find_accelerator
 from fivefold.plan.cost.systems import SYSTEMS
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
-from fivefold.truth.cases import Measured, measured, read_rows
+from fivefold.truth.cases import Measured, Refused, device_of, measured, read_rows
 from fivefold.truth.sources import USUAL
 from fivefold.truth.spelling import precision_named, preset_named, schedule_named
 from fivefold.truth.truth import truth
@@ -171,3 +171,10 @@ def test_precisions_go_down_to_four_bits() -> None:
         precision_named("bf17", h100)
     with pytest.raises(UserError, match="H100 has no fp4 rate"):
         precision_named("NVFP4", h100)
+
+
+def test_a_board_is_not_taken_for_another_of_its_chip(tmp_path: Path) -> None:
+    """Less of its name would be an A100 with NVLink and 80 GB."""
+    assert one(tmp_path, ROW.replace("H100", "A100-PCIE-40GB")).case.on.accelerator.name == "A100-PCIE-40"
+    with pytest.raises(Refused, match="unknown accelerator 'V100-PCIE-16GB'; did you mean 'V100' or 'V100-16'"):
+        device_of("V100-PCIE-16GB")

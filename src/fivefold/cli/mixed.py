@@ -19,7 +19,9 @@ def mixed(
         str, typer.Option(help="Schedules to compare, with commas; default: 1f1b,interleaved,zb-h1,zb-v,auto.")
     ] = "",
     slower: Annotated[str, typer.Option(help="Make half of like nodes so many times slower: 1.5,2.")] = "",
-    batch: Annotated[int | None, typer.Option(help="Sequences per step; default: about 4M tokens.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences per step; default: as published runs of the size, 4M tokens or more.")
+    ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -28,7 +28,9 @@ ClusterText = Annotated[
         "--cluster", "-c", help="Nodes x GPUs per node x accelerator, or a TOML file; default: the job's, or 8xH100."
     ),
 ]
-Batch = Annotated[int | None, typer.Option(help="Sequences per step; default: about 4M tokens.")]
+Batch = Annotated[
+    int | None, typer.Option(help="Sequences per step; default: as published runs of the size, 4M tokens or more.")
+]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
 Precision = Annotated[
     str, typer.Option(help="Precision of matmuls: bf16, fp16, fp8, fp4, fp32; default: bf16, CPU: fp32.")

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fivefold.hardware.efficiency import Achieved
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.formatting import did_you_mean, either
 
 D = TypeVar("D")
 GB, Gb, T, MiB, us = 1e9, 1e9 / 8, 1e12, 1 << 20, 1e-6
@@ -78,6 +78,7 @@ LINKS = {
     link.name: link
     for link in (
         Link(300 * GB, _NVLINK, "NVLink3"),  # A100 datasheet: 600 GB/s both ways
+        Link(200 * GB, _NVLINK, "NVLink-400"),  # A800 and H800: 400 GB/s both ways (arXiv 2505.09343, section 4.1)
         Link(450 * GB, _NVLINK, "NVLink4"),  # H100 and H200 datasheets: 900 GB/s both ways
         Link(900 * GB, _NVLINK, "NVLink5"),  # Blackwell datasheet: 1.8 TB/s both ways
         # MI300X and MI355X datasheets: to each of seven others 128 and 153.6 GB/s both ways. Latency: assumed NVLink's.
@@ -109,6 +110,10 @@ _A100: Rated = (
 _HOPPER: Rated = (  # the PCIe and NVL boards are slower: not these entries
     Rates(fp64=66.9 * T, fp32=66.9 * T, tf32=494.7 * T, bf16=989.4 * T, fp16=989.4 * T, fp8=1978.9 * T),
     "H100 whitepaper, SXM5 column, without sparsity (datasheets print it with); fp64 is the tensor-core line",
+)
+_H800: Rated = (
+    Rates(fp64=1 * T, fp32=66.9 * T, tf32=494.7 * T, bf16=989.4 * T, fp16=989.4 * T, fp8=1978.9 * T),
+    "H800 datasheet, SXM5: as the H100's, but 1 TFLOPS in fp64",
 )
 _B200: Rated = (
     Rates(fp64=37 * T, fp32=75 * T, tf32=1100 * T, bf16=2250 * T, fp16=2250 * T, fp8=4500 * T, fp4=9000 * T),
@@ -150,6 +155,10 @@ _CDNA4: Rated = (
     Rates(fp64=78.6 * T, fp32=157.3 * T, bf16=2516.6 * T, fp16=2516.6 * T, fp8=5033.2 * T),
     "Instinct MI355X datasheet: matrix cores, without sparsity; no tf32",
 )
+_MI350X: Rated = (
+    Rates(fp64=72.1 * T, fp32=144.2 * T, bf16=2306.9 * T, fp16=2306.9 * T, fp8=4613.7 * T),
+    "Instinct MI350X datasheet: matrix cores, without sparsity, at 2.2 GHz of the MI355X's 2.4; no tf32",
+)
 _V100: Rated = (
     Rates(fp64=7.8 * T, fp32=15.7 * T, fp16=125 * T),
     "V100 datasheet, SXM2: 125 tensor TFLOPS in fp16; bf16 came with the A100",
@@ -169,6 +178,7 @@ SOURCES: dict[str, tuple[str, str]] = {}  # by accelerator: of its rates; of its
 PAGES = {
     "MI300X": "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
     "MI325X": "https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html",
+    "MI350X": "https://www.amd.com/en/products/accelerators/instinct/mi350/mi350x.html",
     "MI355X": "https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html",
     "A10G": "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf",
     "RTX5090": "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
@@ -188,6 +198,10 @@ def _device(name: str, rated: Rated, memory: int, bandwidth: float, *links: Link
 
 
 _A100_NODE = "A100 datasheet (SXM): bandwidth. DGX A100 datasheet: 8 compute ports for 8 GPUs"
+_A100_PCIE = (
+    "A100 datasheet (PCIe): bandwidth; a bridge of NVLink joins two boards at most, so PCIe is taken. Assumption: "
+    "ports as DGX A100's"
+)
 # A node of a cluster here is an NVLink domain, not a motherboard: a GB200 NVL72 rack is one node of 72 GPUs, and two
 # racks are written "2x72xGB200" although the operating system counts 36 trays of 4 GPUs.
 _SEVEN = "seven links to the other seven GPUs; 16 MiB of the memory are the driver's. Assumption: a 400 Gb/s port each"
@@ -196,12 +210,18 @@ ACCELERATORS = {
     for device in (
         _device("A100-40", _A100, 40960, 1555, "NVLink3", "InfiniBand-HDR", source=_A100_NODE),
         _device("A100-80", _A100, 81920, 2039, "NVLink3", "InfiniBand-HDR", source=_A100_NODE),
+        _device("A100-PCIE-40", _A100, 40960, 1555, "PCIe4", "InfiniBand-HDR", source=_A100_PCIE),
+        _device("A100-PCIE-80", _A100, 81920, 1935, "PCIe4", "InfiniBand-HDR", source=_A100_PCIE),
+        _device("A800", _A100, 81920, 2039, "NVLink-400", "InfiniBand-HDR",
+                source="A800 datasheet (SXM): an A100-80 with NVLink of 400 GB/s. Assumption: ports as DGX A100's"),
         _device("H100", _HOPPER, 81559, 3350, "NVLink4", "InfiniBand-NDR",
                 source="H100 datasheet: 3.35 TB/s. DGX H100 user guide: one ConnectX-7 port beside each GPU"),
         _device("H100-96", _HOPPER, 97871, 2400, "NVLink4", "InfiniBand-NDR",
                 source="README of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W of 700"),
         _device("H200", _HOPPER, 143771, 4800, "NVLink4", "InfiniBand-NDR",
                 source="H200 datasheet: 4.8 TB/s. DGX H200 is DGX H100 with other GPUs"),
+        _device("H800", _H800, 81559, 3350, "NVLink-400", "InfiniBand-NDR",
+                source="H800 datasheet: 3.35 TB/s. arXiv 2505.09343, section 4: NVLink 400 GB/s, 8 ports of 400 Gb/s"),
         _device("B200", _B200, 183359, 7700, "NVLink5", "InfiniBand-NDR",
                 source="Blackwell datasheet: 7.7 TB/s (first papers said 8). DGX B200 user guide: 8 ConnectX-7"),
         _device("GB200", _GB200, 189471, 8000, "NVLink5", "InfiniBand-NDR",
@@ -214,10 +234,14 @@ ACCELERATORS = {
                 source=f"Instinct MI300X datasheet: 192 GB, 5.3 TB/s, {_SEVEN}"),
         _device("MI325X", _CDNA3, 262128, 6000, "InfinityFabric3", "RoCE-400G",
                 source=f"Instinct MI325X datasheet: 256 GB, 6 TB/s, {_SEVEN}"),
+        _device("MI350X", _MI350X, 294896, 8000, "InfinityFabric4", "RoCE-400G",
+                source=f"Instinct MI350X datasheet: 288 GB, 8 TB/s, {_SEVEN}"),
         _device("MI355X", _CDNA4, 294896, 8000, "InfinityFabric4", "RoCE-400G",
                 source=f"Instinct MI355X datasheet: 288 GB, 8 TB/s, {_SEVEN}"),
         _device("V100", _V100, 32768, 900, _NVLINK2, "RoCE-100G",
                 source="V100 datasheet: 900 GB/s, NVLink 300 GB/s both ways. DGX-1: 4 adapters of 100 Gb/s for 8 GPUs"),
+        _device("V100-16", _V100, 16384, 900, _NVLINK2, "RoCE-100G",
+                source="V100 datasheet: 16 GB, else as the 32 GB one. DGX-1: 4 adapters of 100 Gb/s for 8 GPUs"),
         _device("L40S", _L40S, 46068, 864, "PCIe4", "RoCE-100G",
                 source="L40S datasheet: 864 GB/s; memory with ECC on; no NVLink. Assumption: 400 Gb/s for four"),
         _device("A10G", _A10G, 23028, 600, "PCIe4", "Ethernet-10G",
@@ -236,10 +260,14 @@ ACCELERATORS = {
 
 # Other spellings, without case, spaces, dashes and makers; among them what torch.cuda.get_device_name() says.
 _SPELLINGS = {
-    "A100-40": "a10040gb a100sxm440gb a10040gbsxm",
-    "A100-80": "a100 a10080gb a100sxm a100sxm4 a100sxm480gb a10080gbsxm",
+    "A100-40": "a10040gb a100sxm40 a100sxm40gb a100sxm440gb a10040gbsxm a10040gbsxm4",
+    "A100-80": "a100 a10080gb a100sxm a100sxm4 a100sxm80 a100sxm80gb a100sxm480gb a10080gbsxm a10080gbsxm4",
+    "A100-PCIE-40": "a100pcie40gb a10040gbpcie a10040pcie",
+    "A100-PCIE-80": "a100pcie80gb a10080gbpcie a10080pcie",
+    "A800": "a80080 a80080gb a800sxm a800sxm4 a800sxm80gb a800sxm480gb a80080gbsxm",
     "H100": "h10080 h10080gb h10080gbsxm h10080gbsxm700w h10080gbhbm3 h100sxm h100sxm5",
     "H100-96": "h10096gbhbm2e500w",
+    "H800": "h80080 h80080gb h800sxm h800sxm5 h800sxm80gb h80080gbsxm",
     "H200": "h200sxm h200141gb h200141gbsxm",
     "B200": "b200sxm b200192gb b200180gb",
     "GB200": "gb200nvl72",
@@ -247,18 +275,29 @@ _SPELLINGS = {
     "GB300": "gb300nvl72",
     "MI300X": "mi300x192gb mi300xoam",
     "MI325X": "mi325x256gb mi325xoam",
+    "MI350X": "mi350x288gb mi350xoam",
     "MI355X": "mi355x288gb mi355xoam",
     "L40S": "l40s48gb",
     "A10G": "a10g24gb",
     "RTX4090": "4090 rtx409024gb",
     "RTX5090": "5090 rtx509032gb",
-    "V100": "v100sxm v100sxm2 v100sxm232gb v10032gb",
+    "V100": "v100sxm v100sxm2 v100sxm32gb v100sxm232gb v10032gb v10032 v10032gbsxm2",
+    "V100-16": "v10016gb v100sxm16gb v100sxm216gb v10016gbsxm2",
     "TPU-v4": "tpuv4",
 }
 
 
+# GPUs of the node an accelerator usually sits in, where not 8; None: any number of them is one.
+_NODES = {"GB200": 72, "GB300": 72, "TPU-v4": None, "CPU": None}
+
+
+def usual_node(accelerator: str) -> int | None:
+    """How many of them one node has at most, unless somebody says otherwise; None: there is no usual number."""
+    return _NODES.get(accelerator, 8) if accelerator in ACCELERATORS else None
+
+
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|amd|instinct|[\s_-]", "", name.lower())
+    return re.sub(r"nvidia|geforce|tesla|amd|instinct|[\s_-]", "", name.lower())
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -274,5 +313,14 @@ def find_link(name: str) -> Link:
 def _find(what: str, name: str, known: dict[str, D], spelled: dict[str, D]) -> D:
     found = spelled | {_plain(one): entry for one, entry in known.items()}
     if _plain(name) not in found:
-        raise UserError(f"unknown {what} {name!r}; {did_you_mean(name, list(known))}")
+        same = _boards(_plain(name)) if what == "accelerator" else []
+        hint = f"did you mean {either(same)}?" if same else did_you_mean(name, list(known))
+        raise UserError(f"unknown {what} {name!r}; {hint}")
     return found[_plain(name)]
+
+
+def _boards(name: str) -> list[str]:
+    """All boards of the chip that a name begins with, or those that it may mean: 'H100-PCIe' is nearer to them than to
+    a name with as many of its letters."""
+    same = [one for one in ACCELERATORS if name.startswith(_plain(one.partition("-")[0]))]
+    return [repr(one) for one in same if _plain(one).startswith(name)] or [repr(one) for one in same]

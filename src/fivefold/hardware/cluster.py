@@ -3,6 +3,7 @@
 Cluster.parse("8x8xH100")                  8 nodes of 8;  "8xH100" is one node of 8, "H100" a single GPU
 Cluster.parse("H100x8"), ("8h100")         the same one node of 8, as other tools write it
 Cluster.parse("4x8xH100+2x8xA100-80")      unlike nodes; ranks count through the groups in this order
+Cluster.parse("1x64xH100")                 one node of 64; "64xH100" is refused, as nodes of H100s have 8
 Cluster.parse("2x72xGB200")                two NVL72 racks: a node is what NVLink joins
 Cluster.parse("2x8xmine/h200.toml")        an accelerator of your own: the file that `fivefold calibrate` writes
 
@@ -22,7 +23,15 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, structs, to_builtins
 
-from fivefold.hardware.accelerators import ACCELERATORS, Accelerator, Link, Rates, find_accelerator, find_link
+from fivefold.hardware.accelerators import (
+    ACCELERATORS,
+    Accelerator,
+    Link,
+    Rates,
+    find_accelerator,
+    find_link,
+    usual_node,
+)
 from fivefold.hardware.efficiency import Achieved, achieved
 from fivefold.hardware.short_form import HOW, table_of
 from fivefold.support.documents import Missing, path_of, read_toml
@@ -58,7 +67,7 @@ class Group(Struct, frozen=True):
     def __str__(self) -> str:
         # A changed accelerator must not read back as the catalogue's: the star makes `parse` refuse it.
         name = self.accelerator.name + ("" if self.from_catalogue else "*")
-        if self.nodes == 1:
+        if self.nodes == 1 and self.gpus <= (usual_node(self.accelerator.name) or self.gpus):
             return name if self.gpus == 1 else f"{self.gpus}x{name}"
         return f"{self.nodes}x{self.gpus}x{name}"
 

@@ -54,9 +54,11 @@ class Software(Struct, frozen=True, kw_only=True):
 
 
 # A device that nobody has measured reaches what the nearest of its kind does.
-LIKE = dict.fromkeys(("A100-40", "TPU-v4", "L40S", "A10G", "RTX4090", "RTX5090"), "A100-80")
-LIKE |= dict.fromkeys(("H100-96", "H200", "MI300X", "MI325X"), "H100")
-LIKE |= dict.fromkeys(("GB200", "B300", "GB300", "MI355X"), "B200")
+LIKE = dict.fromkeys(("A100-40", "A100-PCIE-40", "A100-PCIE-80", "A800"), "A100-80")
+LIKE |= dict.fromkeys(("TPU-v4", "L40S", "A10G", "RTX4090", "RTX5090"), "A100-80")
+LIKE |= dict.fromkeys(("H100-96", "H200", "H800", "MI300X", "MI325X"), "H100")
+LIKE |= dict.fromkeys(("GB200", "B300", "GB300", "MI350X", "MI355X"), "B200")
+LIKE["V100-16"] = "V100"
 
 
 @cache

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from fivefold.hardware.accelerators import find_accelerator
+from fivefold.hardware.accelerators import find_accelerator, usual_node
 from fivefold.support.errors import UserError
 from fivefold.support.formatting import either
 
@@ -30,7 +30,25 @@ def table_of(text: str) -> dict[str, Any]:
     if len(behind) == 2:
         ways = dict.fromkeys(f"{x}x{y}x{find_accelerator(name).name}" for x, y in (behind, behind[::-1]))
         raise UserError(f"nodes and GPUs per node stand before the accelerator; write {either(list(ways))}")
+    if len(counts + behind) == 1 and _is_known(name):
+        _one_node((counts + behind)[0], find_accelerator(name).name)
     return {**dict(zip(("gpus", "nodes"), reversed(counts + behind), strict=False)), "accelerator": name}
+
+
+def _one_node(count: str, name: str) -> None:
+    """Refuse more GPUs than a node has: most who write 64xH100 mean eight nodes, and the two differ in every time."""
+    usual = usual_node(name)
+    if usual is None or not re.fullmatch(r"\d{1,9}", count) or int(count) <= usual:
+        return
+    wanted = int(count)
+    gpus = max(n for n in range(1, usual + 1) if wanted % n == 0)
+    nodes = wanted // gpus
+    if 2 * gpus < usual:  # 17 GPUs: whole nodes nearby are nearer than 17 nodes of one
+        nodes, gpus = round(wanted / usual), usual
+    raise UserError(
+        f"{wanted} GPUs are more than the {usual} that a node of {name} has; write {nodes}x{gpus}x{name}, or "
+        f"1x{wanted}x{name} for one node of {wanted}"
+    )
 
 
 def _counts_behind(text: str) -> tuple[str, list[str]]:

@@ -26,17 +26,20 @@ M = 1 << 20  # what papers call 4M tokens is 4 x 2^20: 1,024 sequences of 4,096
 
 # Their titles, in this order: Language Models are Few-Shot Learners; Llama 2: Open Foundation and Fine-Tuned Chat
 # Models; The Llama 3 Herd of Models; Qwen Technical Report; DeepSeek LLM: Scaling Open-Source Language Models with
-# Longtermism; On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
+# Longtermism; DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model; DeepSeek-V3 Technical
+# Report; On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
 GPT3 = "arXiv 2005.14165, table 2.1"
 LLAMA2 = "arXiv 2307.09288, table 1"
 LLAMA3 = "arXiv 2407.21783, table 3"
 LLAMA3_405B = "arXiv 2407.21783, section 3.4.1"
 QWEN = "arXiv 2309.16609, table 1"
 DEEPSEEK = "arXiv 2401.02954, section 3.1"
+DEEPSEEK_V2 = "arXiv 2405.04434, appendix B"
+DEEPSEEK_V3 = "arXiv 2412.19437, section 4.2"
 SQUARE_ROOT = "arXiv 2205.10287"
 SOURCES = (
     "GPT-3: arXiv 2005.14165; Llama 2: arXiv 2307.09288; Llama 3: arXiv 2407.21783; Qwen: arXiv 2309.16609; DeepSeek "
-    "LLM: arXiv 2401.02954"
+    "LLM: arXiv 2401.02954; DeepSeek-V2: arXiv 2405.04434; DeepSeek-V3: arXiv 2412.19437"
 )
 
 
@@ -91,8 +94,16 @@ ROTARY = (
     # 4M tokens at first, 8M after 252M tokens, 16M after 2.87T; the rate ends at 8e-7.
     Published("Llama 3 405B", 405.9e9, 8e-5, 16 * M, LLAMA3_405B, warmup=8000, final=0.01),
 )
+# Of models with experts a run says nothing of another model: these are for the model itself. Both rates end at a tenth.
+THEIR_OWN = {
+    "deepseek-v2-lite": Published("DeepSeek-V2-Lite", 15.7e9, 4.2e-4, 4608 * 4096, DEEPSEEK_V2),
+    # 3,072 sequences of 4,096 tokens at first, 15,360 after 469B tokens.
+    "deepseek-v3": Published("DeepSeek-V3", 671e9, 2.2e-4, 15360 * 4096, DEEPSEEK_V3),
+}
+USUAL = 4 * M  # tokens of a step, where no table has a model of the size: four million, as in most large runs
 NEAR = 0.8  # of the smallest model of a table: a smaller one follows the laws
 FAR = 1.5  # times the largest one: from there on the file says how far the table is
+SAME = 0.1  # of its published size: what a count of parameters may leave out
 SHORT = 0.1  # of a run: the longest warmup
 AS_NEAR = math.log(1.5) / 2  # 22%: what batches of 2 and 3, 4 and 6 for each rank leave between them
 
@@ -127,15 +138,16 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
     best_lr, best_batch = 0.3118 * compute**-0.1250, 0.2920 * compute**0.3271
     law = f"for C = {f'{compute:.1e}'.replace('e+', 'e')} FLOPs ({DEEPSEEK})"
     table = GPT if spec.positions == "learned" else ROTARY
-    if spec.parameter_count < NEAR * min(one.parameters for one in table):
+    mine = _of_its_own(spec)
+    if mine is None and spec.parameter_count < NEAR * min(one.parameters for one in table):
         lr = Choice(float(f"{best_lr:.1e}"), f"DeepSeek LLM's law, 0.3118 C^-0.1250, {law}")
         batch = Choice(best_batch, f"DeepSeek LLM's law, 0.2920 C^0.3271 tokens, {law}")
         warmup, final, like = 2000, 0.1, "Llama 2, DeepSeek LLM"
         end = "Llama 2, DeepSeek LLM"
     else:
-        own = min(table, key=lambda one: one.distance(spec))
-        sized = min((one for one in table if one.batch), key=lambda one: one.distance(spec))
-        times = spec.parameter_count / max(one.parameters for one in table)
+        own = mine or min(table, key=lambda one: one.distance(spec))
+        sized = _sized(spec)
+        times = 1.0 if mine else spec.parameter_count / max(one.parameters for one in table)
         largest = f", the largest published; this model has {times:.1f} times as many parameters" * (times > FAR)
         lr = Choice(own.lr, own.says() + largest)
         batch = Choice(sized.batch or best_batch, sized.batch_says())
@@ -153,6 +165,30 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
         "optimizer.final": Choice(final, f"of the peak rate: {end}"),
         "train.tokens": batch,
     }
+
+
+def _of_its_own(spec: ModelSpec) -> Published | None:
+    """The published run of this very model, if its size is still that of its name."""
+    one = THEIR_OWN.get(spec.name)
+    return one if one and abs(spec.parameter_count / one.parameters - 1) < SAME else None
+
+
+def _sized(spec: ModelSpec) -> Published:
+    """The run whose batch a model takes."""
+    table = GPT if spec.positions == "learned" else ROTARY
+    return _of_its_own(spec) or min((one for one in table if one.batch), key=lambda one: one.distance(spec))
+
+
+def usual_batch(spec: ModelSpec, seq: int, world: int) -> Choice:
+    """Sequences of a step, where neither a batch nor the length of a run is given: as many tokens as published runs of
+    its size had, in sequences that the ranks can divide."""
+    small = spec.parameter_count < NEAR * min(one.parameters for one in ROTARY)
+    run = None if small and _of_its_own(spec) is None else _sized(spec)
+    tokens = USUAL if run is None or run.batch is None else run.batch
+    share = tokens / seq / world
+    batch = round(share) * world if share >= 1 else usable_batch(tokens, seq, world)
+    why = f"as {run.batch_says()}" if run else f"about {USUAL // M}M, as most large runs have"
+    return Choice(batch, f"{si(batch * seq)} tokens a step, {why}; --batch changes it")
 
 
 def usable_batch(tokens: float, seq: int, world: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
+from fivefold.job.recipes import usual_batch
 from fivefold.job.words import layout_changes
 from fivefold.layout.layout import Layout
 from fivefold.plan.cost.stack import FIVEFOLD
@@ -33,7 +34,6 @@ from fivefold.support.precision import precision_of
 from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
 
 USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
-USUAL = 1 << 22  # tokens of a step without a given batch: four million, as in most large runs
 SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
 
 
@@ -79,6 +79,7 @@ def plan(
     training = training_of(
         job, kept, case, tokens, _written(case.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
     )
+    free = batch is None and tokens is None and kept is not None and "train.batch" not in kept
     given = _given(case, layout) if layout is not None else None
     fixed = fixed_choices(fix)
     found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed)
@@ -97,6 +98,7 @@ def plan(
         training=training,
         by=by,
         fixed=fixed,
+        batch_from=usual_batch(case.spec, case.seq, case.cluster.world).why if free else "",
     )
 
 
@@ -203,13 +205,12 @@ def _question(
             f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}; nearest: seq={spec.context}"
         )
     if batch is None:
-        world = machines.world  # the usual number of tokens, in a batch that divides evenly
         if "train.batch" in named:
             batch = job.train.batch
         elif total := budget_of(tokens, job):
-            batch = batch_of(job, total, seq, world)
+            batch = batch_of(job, total, seq, machines.world)
         else:
-            batch = max(1, round(USUAL / seq / world)) * world
+            batch = usual_batch(spec, seq, machines.world).value
     checked("batch", batch, within(1, SEQUENCES))
     device = machines.groups[0].accelerator
     precision = precision_of(precision) or ("fp32" if device.is_cpu else "bf16")

@@ -46,6 +46,7 @@ class PlanResult(Result):
     training: Training
     by: By = "throughput"
     fixed: dict[str, Any] = field(default_factory=dict)  # choices that were not free
+    batch_from: str = ""  # where the batch is from that nobody gave
 
     @property
     def explained(self) -> Option:
@@ -93,6 +94,8 @@ class PlanResult(Result):
             f"sequences of {case.seq:,} tokens per step, {case.precision}, {case.stack.name}; "
             f"{self.evaluated:,} layouts evaluated, {self.fitting:,} fit"
         )
+        if self.batch_from:
+            yield Text(self.batch_from)
         yield _ranking(options if self.chosen in options else (*options, self.chosen), self.chosen)
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds

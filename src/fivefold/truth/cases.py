@@ -222,16 +222,13 @@ FILLED = 64  # of them that runs over several racks take, where experts are deal
 
 
 def device_of(name: str) -> Accelerator:
-    """By a source's name: 'H100-80GB-SXM-700W' is looked up whole, then with less and less of its tail."""
+    """By a source's name, which is exact: less of 'A100-PCIE-40GB' would be a board with other memory and links."""
     if not name:
         raise Refused("gpu is not published")
-    parts = re.split(r"[-_ ]", name)
-    for length in range(len(parts), 0, -1):
-        try:
-            return find_accelerator("-".join(parts[:length]))
-        except UserError:
-            continue
-    raise Refused(f"gpu {name!r} is not in the catalogue")
+    try:
+        return find_accelerator(name)
+    except UserError as error:
+        raise Refused(f"gpu is not in the catalogue: {error}") from None
 
 
 def cluster_of(row: Row, source: Source) -> Cluster:

@@ -5,16 +5,17 @@ found.best.layout, found.best.seconds
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
+from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.footprint import HEADROOM
-from fivefold.plan.cost.time import Case, repeating
+from fivefold.plan.cost.footprint import HEADROOM, footprint
+from fivefold.plan.cost.time import Case, estimate, repeating
 from fivefold.plan.mixed.groups import merged, spanning
 from fivefold.plan.mixed.search import mixed_options
 from fivefold.plan.mixed.space import mixed_space
@@ -32,7 +33,10 @@ SURVIVORS = 24  # layouts that are timed exactly
 ALIKE = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
 ENOUGH, HOPELESS = 8, 1.06  # after so many layouts that fit, one whose closed form is so much slower is skipped
 FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
+CHECKED = 200  # layouts whose memory is counted exactly before a closed form must leave more room
+TIGHTER = (SLACK, 0.95, 0.85, 0.7)  # the room that a closed form of memory may fill, one after the other
 RIVALS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
+SHORTEST = 512  # tokens of a sequence: no shorter one is proposed where nothing fits
 TRIED = 20  # orders that a schedule which is made for its stages tries, about
 
 
@@ -65,11 +69,10 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
     if not len(every):
         raise UserError(_no_layout(case, fixed))
     fits = every.memory <= case.on.accelerator.memory * HEADROOM * SLACK
-    options = _timed(case, every, _survivors(every, fits, by, case.cluster.groups[0].gpus))
-    fitting = [option for option in options if option.fits]
-    if not fitting:
-        raise TooLarge(_too_large(case, options))
-    return Ranking(_ranked(fitting, by)[:top], len(every), int(fits.sum()))
+    options = _options(case, every, by)
+    if not options:
+        raise TooLarge(_too_large(case, every, fixed))
+    return Ranking(_ranked(options, by)[:top], len(every), int(fits.sum()))
 
 
 def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Ranking:
@@ -78,6 +81,8 @@ def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Rankin
     if not len(every):
         raise UserError(_no_spanning(case, fixed))
     found = mixed_options(case, every, fixed, by)
+    if by != "memory" and not any(option.fits for option in found):  # the leanest ones may, where the fastest do not
+        found = [*found, *mixed_options(case, every, fixed, "memory")]
     if fitting := [option for option in found if option.fits]:
         return Ranking(_ranked(fitting, by)[:top], len(every), int(every.fits.sum()))
     least = min(found, key=lambda option: option.footprint.total / option.device_memory)
@@ -107,10 +112,12 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
         raise UserError(found)
 
 
-def _survivors(every: Space, fits: np.ndarray, by: By, node: int) -> list[int]:
-    """The fastest by the closed form, or those that need the least memory; few of a kind."""
+def _options(case: Case, every: Space, by: By) -> list[Option]:
+    """Of the layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a
+    kind. Where none of the first fits, closed forms must leave more room, until only the leanest are left."""
     order = np.argsort(every.memory if by == "memory" else every.seconds, kind="stable")
-    fitting = order[fits[order]].tolist()
+    room, node = case.on.accelerator.memory * HEADROOM, case.cluster.groups[0].gpus
+    timed = _Timed(case, every, room)
 
     def kind(at: int) -> tuple[Any, ...]:
         of, dealt = every.of, every.dealt
@@ -118,13 +125,69 @@ def _survivors(every: Space, fits: np.ndarray, by: By, node: int) -> list[int]:
         spread = () if dealt is None else (dealt.ep[at], every.pipelines[of.pipeline[at]].schedule.joins)
         return of.tp[at], of.pp[at], of.cp[at], of.zero[at], every.shapes[of.shape[at]].recompute, *spread
 
-    leaner = by == "pareto"
-    chosen = _leaner(every, fitting)[:SURVIVORS] if leaner else few_of_a_kind(fitting, kind, ALIKE, SURVIVORS)
-    # Among equals tp within a node is chosen, so some of those are timed, and first: patience may end.
-    inside = order[fits[order] & (every.of.tp[order] <= node)][:RIVALS].tolist() if by == "throughput" else []
-    chosen = [*inside, *(at for at in chosen if at not in inside)]
-    # Nothing fits: the smallest ones show by how much.
-    return chosen or [int(at) for at in np.argsort(every.memory)[:3]]
+    for share in TIGHTER:
+        timed.checked = 0
+        roomy = order[every.memory[order] <= room * share]
+        if by == "throughput":
+            # Among equals tp within a node is chosen, so some of those are timed, and first: patience may end.
+            few_of_a_kind(roomy[every.of.tp[roomy] <= node].tolist(), lambda at: at, 1, RIVALS, timed.take)
+        front = _leaner(every, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
+        few_of_a_kind(front, kind, ALIKE, SURVIVORS, timed.take)
+        if timed.options:
+            return [*timed.options, *(timed.copied() if by == "throughput" else ())]
+    for at in _leanest(every):
+        timed.take(at)
+    return timed.options
+
+
+def _leanest(every: Space) -> list[int]:
+    return [int(at) for at in np.argsort(every.memory, kind="stable")[:SURVIVORS]]
+
+
+@dataclass
+class _Timed:
+    """Layouts of a space that fit, with their exact times, until closed forms say that the rest cannot come near."""
+
+    case: Case
+    every: Space
+    room: float
+    options: list[Option] = field(default_factory=list)
+    checked: int = 0
+    spent: int = 0
+    seen: set[int] = field(default_factory=set)
+
+    def take(self, at: int) -> bool:
+        """Time it if it is worth it; False if it does not fit."""
+        found, layout = len(self.options), self.every.layout(at)
+        if at in self.seen or self.checked > CHECKED:
+            return True
+        if found >= ENOUGH and self.every.seconds[at] > HOPELESS * min(option.seconds for option in self.options):
+            return True
+        size = layout.stages * repeating(layout) * (TRIED if layout.record.weighs else 1) if layout.pp > 1 else 1
+        if found >= FEWEST and self.spent + size > PATIENCE:
+            return True
+        self.checked += 1
+        case = replace(self.case, layout=layout)
+        memory = footprint(case)
+        if memory.total > self.room:
+            return False
+        self.spent += size
+        self.seen.add(at)
+        self.options.append(Option(case, estimate(case), memory))
+        return True
+
+    def copied(self) -> list[Option]:
+        """The fastest with ZeRO 3, in copies of fewer shards: closed forms do not know them, and each costs little."""
+        whole = [option for option in self.options if option.layout.zero == 3 and option.layout.pp == 1]
+        found = []
+        for option in sorted(whole, key=lambda option: option.seconds)[:RIVALS]:
+            for copies in divisors(option.layout.dp)[1:-1]:
+                case = replace(option.case, layout=structs.replace(option.layout, replicate=copies))
+                if case.layout.problems(case.spec, seq=case.seq, batch=case.batch):
+                    continue
+                if (memory := footprint(case)).total <= self.room:
+                    found.append(Option(case, estimate(case), memory))
+        return found
 
 
 def _leaner(every: Space, order: list[int]) -> list[int]:
@@ -134,23 +197,6 @@ def _leaner(every: Space, order: list[int]) -> list[int]:
         if not chosen or every.memory[at] < 0.98 * every.memory[chosen[-1]]:
             chosen.append(at)
     return chosen
-
-
-def _timed(case: Case, every: Space, chosen: list[int]) -> list[Option]:
-    """The exact times, until the closed form says that the rest cannot come near the best."""
-    options: list[Option] = []
-    spent = 0
-    for at in chosen:
-        fitting = [option.seconds for option in options if option.fits]
-        if len(fitting) >= ENOUGH and every.seconds[at] > HOPELESS * min(fitting):
-            continue
-        layout = every.layout(at)
-        size = layout.stages * repeating(layout) * (TRIED if layout.record.weighs else 1) if layout.pp > 1 else 1
-        if len(fitting) >= FEWEST and spent + size > PATIENCE:
-            continue
-        spent += size
-        options.append(evaluate(replace(case, layout=layout)))
-    return options
 
 
 def _ranked(options: list[Option], by: By) -> tuple[Option, ...]:
@@ -216,25 +262,53 @@ def _no_spanning(case: Case, fixed: dict[str, Any]) -> list[str]:
     return found or ([*_no_layout(case, fixed), why] if fixed else [why])
 
 
-def _too_large(case: Case, options: list[Option]) -> str:
-    """What the smallest layout needs, and on how many such devices the model would fit."""
-    smallest = min(options, key=lambda option: option.footprint.total)
+def _too_large(case: Case, every: Space, fixed: dict[str, Any]) -> str:
+    """What the smallest layout needs, and the nearest thing that would fit."""
+    smallest = min(
+        (evaluate(replace(case, layout=every.layout(at))) for at in _leanest(every)[:3]),
+        key=lambda option: option.footprint.total,
+    )
     need, have = smallest.footprint.total, smallest.limit
     parts = sorted(smallest.footprint.parts.items(), key=lambda part: -part[1])[:2]
     made = " and ".join(f"{size / 1e9:.1f} GB of {name}" for name, size in parts)
-    group = case.cluster.groups[0]
     sentence = (
         f"{case.spec.name} fits nowhere on {case.cluster} with {case.batch} sequences of {case.seq} tokens: its "
         f"smallest layout, {smallest.layout}, needs {need / 1e9:.1f} GB a GPU ({made}), and a plan may fill "
         f"{have / 1e9:.1f} GB"
     )
-    gpus = max(8, group.gpus)
-    for nodes in (1 << power for power in range(12)):
-        cluster = Cluster((structs.replace(group, nodes=nodes, gpus=gpus),))
+    ways = _ways_out(case, fixed)
+    return f"{sentence}; it fits {either(ways)}" if ways else sentence
+
+
+def _ways_out(case: Case, fixed: dict[str, Any]) -> list[str]:
+    """What would fit, by a layout that was found: other choices, shorter sequences, or more GPUs."""
+    found, group = list[str](), case.cluster.groups[0]
+    if fixed and (without := _fitting(case, {})):
+        wanted = ",".join(f"{key}={value}" for key, value in fixed.items())
+        return [f"without fixed {wanted}, as {without}"]
+    for seq in (case.seq >> power for power in range(1, case.seq.bit_length())):
+        if seq < SHORTEST:
+            break
+        if _fitting(replace(case, seq=seq), fixed):
+            found.append(f"with --seq {seq}")
+            break
+    node = max(usual_node(group.accelerator.name) or group.gpus, group.gpus)
+    sizes = [(1, gpus) for gpus in (2, 4) if gpus < node] + [(1 << power, node) for power in range(12)]
+    for cluster in (Cluster((structs.replace(group, nodes=nodes, gpus=gpus),)) for nodes, gpus in sizes):
         if cluster.world <= case.cluster.world:
             continue
         bigger = replace(case, cluster=cluster, batch=max(case.batch, cluster.world))
-        there = space(Wish(bigger, {}))
-        if len(there) and there.memory.min() <= HEADROOM * group.accelerator.memory:
-            return f"{sentence}; it fits on {cluster}"
-    return sentence
+        if _fitting(bigger, {key: value for key, value in fixed.items() if key not in ("dp", "microbatches")}):
+            found.append(f"on {cluster}")
+            break
+    return found
+
+
+def _fitting(case: Case, fixed: dict[str, Any]) -> Layout | None:
+    """The leanest layout, if it fits exactly."""
+    there = space(Wish(case, fixed))
+    for at in _leanest(there) if len(there) else ():
+        layout = there.layout(at)
+        if footprint(replace(case, layout=layout)).total <= HEADROOM * case.on.accelerator.memory:
+            return layout
+    return None

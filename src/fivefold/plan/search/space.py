@@ -94,14 +94,20 @@ def _with_experts(wish: Wish, of: Choices, shapes: list[Shape]) -> Space:
     return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory(), dealt)
 
 
-def few_of_a_kind(order: Iterable[int], kind: Callable[[int], Hashable], alike: int, most: int) -> list[int]:
-    """The first of an order, `most` of them, with at most `alike` of each kind."""
+def few_of_a_kind(
+    order: Iterable[int],
+    kind: Callable[[int], Hashable],
+    alike: int,
+    most: int,
+    wanted: Callable[[int], bool] = lambda _: True,
+) -> list[int]:
+    """The first of an order that are wanted, `most` of them, with at most `alike` of each kind."""
     seen: Counter[Hashable] = Counter()
     chosen: list[int] = []
     for at in order:
         own = kind(at)
-        seen[own] += 1
-        if seen[own] <= alike:
+        if seen[own] < alike and wanted(at):
+            seen[own] += 1
             chosen.append(at)
         if len(chosen) == most:
             break
