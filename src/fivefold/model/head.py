@@ -59,19 +59,11 @@ class Vocabulary:
         return dx
 
 
-PutOff = Callable[[], Callable[[Tensor], None] | None]
-
-
-def head_loss(
-    x: Tensor, weight: Tensor, targets: Targets, words: Vocabulary, put_off: PutOff | None = None, compile: bool = False
-) -> Tensor:
-    """The sum of the cross-entropies of x [B, S, E] against the targets, in at least float32.
-
-    `put_off` is asked in the backward pass: what it returns is told the weight's gradient, instead of autograd.
-    """
+def head_loss(x: Tensor, weight: Tensor, targets: Targets, words: Vocabulary, compile: bool = False) -> Tensor:
+    """The sum of the cross-entropies of x [B, S, E] against the targets, in at least float32."""
     kernels = _compiled() if compile else (_statistics, _logit_grad, torch.Tensor.mul_)
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return HeadLoss.apply(words, targets, put_off, learning, kernels, x, weight)
+    return HeadLoss.apply(words, targets, learning, kernels, x, weight)
 
 
 class HeadLoss(Function):
@@ -80,7 +72,6 @@ class HeadLoss(Function):
         ctx: Any,
         words: Vocabulary,
         targets: Targets,
-        put_off: Any,
         learning: bool,
         kernels: Any,
         x: Tensor,
@@ -115,7 +106,6 @@ class HeadLoss(Function):
                 dw = _add_product(dw, grad, flat[rows] * counted, last=part.stop == len(flat))
                 del grad  # before the next slice's logits come
         if learning:
-            ctx.put_off = put_off
             ctx.save_for_backward(words.arrived(dx), dw)
         return total
 
@@ -125,10 +115,7 @@ class HeadLoss(Function):
         dx, dw = ctx.saved_tensors
         # One number in full precision: the products are rounded, and not it.
         dx, dw = dx * gradient, ctx.scale(dw, gradient)
-        report = ctx.put_off() if ctx.put_off is not None else None
-        if report is not None:
-            report(dw)
-        return None, None, None, None, None, dx, dw if report is None else None
+        return None, None, None, None, dx, dw
 
 
 def _statistics(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,6 @@ collecting, linears compute the first and leave the second as a piece of work.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,18 +56,6 @@ class Deferral:
     @property
     def collecting(self) -> bool:
         return self.later.open is not None
-
-    def ready(self) -> Callable[[Tensor], None] | None:
-        """While collecting: a function that takes a finished gradient and reports it at its turn."""
-        if self.later.open is None:
-            return None
-        works, (target,) = self.later.open, self.targets
-
-        def work(gradient: Tensor) -> None:
-            assert self.later.report is not None
-            self.later.report(target.name, target.whole(gradient))
-
-        return lambda gradient: works.append(partial(work, gradient))
 
     def leave(self, inputs: Callable[[], Tensor], gradients: list[Tensor]) -> None:
         """Defer dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""

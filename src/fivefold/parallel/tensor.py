@@ -182,14 +182,11 @@ class TensorParallel(LocalOps):
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
-        # A tied table has a gradient from the embedding too, and is not put off.
-        deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
-        return Columns.apply(self.axis, self.sp, deferral, x, self.local(table), None)[0]
+        return Columns.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
-        deferral = self._deferral(table) if isinstance(table, nn.Linear) else None
         words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
-        return head_loss(x, self.local(table), targets, words, deferral.ready if deferral else None, self.compiled)
+        return head_loss(x, self.local(table), targets, words, self.compiled)
 
 
 class SharedVocabulary(Vocabulary):
@@ -237,14 +234,6 @@ class DeferredLocalOps(LocalOps):
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return self.columns(x, linear)[0]
-
-    def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
-        return self.columns(x, table)[0] if isinstance(table, nn.Linear) else super().logits(x, table)
-
-    def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
-        words = Vocabulary(table.weight.shape[0])
-        put_off = self._deferral(table).ready if isinstance(table, nn.Linear) else None
-        return head_loss(x, table.weight, targets, words, put_off, self.compiled)
 
 
 def ops_of(

@@ -41,4 +41,6 @@ class Parameter(NamedTuple):
     @property
     def deferred(self) -> bool:
         """Whether a schedule that splits backward computes its gradient apart."""
-        return self.kind == "linear" and self.tp != "tokens"  # a router's is small, and comes with its input's
+        # A router's is small, and comes with its input's. The head's is taken with the loss: one for each microbatch
+        # would wait, as large as the head, and nothing would be left to compute.
+        return self.kind == "linear" and self.tp != "tokens" and self.layer is not None

@@ -17,7 +17,6 @@ from fivefold.plan.cost.experts import Share
 from fivefold.plan.cost.kernels import plus, times
 from fivefold.plan.cost.time import Case
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import head
 
 
 class Moment(NamedTuple):
@@ -97,11 +96,7 @@ def backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory], lazy: bo
             found.append(Need(size, made_late(case, one, moment) if lazy else 0.0))
         gone += count * max(0.0, one.kept.total - one.rest)
         held_back += count * growing
-    # The head's gradient was taken with the loss, and waits for the second half.
-    head_left = stage.last and not case.spec.tied and case.splits and case.layout.pp > 1 and case.stack.one_pass
-    more = head(case.spec, case.layout.tp).size * case.stack.weight_bytes if head_left else 0.0
-    worst = max(found, key=sum)
-    return worst._replace(bytes=worst.bytes + more)
+    return max(found, key=sum)
 
 
 def made_late(case: Case, block: BlockMemory, there: Moment) -> float:

@@ -4,7 +4,7 @@ footprint(case).total       # bytes on the fullest pipeline rank
 footprint(case).parts       # by component
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 
@@ -28,7 +28,7 @@ from fivefold.plan.cost.kernels import plus, times
 from fivefold.plan.cost.memory import Accounting, State
 from fivefold.plan.cost.stack import Stack
 from fivefold.plan.cost.time import Case, message, repeating, share_of
-from fivefold.schedule.actions import FORWARD
+from fivefold.schedule.actions import FORWARD, WEIGHT_GRAD, Action
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
 
@@ -95,6 +95,16 @@ def footprint(case: Case) -> Footprint:
     return max((footprint_of(case, rank) for rank in ranks), key=lambda one: one.total / case.memory_of(one.rank))
 
 
+def _before_backward(order: Iterable[Action], stage: int) -> int:
+    """The most microbatches of a stage that have been forward and not yet back; their weights' gradients may wait."""
+    live = most = 0
+    for action in order:
+        if action.stage == stage and action.kind is not WEIGHT_GRAD:
+            live += 1 if action.kind is FORWARD else -1
+            most = max(most, live)
+    return most
+
+
 def footprint_of(case: Case, rank: int) -> Footprint:
     layout, stack, spec = case.layout, case.stack, case.spec
     mine = layout.placement.of_rank[rank]
@@ -106,7 +116,8 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     last, waiting = next((number for number in mine if case.stages[number].last), None), 0.0
     if last is not None and stack.one_pass:  # what microbatches leave at the head for their backward passes
         states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
-        waiting = max(0, flying[last] - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
+        ahead = min(flying[last], _before_backward(schedule.compute(rank), last))
+        waiting = max(0, ahead - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
     buffers = stack.bucket_bytes + (schedule.on_their_way[rank] + outputs) * message(case)
