@@ -57,7 +57,7 @@ def job_of(model: str, layout: str, seq: int, batch: int, dtype: str = "bfloat16
 def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, batch: int, rank: int) -> None:
     job = job_of(model, layout, seq, batch)
     dry = dry_run(job, rank)
-    found = vs_plan(job, dry, Cluster.parse(f"{job.layout.world}xH100"))
+    found = vs_plan(job, dry, Cluster.parse(f"1x{job.layout.world}xH100"))
     figures = {figure.name: figure for figure in found.figures}
     assert found.planned == dry.traffic  # every axis, every kind: calls, payload, wire
     for name in ("parameters", "gradients", "optimizer"):

@@ -144,7 +144,7 @@ def test_the_planner_says_what_experts_need(
 ) -> None:
     job = job_of(model, layout, seq, batch)
     dry = dry_run(job, rank, imbalance=imbalance)
-    found = vs_plan(job, dry, Cluster.parse(f"{job.layout.world}xH100"), imbalance)
+    found = vs_plan(job, dry, Cluster.parse(f"1x{job.layout.world}xH100"), imbalance)
     figures = {figure.name: figure for figure in found.figures}
     assert found.planned == dry.traffic
     for name in ("parameters", "gradients", "optimizer"):
@@ -162,7 +162,7 @@ def test_the_planner_knows_the_peak_of_an_uneven_rank(
 ) -> None:
     job = job_of(model, layout, seq, batch)
     dry = dry_run(job, rank, imbalance=imbalance)
-    found = vs_plan(job, dry, Cluster.parse(f"{job.layout.world}xH100"), imbalance)
+    found = vs_plan(job, dry, Cluster.parse(f"1x{job.layout.world}xH100"), imbalance)
     (peak,) = (figure for figure in found.figures if figure.name == "peak")
     assert found.traffic_agrees
     assert abs(peak.difference) < allowed
