@@ -59,3 +59,11 @@ def test_zero_bubble_v_is_even_where_1f1b_is_not() -> None:
 def test_parts_add_up() -> None:
     room = footprint(case("dp=2,tp=2,pp=2,zero=1,sp,microbatches=8,recompute=selective"))
     assert sum(room.parts.values()) == pytest.approx(room.total)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+def test_the_head_s_gradient_waits_for_no_weight_gradient_pass(schedule: str) -> None:
+    """It is taken with the loss. Put off, there would be one, as large as the head, for each microbatch that waits."""
+    one = case(f"pp=8,schedule={schedule},microbatches=16", batch=16)
+    assert footprint_of(one, 7).activations.head == 0
+    assert not any(parameter.deferred for parameter in one.spec.parameters() if parameter.layer is None)
