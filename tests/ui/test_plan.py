@@ -13,8 +13,7 @@ from fivefold.plan.nearest import moved, nearest, problems, steps
 from fivefold.plan.plan import question
 from fivefold.support.errors import UserError
 from fivefold.ui.api_plan import heavy, payload, search, why
-from fivefold.ui.ask import Ask
-from fivefold.ui.sentences import for_page
+from fivefold.ui.ask import Ask, for_page
 
 QUESTIONS = (
     {"model": "llama3-8b", "cluster": "8xH100", "batch": "128", "seq": "8192"},

@@ -1,8 +1,7 @@
 """Sentences that a command would print, as the page shows them."""
 
 from fivefold.ui.api_plan import why
-from fivefold.ui.ask import Ask
-from fivefold.ui.sentences import for_page
+from fivefold.ui.ask import Ask, for_page
 
 
 def test_options_are_named_as_fields_and_commands_stay() -> None:

@@ -16,7 +16,7 @@ from fivefold.plan.search.explain import CAUSES, difference, nearest_fit, neighb
 from fivefold.plan.search.option import Option
 from fivefold.schedule.catalogue import CATALOGUE
 from fivefold.support.errors import UserError
-from fivefold.ui.ask import Ask
+from fivefold.ui.ask import Ask, for_page
 from fivefold.ui.question import (
     ASKED,
     case_of,
@@ -28,7 +28,6 @@ from fivefold.ui.question import (
     software_of,
     words_of,
 )
-from fivefold.ui.sentences import for_page
 
 TOP = 12  # rows of the ranking
 PASSES = 4096  # of a pipeline, that are simulated while a slider moves

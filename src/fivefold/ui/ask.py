@@ -4,6 +4,7 @@ ask = Ask({"model": "llama3-8b", "batch": "512"})
 ask.text("model"), ask.whole("batch"), ask.whole("seq")     # "llama3-8b", 512, None
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,3 +40,12 @@ class Ask:
         if (word := self.text(name, usual)) not in choices:
             raise UserError(f"{name}={word[:40]!r} is not {either([choice or 'nothing' for choice in choices])}")
         return word
+
+
+_OPTION = re.compile(r"(`[^`]*`|'fivefold [^']*')|(?<![\w-])--([a-z][a-z-]*)")
+
+
+def for_page(sentence: str) -> str:
+    """A command's sentence in the page's words: "nearest: --batch 8" is "nearest: batch 8", since the page has fields
+    for options. Commands to type, in quotes, stay what they are."""
+    return _OPTION.sub(lambda found: found[1] or found[2].replace("-", " "), sentence)

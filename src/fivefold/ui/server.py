@@ -19,9 +19,8 @@ from starlette.routing import Route
 
 from fivefold import __version__
 from fivefold.support.errors import UserError
-from fivefold.ui.ask import Ask
+from fivefold.ui.ask import Ask, for_page
 from fivefold.ui.guard import App, Guard
-from fivefold.ui.sentences import for_page
 from fivefold.ui.threads import Busy, in_thread
 from fivefold.ui.views import VIEWS, Nothing, answer, heavy, view_of
 from fivefold.ui.worker import Question
