@@ -34,23 +34,31 @@ waiting() {
   timeout 30 squeue --noheader --states=PENDING --partition="$SLURM_JOB_PARTITION" --format=%r |
     grep --quiet --extended-regexp '^(None|Priority|Resources|ReqNodeNotAvail|Nodes required)'
 }
-more() {
-  if [ "$lacks" -le 0 ] || [ "$grow" -le 0 ] || [ "$SECONDS" -lt "$next" ] || [ -n "${timer:-}" ]; then return; fi
-  next=$((SECONDS + look))
+# Whether it would get more of them now; if not, it prints the reason.
+would_grow() {
   said=$(timeout 30 sbatch --test-only --nodes="1-$lacks" "$0" 2>&1)
   at=$(sed -n 's/.* to start at \([^ ]*\) .*/\1/p' <<< "$said")
   if [ -z "$at" ]; then
-    why="Slurm says: ${said:-nothing}"
+    echo "Slurm says: ${said:-nothing}"
   elif [ "$(date -d "$at" +%s)" -gt $(($(date +%s) + 5)) ]; then
-    why="no other node is free"
+    echo "no other node is free"
   elif waiting; then
-    why="other jobs wait, and would take its nodes"
+    echo "other jobs wait, and would take its nodes"
   else
+    return 0
+  fi
+  return 1
+}
+more() {
+  if [ "$lacks" -le 0 ] || [ "$grow" -le 0 ] || [ "$SECONDS" -lt "$next" ] || [ -n "${timer:-}" ]; then return; fi
+  next=$((SECONDS + look))
+  if (would_grow) > "$logs/no-growth"; then
     echo "$SLURM_JOB_NUM_NODES" >> "$logs/grows"
     lacks=0
     stop "to grow: it has $SLURM_JOB_NUM_NODES of $most nodes, and would get more"
     return
   fi
+  read -r -d '' why < "$logs/no-growth"
   [ "$why" = "${before:-}" ] || echo "it does not grow now: $why"
   before=$why
 }

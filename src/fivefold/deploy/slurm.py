@@ -89,15 +89,18 @@ again() {
 # srun hands USR1 on to the ranks, which finish a step, save and end with code 143. If they do not, because they hang
 # or the disk is slow, the job goes on from its last periodic checkpoint; at the limit Slurm would only end it.
 stop() {
-  echo "told to stop ($1) at $(date -Is): the ranks save a checkpoint"
+  printf 'told to stop (%s) at %(%FT%T%z)T: the ranks save a checkpoint\n' "$1" -1
   kill -USR1 "${ranks:-$!}" 2> /dev/null
 }
 too_late() { sleep @LAST@ && echo "the ranks have not saved in time" && again; }
-trap 'stop "time limit"; too_late 2> /dev/null & timer=$!' USR1
-trap 'stop "by Slurm"' TERM
 
 @LOOK@
 echo "start ${SLURM_RESTART_COUNT:-0} at $(date -Is) on $SLURM_JOB_NODELIST; ranks write to $logs/rank-*.log"
+
+# While signals may come, no $(...) outside of a subshell: bash 5.2 leaves the loop with "unexpected EOF" if a trap is
+# due while it reads one.
+trap 'stop "time limit"; too_late 2> /dev/null & timer=$!' USR1
+trap 'stop "by Slurm"' TERM
 @RANKS@
 ranks=$!
 
@@ -105,6 +108,7 @@ ranks=$!
 while kill -0 "$ranks" 2> /dev/null; do sleep 1@MORE@; done
 wait "$ranks"
 code=$?
+trap '' USR1 TERM
 [ -z "${timer:-}" ] || pkill --parent "$timer"
 
 case $code in
