@@ -1,6 +1,6 @@
 // The question's fields and the layout's sliders. They show what the payload says, and tell what the user wants.
 import { button, number, select, slider, toggle } from "../lib/controls.js";
-import { card, element, layoutText } from "../lib/dom.js";
+import { card, element, layoutText, problemText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 
 export const DEFAULTS = "Shown instead is what the page begins with.";
@@ -45,7 +45,7 @@ export function questionControls(ask, live) {
         `${format.si(question.batch * question.seq)} tokens a step · in a node ${question.links.inside.name}, between nodes ${question.links.across.name}`;
     },
     fail(problem, more = "") {
-      error.textContent = [problem.problems.length ? problem.problems.join(" · ") : problem.message, more].filter(Boolean).join(". ");
+      error.replaceChildren(...problemText(problem, more));
       error.hidden = false;
     },
   };
