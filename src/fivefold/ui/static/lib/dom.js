@@ -26,6 +26,13 @@ export function card(title, attributes, ...children) {
     element("div", { class: "card-head" }, element("h2", {}, title), aside), ...children);
 }
 
+/** The column beside an answer: it stays while the answer scrolls, also where it is taller than the window. */
+export function side(...children) {
+  const made = element("div", { class: "side stack" }, children);
+  new ResizeObserver(() => made.style.setProperty("--tall", `${made.offsetHeight}px`)).observe(made);
+  return made;
+}
+
 /** Text that may break after the commas of the layouts in it. */
 export const breakable = text => String(text).split(/(?<=,)(?=\S)/).flatMap((piece, at) => at ? [element("wbr"), piece] : [piece]);
 

@@ -1,7 +1,7 @@
 // Mesh: every rank of a node and of the cluster, coloured by axis; one of them with its part and its groups; one layer's messages.
 import * as colours from "../lib/colours.js";
 import { button, slider } from "../lib/controls.js";
-import { breakable, card, element, layoutText, problemText } from "../lib/dom.js";
+import { breakable, card, element, layoutText, problemText, side } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { swatch } from "../lib/plot.js";
 import { newest } from "../lib/source.js";
@@ -35,7 +35,7 @@ export function mount(root, source) {
   const answer = element("div", { class: "stack" }, element("section", { class: "card", "data-testid": "map-card" }, element("div", { class: "card-head" }, title, axes), where, boards[0].element),
     nodeCard, layer.element, replicaCard);
   root.append(element("div", { class: "stack" }, question.element, notice, element("div", { class: "split" },
-    element("div", { class: "side stack" }, card("Layout", {}, DEGREES.map(([name]) => sliders[name].element), layout), rank.element), answer)));
+    side(card("Layout", {}, DEGREES.map(([name]) => sliders[name].element), layout), rank.element), answer)));
 
   const asking = newest(all => source.payload(all), show, fail);
   const pointing = newest(all => source.part("rank", all), answer => { if (answer.part.rank === asked) light(answer); }, fail);

@@ -1,5 +1,5 @@
 // Plan: a question (model, cluster, batch), a layout on sliders, and what the planner says of it while they move.
-import { element } from "../lib/dom.js";
+import { element, side } from "../lib/dom.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
 import { DEFAULTS, layoutControls, questionControls } from "./plan_controls.js";
@@ -27,7 +27,7 @@ export function mount(root, source) {
   const why = drawNeighbours({ onTake: take, live: source.live });
   const list = drawRanking({ onTake: take, live: source.live });
   root.append(element("div", { class: "stack" }, question.element,
-    element("div", { class: "split" }, element("div", { class: "side stack" }, layout.element),
+    element("div", { class: "split" }, side(layout.element),
       element("div", { class: "stack" }, figures.element, why.element, list.element))));
 
   const asking = newest(asked => source.payload(asked), show, failed);

@@ -41,7 +41,7 @@ export function questionControls(ask, live) {
       precision.set(choices.precisions, question.precision, { off });
       software.set(choices.software, question.software, { off });
       const experts = question.experts ? ` (${format.si(question.active_parameters)} active, ${question.experts} experts)` : "";
-      about.textContent = `${format.si(question.parameters, 4)} parameters${experts}, ${question.layers} layers · ${format.count(question.world)} GPUs · ` +
+      about.textContent = `${format.si(question.parameters, 4)} parameters${experts}, ${question.layers} layers · ${format.count(question.world)} GPU${question.world > 1 ? "s" : ""} · ` +
         `${format.si(question.batch * question.seq)} tokens a step · in a node ${question.links.inside.name}, between nodes ${question.links.across.name}`;
     },
     fail(problem, more = "") {

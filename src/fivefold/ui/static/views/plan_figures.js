@@ -164,6 +164,6 @@ export function trafficBars(width, payload) {
   });
 }
 
-const trafficTable = payload => element("div", {}, legend([{ name: `in the node (${payload.question.links.inside.name})`, colour: colours.INSIDE }, { name: `between nodes (${payload.question.links.across.name})`, colour: colours.ACROSS }]),
+const trafficTable = payload => axesOf(payload).length === 0 ? "" : element("div", {}, legend([{ name: `in the node (${payload.question.links.inside.name})`, colour: colours.INSIDE }, { name: `between nodes (${payload.question.links.across.name})`, colour: colours.ACROSS }]),
   table(["axis", "collective", ">calls", ">in the node", ">between nodes"],
     payload.figures.traffic.filter(one => one.payload > 4096).map(one => [one.axis, one.kind, format.count(one.calls), format.bytes(one.inside), format.bytes(one.across)]), { testid: "traffic-table" }));

@@ -1,5 +1,5 @@
 // Schedule: a pipeline schedule on the clock, its sliders, its memory, and all the others small beside each other.
-import { card, element, problemText } from "../lib/dom.js";
+import { card, element, problemText, side } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
@@ -29,7 +29,7 @@ export function mount(root, source) {
   const span = figure("Bubble of the span", "bubble-span", "of the rank that waits longest, while it is at work"), peak = figure("Peak memory", "peak", "");
   const notice = element("p", { class: "notice bad", role: "alert", hidden: true, "data-testid": "refused" });
   const ranks = element("div");
-  root.append(element("div", { class: "split" }, element("div", { class: "side stack" }, controls.element),
+  root.append(element("div", { class: "split" }, side(controls.element),
     element("div", { class: "stack" }, notice,
       element("div", { class: "figures" }, makespan.element, bubble.element, span.element, peak.element),
       timeline.element, every.element, card("What each rank's time goes to", { "data-testid": "ranks-card" }, ranks))));

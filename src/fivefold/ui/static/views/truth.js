@@ -34,8 +34,9 @@ export function mount(root, source) {
     card("Predicted against measured", { aside: said }, element("div", { class: "row" }, Object.values(controls).map(one => one.element), shaping.element)),
     element("div", { class: "figures" }, error.element, near.element, far.element, inside.element),
     element("div", { class: "truth-grid" },
-      card("The planner", {}, planner.element, legend), card("Null model: one utilisation for each source", {}, null_.element, element("p", { class: "dim small" }, "It knows a source's best single share of the peak rate, found with its measured times, and nothing of layouts.")), row.element),
-    card("Sources", {}, sources), card("Runs", { aside: sorting.element }, listed)));
+      card("The planner", {}, planner.element, legend), card("Null model: one utilisation for each source", {}, null_.element, element("p", { class: "dim small" }, "It knows a source's best single share of the peak rate, found with its measured times, and nothing of layouts.")), row.element,
+      card("Sources", { class: "card every" }, sources)),
+    card("Runs", { aside: sorting.element }, listed)));
 
   for (const one of [planner, null_]) one.element.addEventListener("keydown", event => {
     const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
