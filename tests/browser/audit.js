@@ -132,9 +132,9 @@
       return wrong.slice(0, 8);
     },
 
-    /** Options of the command line in a sentence of the page; commands stand in backticks. */
+    /** Options of the command line in a sentence of the page; a command stands in backticks. */
     flags() {
-      const said = document.body.innerText.replace(/`[^`]*`/g, "");
+      const said = [...document.querySelectorAll("main, header, .tooltip")].map(one => one.innerText).join(" ").replace(/`[^`]*`/g, "");  // a report's foot has its command
       return [...new Set(said.match(/(?<![\w-])--[a-z][\w-]*/g) || [])];
     },
 

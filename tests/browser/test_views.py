@@ -142,7 +142,7 @@ FAULTS = """<html><body style="background:#fff">
 <div style="height:20px;overflow:auto"><p style="height:90px">tall</p></div><select style="width:60px"><option>a long choice</select>
 <svg aria-label=y width=40><text y=20>beyond its edge</text></svg>
 <svg aria-label=z width=300><text y=20>one</text><text x=9 y=20>other</text></svg>
-<p>write --layout tp=8, as in `fivefold plan --layout tp=8`</p><p style="transition:opacity 2s">moves</p>
+<main>write --layout tp=8, as in `fivefold plan --fix tp=8`</main><p style="transition:opacity 2s">moves</p>
 <a href="#" tabindex=3>first</a><p id=a></p><p id=a></p>"""
 
 

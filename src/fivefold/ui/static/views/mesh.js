@@ -67,6 +67,7 @@ export function mount(root, source) {
     typed = false;
     state.forget("mesh");
     words = {};
+    look.axis = "";
     refresh();
   }
 
