@@ -1,5 +1,6 @@
 """Every view, served and as one file: a quiet console, nothing asked of others, readable, named, whole, not too wide."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from fivefold.ui.views import VIEWS
 from fivefold.ui.whole import held, whole
 from tests.browser.window import Window
 from tests.ui.serving import TOKEN, Server
+from tests.ui.test_report import proof
 
 Opening = Callable[..., Window]
 NAMES = [view.name for view in VIEWS]
@@ -89,6 +91,15 @@ def test_a_plan_as_one_file_has_its_mesh_and_its_schedule(window: Opening, tmp_p
     found.one("tab-mesh").click()
     found.one("cluster").press("ArrowRight")
     assert found.text("rank") == "Rank 1 · node 0"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_proof_as_one_file_is_sound(window: Opening, tmp_path: Path, width: int) -> None:
+    (tmp_path / "verify.json").write_text(json.dumps(proof()))
+    ff.report(tmp_path / "verify.json", tmp_path / "verify.html")
+    found = window(file=tmp_path / "verify.html", width=width)
+    assert sound(found) == {}
+    assert found.one("proof").count() == 1
 
 
 @pytest.mark.parametrize("view", NAMES)

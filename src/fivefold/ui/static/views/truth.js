@@ -19,7 +19,7 @@ export function mount(root, source) {
   let payload = null, rows = [], lines = [], texts = [], looks = new Map(), at = null, shown = FIRST, order = orders[0], left = true, shape = SHAPES[0], ends = [0.1, 10];
   const NONE = { source: ALL, kind: ALL, model: ALL, gpu: ALL }, inAddress = () => ({ ...NONE, ...Object.fromEntries(Object.entries(state.read().words).filter(([name]) => name in NONE)) });
   let words = inAddress();
-  const notice = element("p", { class: "notice bad", role: "alert", hidden: true, "data-testid": "truth-refused" });
+  const notice = element("p", { class: "notice bad gap", role: "alert", hidden: true, "data-testid": "truth-refused" });
   const gone = new AbortController();
 
   const controls = Object.fromEntries([["source", "Source"], ["kind", "Kind"], ["model", "Model"], ["gpu", "GPU"]].map(([name, label]) => [name, select({ name: `truth-${name}`, label, onInput: value => filter(name, value) })]));
