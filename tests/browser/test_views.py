@@ -1,4 +1,4 @@
-"""Every view, served and as one file: a quiet console, nothing asked of others, readable, named, whole, not too wide."""
+"""Every view, served and as one file: a quiet console, nothing asked of others, readable, named, whole."""
 
 import json
 import re
@@ -150,7 +150,8 @@ FAULTS = """<html><body style="background:#fff">
 <p style="color:#999">pale</p><button></button><svg width=9 height=9></svg>
 <svg aria-label=x><rect width=99 height=30 fill="#00f"></rect><text y=20 fill="#222">over a bar</text></svg>
 <p style="width:5000px">wide</p><div style="width:90px;overflow:auto"><p style="width:300px">a wide table</p></div>
-<div style="height:20px;overflow:auto"><p style="height:90px">tall</p></div><select style="width:60px"><option>a long choice</select>
+<div style="height:20px;overflow:auto"><p style="height:90px">tall</p></div>
+<select style="width:60px"><option>a long choice</select>
 <svg aria-label=y width=40><text y=20>beyond its edge</text></svg>
 <svg aria-label=z width=300><text y=20>one</text><text x=9 y=20>other</text></svg>
 <main>write --layout tp=8, as in `fivefold plan --fix tp=8`</main><p style="transition:opacity 2s">moves</p>
