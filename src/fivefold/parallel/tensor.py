@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from fivefold.layout.buckets import held
 from fivefold.layout.sharding import chunk, kv_head
 from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.model.norms import normed
 from fivefold.model.ops import AttentionOps, LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import kept
@@ -104,10 +105,7 @@ class TensorParallel(LocalOps):
         return replace(positions, position_ids=positions.position_ids[:, mine.start : mine.stop])
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(norm, nn.LayerNorm):
-            return F.layer_norm(x, norm.normalized_shape, self.local(norm), self.local(norm, "bias"), norm.eps)
-        assert isinstance(norm, nn.RMSNorm)
-        return F.rms_norm(x, norm.normalized_shape, self.local(norm), norm.eps)
+        return normed(norm, x, self.local(norm), self.local(norm, "bias") if hasattr(norm, "bias") else None)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
