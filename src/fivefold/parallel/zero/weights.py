@@ -196,7 +196,7 @@ def listen(parameter: nn.Parameter, one: Held, add: Tap) -> None:
 
 
 def remake(model: nn.Module, held: dict[str, Held], compute: torch.dtype, device: torch.device) -> None:
-    """Its parameters anew and empty on a device, in the dtype of compute or, where they are never rounded, in a wide one.
+    """Its parameters anew and empty on a device, in the dtype of compute; those that are never rounded in a wide one.
 
     As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
     """
