@@ -5,12 +5,14 @@ part by themselves, whatever moved them first.
 
 A Llama and a gpt-oss of 4 layers are trained in float32 on the source of Python's library. Then held-out batches are
 computed anew, each way in turn: the loss's mean difference with its standard error, the root of its mean square, and
-the relative error of the whole gradient, of an eighth of the batches.
+the relative error of the whole gradient, of an eighth of the batches. Of experts also: how many tokens go to others,
+and the gradient's error where all go where float32 sends them.
 """
 
 import sys
 import sysconfig
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fivefold.model.decoder import Decoder
+from fivefold.model.experts.router import Router
 from fivefold.model.head import Targets
 from fivefold.model.hf import sources, style_in
 from fivefold.model.init import initialise
@@ -145,6 +148,37 @@ def gradients(model: nn.Module, loss: Loss, batches: list[Batch]) -> Tensor:
     return torch.stack(found)
 
 
+@contextmanager
+def routing(model: Decoder, replayed: list[Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """Where tokens go, router by router; or where they are to go."""
+    routers, sent = [one for one in model.modules() if isinstance(one, Router)], list[Tensor]()
+    given = iter(replayed or ())
+    for router in routers:
+
+        def choose(scores: Tensor, of: Router = router) -> Tensor:
+            sent.append(of.best(scores) if replayed is None else next(given))
+            return sent[-1]
+
+        router.choose = choose
+    yield sent
+    for router in routers:
+        router.choose = None
+
+
+def of_experts(exact: Decoder, model: Decoder, batches: list[Batch], wanted: Tensor) -> str:
+    with routing(exact) as right, torch.no_grad():
+        for one in batches:
+            loss_of(exact)(one)
+    with routing(model) as found, torch.no_grad():
+        for one in batches:
+            loss_of(model)(one)
+    pairs = zip(found, right, strict=True)
+    others = torch.cat([(a.sort(1).values != b.sort(1).values).any(1) for a, b in pairs]).double().mean().item()
+    with routing(model, right):
+        far = ((gradients(model, loss_of(model), batches) - wanted).norm() / wanted.norm()).item()
+    return f"{others:>10.2%}{far:>10.2%}"
+
+
 def compare(name: str, steps: int, count: int) -> None:
     spec = spec_from_hf(CONFIGS[name].to_dict())
     exact = Decoder(spec)
@@ -174,13 +208,16 @@ def compare(name: str, steps: int, count: int) -> None:
     base, ours = losses(loss_of(exact)), gradients(exact, loss_of(exact), few)
     of_them = gradients(of_theirs, their_loss(of_theirs, False), few)
     print(f"\n{name}: {steps} steps, loss {base.mean():.3f}, {count} batches")
-    print(f"{'':24}{'mean':>10}{'+-':>9}{'rms':>9}{'gradient':>10}")
+    more = f"{'strays':>10}{'without':>10}" if routers else ""
+    print(f"{'':24}{'mean':>10}{'+-':>9}{'rms':>9}{'gradient':>10}{more}")
     for text, model, loss in ways:
         off = losses(loss) - base
         wanted = of_them if text.startswith("transformers") else ours
         far = ((gradients(model, loss, few) - wanted).norm() / wanted.norm()).item()
         error = off.std(ddof=1) / len(off) ** 0.5
-        print(f"{text:24}{off.mean():>+10.1e}{error:>9.1e}{(off**2).mean() ** 0.5:>9.1e}{far:>10.2%}", flush=True)
+        more = of_experts(exact, model, few, ours) if routers and isinstance(model, Decoder) else ""
+        rms = (off**2).mean() ** 0.5
+        print(f"{text:24}{off.mean():>+10.1e}{error:>9.1e}{rms:>9.1e}{far:>10.2%}{more}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
 from fivefold.spec.experts import Experts
 from fivefold.spec.operations import Attention as Scores
 from fivefold.spec.operations import Elementwise, Matmul, block, head
-from fivefold.spec.parameters import BOTTOM, TOP, Parameter
+from fivefold.spec.parameters import BOTTOM, TOP, Parameter, TensorRule
 from fivefold.support.formatting import either
 from fivefold.support.numbers import divisors
 from fivefold.support.ranges import TOKENS, outside, within
@@ -155,7 +155,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         name = f"layers.{layer}.{one.name}.weight"
         if self.qk_norm_over == "head":
             return Parameter(name, (self.head_dim,), "norm", layer, "heads", exact=True)
-        rule = "rows" if one.name == "attention.q_norm" else "kv rows"
+        rule: TensorRule = "rows" if one.name == "attention.q_norm" else "kv rows"
         return Parameter(name, (one.width,), "norm", layer, rule, exact=True)
 
     @cached_property
