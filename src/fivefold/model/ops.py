@@ -116,7 +116,7 @@ class LocalOps:
         return positions
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return normed(norm, x, norm.weight, getattr(norm, "bias", None))
+        return normed(norm, x, self.weight(norm), self.weight(norm, "bias") if hasattr(norm, "bias") else None)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""

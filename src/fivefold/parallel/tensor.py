@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from fivefold.layout.buckets import held
 from fivefold.layout.sharding import chunk, kv_head
 from fivefold.model.head import Targets, Vocabulary, head_loss
-from fivefold.model.norms import normed
 from fivefold.model.ops import AttentionOps, LocalOps
 from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import kept
@@ -103,9 +102,6 @@ class TensorParallel(LocalOps):
             return positions
         mine = chunk(positions.position_ids.shape[1], self.axis.size, self.axis.rank)
         return replace(positions, position_ids=positions.position_ids[:, mine.start : mine.stop])
-
-    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return normed(norm, x, self.local(norm), self.local(norm, "bias") if hasattr(norm, "bias") else None)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
