@@ -14,6 +14,7 @@ from fivefold.model.deterministic_attention import Tiles
 from fivefold.model.experts.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.model.norms import normed
 from fivefold.model.positions import TokenPositions
 from fivefold.model.spans import Packed
 
@@ -115,11 +116,11 @@ class LocalOps:
         return positions
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return norm(x)
+        return normed(norm, x, self.weight(norm), self.weight(norm, "bias") if hasattr(norm, "bias") else None)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""
-        return q_norm(q), k_norm(k)
+        return self.norm(q_norm, q), self.norm(k_norm, k)
 
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears that read the same input."""
