@@ -48,7 +48,7 @@ def test_what_is_pure_loads_no_torch() -> None:
 def test_functions_and_types_do_not_load_what_they_import() -> None:
     code = """
 import fivefold.spec.model
-from fivefold.plan import search
+from fivefold.planner import search
 if TYPE_CHECKING:
     import torch
 else:
@@ -58,13 +58,13 @@ try:
 except ImportError:
     pass
 def later():
-    from fivefold.train.run import run
+    from fivefold.trainer.run import run
 """
     assert [*walk(ast.parse(code), loads=True)] == [
         ("fivefold.spec.model", True),
-        ("fivefold.plan.search", True),
+        ("fivefold.planner.search", True),
         ("torch", False),
         ("rich", True),
         ("numpy", True),
-        ("fivefold.train.run", False),
+        ("fivefold.trainer.run", False),
     ]

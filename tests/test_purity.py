@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold import cli
-from fivefold.spec.hf_config import to_hf_config
+from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import preset
 from tests.layers import pure_modules
 

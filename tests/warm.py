@@ -14,11 +14,10 @@ import typer.main
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.launch.processes import forkable
-from fivefold.launch.ranks import Rank
-from fivefold.verify.measure import measure
-from fivefold.verify.reference import write_reference
-from tests.verify.cases import job
+from fivefold.launch.processes import Rank, forkable
+from fivefold.verifier.rank import measure
+from fivefold.verifier.reference import write_reference
+from tests.verifier.cases import job
 
 
 def _two_steps(dtype: str) -> None:

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from fivefold.bench import train as bench_train
 from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predicted
-from fivefold.bench.harness import OURS, Machine, Times, choices
+from fivefold.bench.harness import OURS, Machine, RoundTimes, choices
 from fivefold.bench.scaling import EXPERTS, layouts
 from fivefold.bench.train_rank import Profile
 from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
-from fivefold.report.terminal import to_text
+from fivefold.render.blocks import to_text
 from fivefold.support.errors import Note, UserError
-from fivefold.train.records import Step
+from fivefold.trainer.records import Step
 
 TINY = [
     *("model.layers=2", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.head_dim=32"),
@@ -66,7 +66,7 @@ def test_one_process_beside_a_bare_loop_and_hugging_face() -> None:
 
 @pytest.mark.slow
 def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch) -> None:
-    monkeypatch.setattr("fivefold.calibrate.calibrate.ROUNDS", 1)
+    monkeypatch.setattr("fivefold.machines.calibrate.ROUNDS", 1)
     found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")
     lines = found["layouts"]
     assert isinstance(lines, list)
@@ -108,7 +108,7 @@ def test_a_limit_waits_for_the_fullest_rank() -> None:
 def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
     def measured(case: Comparison) -> ComparisonResult:
         losses = {system: [5.0 + number, 4.0] for number, system in enumerate(case.systems)}
-        return ComparisonResult(case, Times({system: [1.0] for system in case.systems}), losses, MACHINE)
+        return ComparisonResult(case, RoundTimes({system: [1.0] for system in case.systems}), losses, MACHINE)
 
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
     for words in ("peers", "scaling"):
@@ -120,7 +120,7 @@ def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore::fivefold.support.errors.Note")
 def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypatch) -> None:
     def measured(case: Comparison) -> ComparisonResult:
-        seconds = Times({system: [1.0, 1.5] for system in case.systems})
+        seconds = RoundTimes({system: [1.0, 1.5] for system in case.systems})
         return ComparisonResult(case, seconds, {key: [5.0, 4.0] for key in case.systems}, MACHINE)
 
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
@@ -245,8 +245,8 @@ def test_a_job_file_that_asks_for_the_same_bits_gets_them(tmp_path: Path) -> Non
     assert not bench_train.job_of(["tiny"]).train.deterministic
 
 
-def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.Turn:
-    return bench_train.Turn("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 5.0, 0, {}, "", saved)
+def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.TrainTurn:
+    return bench_train.TrainTurn("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 5.0, 0, {}, "", saved)
 
 
 def test_of_turns_every_rounds_own_ratio_counts() -> None:

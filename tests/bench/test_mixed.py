@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from fivefold.bench import slow
 from fivefold.bench.comparison import base_job
-from fivefold.bench.harness import Machine, Times
-from fivefold.bench.mixed import EVEN, SYSTEMS, MixedBenchResult, Run, plans
-from fivefold.calibrate.speeds import RankSpeed, RanksResult, at_pace
+from fivefold.bench.harness import Machine, RoundTimes
+from fivefold.bench.mixed import EVEN, SYSTEMS, MixedBenchResult, MixedRun, plans
 from fivefold.cli import app
 from fivefold.hardware.accelerators import ACCELERATORS
-from fivefold.report.terminal import to_text
+from fivefold.machines.result import RankSpeed, RanksResult, at_pace
+from fivefold.render.blocks import to_text
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
@@ -54,10 +54,10 @@ def test_slow_ranks_get_fewer_layers_and_plans_beat_the_even_split(slower, tmp_p
 
 def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) -> None:
     found = planned(tmp_path, 0.1, 0.1, 0.2, 0.2)
-    times = Times({name: [4.0 - number / 4, 4.1 - number / 4] for number, name in enumerate(SYSTEMS)})
+    times = RoundTimes({name: [4.0 - number / 4, 4.1 - number / 4] for number, name in enumerate(SYSTEMS)})
     losses = {name: [7.0, 6.5] for name in SYSTEMS}
     speeds = ranks(0.1, 0.1, 0.2, 0.2)
-    one = Run(2.0, speeds, found, times, losses)
+    one = MixedRun(2.0, speeds, found, times, losses)
     job, here = base_job(["train.batch=8"], 8), Machine(4, "2", "a machine")
     result = MixedBenchResult(job, 4, 2, here, (one,))
     text = to_text(result.blocks(), 80)
@@ -67,7 +67,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) 
     row = result.rows()[-1]
     assert row["slower"] == pytest.approx(2.0)
     assert row["gain"] == pytest.approx((4 / 3 + 4.1 / 3.1) / 2)
-    other = Run(2.0, speeds, found, times, losses | {"auto": [7.0, 6.6]})
+    other = MixedRun(2.0, speeds, found, times, losses | {"auto": [7.0, 6.6]})
     assert not MixedBenchResult(job, 4, 2, here, (other,)).ok
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fivefold.bench.pipeline import SCHEDULES, PipelineResult, Shape, measure
+from fivefold.bench.pipeline import SCHEDULES, PipelineResult, PipelineShape, measure
 from fivefold.cli import app
 from fivefold.support.errors import UserError
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="refused with a sentence before torch 2.13"
 )
 
-SHAPE = Shape(pp=2, microbatches=4, hidden=64, layers=4, seq=8, batch=4, rounds=3)
+SHAPE = PipelineShape(pp=2, microbatches=4, hidden=64, layers=4, seq=8, batch=4, rounds=3)
 RESULT = PipelineResult(
     SHAPE,
     alone=[4.0, 8.0, 4.0],
@@ -65,7 +65,7 @@ def test_a_tiny_run_has_all_systems_and_their_gradients_agree() -> None:
 
 def test_all_problems_are_named_before_any_process_starts() -> None:
     with pytest.raises(UserError) as refused:
-        measure(Shape(pp=1, microbatches=4, hidden=64, layers=4, seq=0, batch=4, rounds=0))
+        measure(PipelineShape(pp=1, microbatches=4, hidden=64, layers=4, seq=0, batch=4, rounds=0))
     assert len(refused.value.problems) == 3
     with pytest.raises(UserError, match=r"5 microbatches .* --microbatches 4"):
         measure(replace(SHAPE, microbatches=5, batch=5))

@@ -16,9 +16,9 @@ from fivefold.parallel.collectives import digest, whole
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.files import hashed
-from fivefold.train.checkpointing import Checkpoints
-from fivefold.train.loop import Trainer
-from fivefold.train.records import Evaluation, Step
+from fivefold.trainer.checkpointing import Checkpoints
+from fivefold.trainer.loop import Trainer
+from fivefold.trainer.records import Evaluation, Step
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.ffn=48", "data.seq=16", "train.batch=8", "train.steps=6",
          "optimizer.warmup=2", "optimizer.lr=1e-2", "train.device=cpu", "train.eval_samples=0",

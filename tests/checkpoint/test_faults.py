@@ -15,9 +15,9 @@ from fivefold.checkpoint import save
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.job.config import Job
-from fivefold.launch.ranks import RankError
+from fivefold.launch.processes import RankError
 from fivefold.support.errors import TrainingError
-from fivefold.train import checkpointing as checkpointing
+from fivefold.trainer import checkpointing
 from tests.checkpoint.runs import Run, loaded, resealed, small_job, train
 from tests.ranks import run_ranks
 

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from typer.testing import CliRunner
 
-from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
+from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Manifest, Store
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.cli import app
@@ -149,8 +149,8 @@ def test_the_payload_is_one(tmp_path: Path) -> None:
 def fresh(tmp_path: Path) -> Path:
     """A checkpoint of two tensors."""
     half = [(range(4), range(3)), (range(4, 8), range(3))]
-    parts = [{"model.a": Piece.of(torch.full((4, 3), float(n)), (8, 3), box)} for n, box in enumerate(half)]
-    parts[0]["model.b"] = Piece.whole(torch.arange(5))
+    parts = [{"model.a": Shard.of(torch.full((4, 3), float(n)), (8, 3), box)} for n, box in enumerate(half)]
+    parts[0]["model.b"] = Shard.whole(torch.arange(5))
     manifest = Manifest(step=1, samples=0, updates=0, optimizer=False, data="", job={})
     (tmp_path / "checkpoints").mkdir()
     return write_alone(Store(tmp_path / "checkpoints"), parts, manifest)

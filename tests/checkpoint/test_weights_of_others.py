@@ -15,15 +15,14 @@ import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fivefold.checkpoint import carried
-from fivefold.checkpoint.carried import CARRIED
-from fivefold.checkpoint.find import find
+from fivefold.checkpoint import hf_extras
+from fivefold.checkpoint.find import find, stored
 from fivefold.checkpoint.hf import import_hf
-from fivefold.checkpoint.job import stored
+from fivefold.checkpoint.hf_extras import CARRIED
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
-from fivefold.job.tuning import SOURCE, tuned
+from fivefold.job.fine_tuning import SOURCE, tuned
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Note, UserError
 from tests.commands import fivefold
@@ -206,7 +205,7 @@ def test_only_files_of_the_directory_that_are_not_too_large_are_taken(
         assert not (tmp_path / "run").exists()
         (directory / name).rmdir() if (directory / name).is_dir() else (directory / name).unlink()
         (directory / name).write_bytes(content)
-    monkeypatch.setattr(carried, "_LARGEST", len(content) - 1)
+    monkeypatch.setattr(hf_extras, "_LARGEST", len(content) - 1)
     with pytest.raises(UserError, match="are read"):
         import_hf(directory, tmp_path / "run", quiet)
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
 from fivefold.job.config import read_job, to_toml
-from fivefold.job.continuing import changes
+from fivefold.job.resume_rules import changes
 from fivefold.support.errors import UserError
 
 
@@ -230,7 +230,7 @@ def test_a_simulated_step_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_truth_on_a_directory_for_scripts(tmp_path: Path) -> None:
-    from fivefold.truth.cases import DATA
+    from fivefold.accuracy.cases import DATA
 
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
     found = asked(f"truth --data {tmp_path} -o {tmp_path / 'truth.svg'}")
@@ -245,7 +245,7 @@ def test_truth_on_a_directory_for_scripts(tmp_path: Path) -> None:
 
 
 def test_truth_shows_rows_and_assumptions(tmp_path: Path) -> None:
-    from fivefold.truth.cases import DATA
+    from fivefold.accuracy.cases import DATA
 
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
     assert "Llama-3.1-405B" in run(f"truth --data {tmp_path} --rows llama3").output

@@ -16,7 +16,7 @@ import pytest
 from fivefold.checkpoint import objects
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
-from fivefold.support.places import Remote, remote_of
+from fivefold.support.places import RemotePlace, remote_of
 from tests.checkpoint.runs import SMALL, Run, small_job
 from tests.checkpoint.test_objects import names, save
 from tests.commands import fivefold
@@ -76,7 +76,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     objects._objects.cache_clear()
 
 
-def place(name: str) -> Remote:
+def place(name: str) -> RemotePlace:
     return remote_of(f"s3://{BUCKET}/{name}")
 
 

@@ -8,11 +8,11 @@ import pytest
 import typer
 
 from fivefold.cli import app
+from fivefold.job.aliases import ALIASES, SAID
 from fivefold.job.config import KEYS, read_job
-from fivefold.job.words import ALIASES, SAID
 from fivefold.layout.layout import Layout
+from fivefold.support.dtypes import dtype_of, precision_of
 from fivefold.support.errors import UserError
-from fivefold.support.precision import dtype_of, precision_of
 from tests.commands import fivefold
 
 

@@ -4,11 +4,10 @@ from itertools import product
 
 import pytest
 
-from fivefold.layout.buckets import Held, buckets, held
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Box, TensorShard, tensor_shard
+from fivefold.layout.sharding import Box, LocalParam, TensorShard, buckets, held, tensor_shard
 from fivefold.layout.stages import Stage
-from fivefold.spec.parameters import BOTTOM, TOP, Parameter, TensorRule
+from fivefold.spec.operations import BOTTOM, TOP, Parameter, TensorRule
 from fivefold.spec.presets import preset
 
 SPEC = preset("tiny")
@@ -19,9 +18,9 @@ def places(box: Box) -> list[tuple[int, ...]]:
     return list(product(*box))
 
 
-def of(rule: TensorRule, layout: Layout, rank: int = 0, parameter: Parameter = EXPERTS) -> Held:
+def of(rule: TensorRule, layout: Layout, rank: int = 0, parameter: Parameter = EXPERTS) -> LocalParam:
     parameter = parameter._replace(tp=rule)
-    return Held.of(parameter, tensor_shard(parameter, SPEC, layout), layout.tp, rank)
+    return LocalParam.of(parameter, tensor_shard(parameter, SPEC, layout), layout.tp, rank)
 
 
 @pytest.mark.parametrize("rule", ["rows", "columns"])

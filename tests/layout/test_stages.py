@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import balanced, costs, layer_cost, stages_of
-from fivefold.spec.experts import Experts
+from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
 
 DENSE_FIRST = Experts(count=8, top_k=2, ffn=64, dense_layers=2)

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model.decoder import Decoder, Dropout
+from fivefold.model.head import loss_sum
 from fivefold.model.init import draw, initialise
-from fivefold.model.loss import loss_sum
-from fivefold.model.positions import TokenPositions
+from fivefold.model.layers import TokenPositions
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.parameters import Parameter
+from fivefold.spec.operations import Parameter
 from fivefold.spec.presets import preset
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 61, "context": 64}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fivefold.model import deterministic_attention as repeatable
+from fivefold.model import kernels as repeatable
 from fivefold.model import recompute
+from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
 
 
 @pytest.mark.parametrize("length", [128, 640])

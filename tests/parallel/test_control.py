@@ -13,9 +13,8 @@ from torch.distributed import TCPStore
 
 from fivefold.launch import heartbeat
 from fivefold.layout.layout import Layout
-from fivefold.parallel.control import Control
+from fivefold.parallel.control import Control, Folder, Remote
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.post import Folder, Remote
 from fivefold.support.errors import PeerLost
 from tests.ranks import RankError, run_ranks
 

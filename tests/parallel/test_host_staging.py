@@ -11,8 +11,8 @@ from fivefold.launch.device import choose_backend
 from fivefold.layout.layout import Layout
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 from tests.ranks import run_ranks
 
 

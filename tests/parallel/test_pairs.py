@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.job.config import Job
-from fivefold.launch.ranks import RankError
+from fivefold.launch.processes import RankError
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import SPACES, given_to, group_of, kind_of
-from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, Action
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, Action
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 from tests.ranks import run_ranks
-from tests.verify.mixtures import DEEPSEEK, job, moe
+from tests.verifier.mixtures import DEEPSEEK, job, moe
 
 CPU = torch.device("cpu")
 PAIRED = "pp=2,ep=2,schedule=dualpipe-v,microbatches=4"

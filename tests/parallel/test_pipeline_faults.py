@@ -16,16 +16,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from fivefold.data.prepare import prepare
 from fivefold.job.config import DataConfig, Job, TrainConfig
-from fivefold.launch.ends import End
-from fivefold.launch.ranks import RankError
+from fivefold.launch.exits import End
+from fivefold.launch.processes import RankError
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.schedule.actions import Action
-from fivefold.schedule.catalogue import build
-from fivefold.spec.experts import Experts
+from fivefold.schedules.actions import Action
+from fivefold.schedules.registry import build
+from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 from tests.commands import start
 from tests.ranks import run_ranks
 

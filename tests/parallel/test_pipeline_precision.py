@@ -8,10 +8,10 @@ from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.model.init import initialise
-from fivefold.model.positions import TokenPositions
+from fivefold.model.layers import TokenPositions
 from fivefold.parallel.mesh import Mesh
-from fivefold.verify.batches import make_batch
-from fivefold.verify.compare import bound_of
+from fivefold.verifier.cases import make_batch
+from fivefold.verifier.compare import bound_of
 from tests.parallel.pipelines import CPU, alone, job, run
 from tests.ranks import run_ranks
 

@@ -5,7 +5,7 @@ import pytest
 
 from fivefold.job.config import Job, job_from, read_job, to_toml
 from fivefold.layout.layout import Layout
-from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
+from fivefold.spec.blocks import LatentSpec, RopeScaling, Yarn
 from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -42,8 +42,8 @@ def test_jobs_stored_before_there_were_two_stretches_are_read() -> None:
         ({"head_dim": 32}, "model.head_dim=32, and model.mla has head_dim=40"),
         ({"kv_heads": 2}, "model.kv_heads=2, and model.mla has kv_heads=4"),
         ({"window": 8}, "model.window=8, and model.mla has window=0"),
-        ({"mla": LatentAttention(kv_rank=8, nope_dim=4, rope_dim=3, v_dim=4)}, "nearest: rope_dim=4"),
-        ({"mla": LatentAttention(kv_rank=8, nope_dim=4, rope_dim=4, v_dim=9)}, "nearest: v_dim=8"),
+        ({"mla": LatentSpec(kv_rank=8, nope_dim=4, rope_dim=3, v_dim=4)}, "nearest: rope_dim=4"),
+        ({"mla": LatentSpec(kv_rank=8, nope_dim=4, rope_dim=4, v_dim=9)}, "nearest: v_dim=8"),
         ({"rope_scaling": Yarn(beta_fast=1.0, beta_slow=2.0)}, "beta_fast >= beta_slow > 0, and has 32.0, 1.0 and 2.0"),
     ],
 )

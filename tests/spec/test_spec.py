@@ -6,8 +6,8 @@ import warnings
 import pytest
 import transformers
 
-from fivefold.spec.attention import RopeScaling
-from fivefold.spec.hf_config import read_hf_config, spec_from_hf
+from fivefold.spec.blocks import RopeScaling
+from fivefold.spec.hf import read_hf_config, spec_from_hf
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError

@@ -16,11 +16,11 @@ from fivefold.bench.comparison import (
     verdict,
 )
 from fivefold.bench.harness import OURS, Told, choices, table
+from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.kernels import Device
-from fivefold.report import Block, Result, Text
+from fivefold.render.blocks import Block, Result, Text
 from fivefold.support.errors import Note, UserError
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
@@ -156,7 +156,7 @@ def scaling(
     for run in measured(cases, told):
         runs.append(run)
         if predict:
-            from fivefold.calibrate.calibrate import core_samples, usual_core
+            from fivefold.machines.calibrate import core_samples, usual_core
 
             busy = run.case.world
             told(f"what a core reaches by itself, and while {busy} are at work")

@@ -18,19 +18,19 @@ from typing import Any, cast
 import msgspec
 
 from fivefold.bench.harness import RowsResult, Told, refuse, too_small
+from fivefold.cost.step import Case as Planned
+from fivefold.cost.step import estimate
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
-from fivefold.launch import ranks
+from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.time import Case as Planned
-from fivefold.plan.cost.time import estimate
-from fivefold.report.show import check_writable
+from fivefold.render.blocks import check_writable
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import bytes_text, did_you_mean
 from fivefold.support.ranges import misfit, within
+from fivefold.support.text import bytes_text, did_you_mean
 
 WARM = 3  # steps before the timed ones, at least: kernels are chosen, and the allocator finds its blocks
 WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
@@ -38,7 +38,7 @@ DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("auto", "float32", "float64", "bfloa
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     model: str
     layers: int
     seq: int = 2048
@@ -74,7 +74,7 @@ class Case:
 class Timed:
     """A case that ran, or for which the memory was not enough."""
 
-    case: Case
+    case: StepCase
     device: str
     torch: str
     dtype: str
@@ -114,11 +114,11 @@ def result(timed: Sequence[Timed], accelerator: Accelerator | None) -> RowsResul
     return RowsResult([one.row for one in timed], COLUMNS, beside=beside)
 
 
-def cases(word: str) -> list[Case]:
+def cases(word: str) -> list[StepCase]:
     """MODEL,KEY=VALUE,... with alternatives between slashes."""
     model, *changes = [part.strip() for part in word.split(",")]
     spec, problems = preset(model), []
-    known = [field.name for field in fields(Case) if field.name != "model"]
+    known = [field.name for field in fields(StepCase) if field.name != "model"]
     choices: dict[str, list[Any]] = {"layers": [spec.layers]}
     for change in changes:
         key, _, text = change.partition("=")
@@ -133,7 +133,7 @@ def cases(word: str) -> list[Case]:
             problems += [f"{word}: {key}={value!r} must be a whole number of at least 1" for value in wrong]
             choices[key] = [int(value) for value in text.split("/") if value not in wrong]
     refuse(problems)
-    return [Case(model, **dict(zip(choices, values, strict=True))) for values in product(*choices.values())]
+    return [StepCase(model, **dict(zip(choices, values, strict=True))) for values in product(*choices.values())]
 
 
 def measure(
@@ -151,7 +151,7 @@ def measure(
     timed: list[Timed] = []
     for number, case in enumerate(wanted, start=1):
         told(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
-        timed += ranks.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
+        timed += processes.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
         if file is not None:  # after each case, so that what was measured is not lost
             write(file, timed, " ".join(["fivefold", *sys.argv[1:]]))
     if accelerator is None:
@@ -160,7 +160,7 @@ def measure(
     return result(timed, accelerator)
 
 
-def predicted(case: Case, accelerator: Accelerator) -> float:
+def predicted(case: StepCase, accelerator: Accelerator) -> float:
     cluster = Cluster((Group(1, 1, accelerator),))
     return estimate(Planned(case.spec, case.layout, cluster, case.seq, case.batch)).seconds
 

@@ -24,11 +24,10 @@ from msgspec import Meta, field
 
 from fivefold import __version__
 from fivefold.checkpoint import version1
-from fivefold.checkpoint.storage import Reader, Storage, storage_of
-from fivefold.checkpoint.sums import PREFIX, extents, short, sum_of
-from fivefold.checkpoint.tensors import MOST, TABLE, Chunk, Tensors, check
+from fivefold.checkpoint.storage import FileReader, Storage, storage_of
+from fivefold.checkpoint.tensors import MOST, PREFIX, TABLE, Chunk, Tensors, check, extents, short, sum_of
 from fivefold.launch import faults
-from fivefold.launch.cores import for_files, side_by_side
+from fivefold.launch.host import for_files, side_by_side
 from fivefold.support.errors import UserError
 from fivefold.support.files import File, Progress, digest_of, plain_name
 from fivefold.support.places import Place
@@ -211,7 +210,7 @@ class Checkpoint:
             raise UserError(said) from None
         return None
 
-    def _sum(self, file: File, stream: Reader, progress: Progress | None) -> str:
+    def _sum(self, file: File, stream: FileReader, progress: Progress | None) -> str:
         """Of a file's bytes, of the kind that the manifest promises."""
         if not file.sha256.startswith(PREFIX):
             return digest_of(stream, progress)
@@ -232,7 +231,7 @@ class Checkpoint:
                 found.setdefault(chunk.file, []).append((name, chunk))
         return found
 
-    def numbers_at(self, stream: Reader, name: str, chunk: Chunk) -> int:
+    def numbers_at(self, stream: FileReader, name: str, chunk: Chunk) -> int:
         """The first byte of a chunk's numbers in its file."""
         if self.manifest.version > 1:
             return chunk.start

@@ -10,7 +10,7 @@ import zipfile
 from typing import Any
 
 from fivefold.checkpoint.pickled import PERSISTENT, Made, Name, plain
-from fivefold.checkpoint.storage import Reader
+from fivefold.checkpoint.storage import FileReader
 from fivefold.checkpoint.tensors import BYTES, DIMENSIONS, Chunk, Stored, Tensors
 
 TABLE = ".metadata"
@@ -94,7 +94,7 @@ def _dtype(value: Any) -> str:
     return _DTYPES[_typed(name, Name).text]
 
 
-def numbers_at(stream: Reader, chunk: Chunk, dtype: str) -> int:
+def numbers_at(stream: FileReader, chunk: Chunk, dtype: str) -> int:
     """The first byte, in its file, of the numbers in an archive; ValueError where it is not the chunk's archive."""
     try:
         with zipfile.ZipFile(_Window(stream, chunk.start, chunk.bytes)) as archive:
@@ -137,7 +137,7 @@ def _check_listing(data: bytes, chunk: Chunk, dtype: str) -> None:
 class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, stream: Reader, start: int, size: int):
+    def __init__(self, stream: FileReader, start: int, size: int):
         self.stream, self.start, self.size, self.at = stream, start, size, 0
 
     def readable(self) -> bool:

@@ -43,7 +43,7 @@ from fivefold.cli import (
 )
 from fivefold.cli import huggingface as hf
 from fivefold.cli.unknown import Explaining
-from fivefold.launch.allocator import keep_freed_memory
+from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
 

@@ -24,7 +24,7 @@ def accelerators(
 
       fivefold accelerators --json
     """
-    from fivefold.hardware import listing
-    from fivefold.report import show
+    from fivefold.hardware import cluster
+    from fivefold.render.blocks import show
 
-    show(listing.accelerators(name), as_json)
+    show(cluster.accelerators(name), as_json)

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli.job_args import JobWords, split
-from fivefold.report import Result, show
-from fivefold.report.show import check_writable
-from fivefold.report.terminal import console_of
-from fivefold.support.precision import dtype_of
+from fivefold.render.blocks import Result, check_writable, console_of, show
+from fivefold.support.dtypes import dtype_of
 
 if TYPE_CHECKING:
     from fivefold.bench.harness import Told
@@ -45,7 +43,7 @@ def schedules(as_json: AsJson = False) -> None:
 
       fivefold bench schedules
     """
-    from fivefold.bench.schedules import measure_all
+    from fivefold.bench.planner import measure_all
 
     show(measure_all(), as_json)
 
@@ -61,7 +59,7 @@ def plan(
 
       fivefold bench plan
     """
-    from fivefold.bench.plan import measure
+    from fivefold.bench.planner import measure
 
     show(measure(rounds), as_json)
 
@@ -92,9 +90,9 @@ def attention(
 
       fivefold bench attention --dtype float64 --json
     """
-    from fivefold.bench.attention import Shape, measure
+    from fivefold.bench.attention import AttentionShape, measure
 
-    show(measure(Shape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype_of(dtype), rounds)), as_json)
+    show(measure(AttentionShape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype_of(dtype), rounds)), as_json)
 
 
 @app.command(short_help="Pipeline schedules against their ideal and torch's.  [dim]fivefold bench pipeline[/]")
@@ -123,9 +121,9 @@ def pipeline(
 
       fivefold bench pipeline --pp 4 --layers 16 --json
     """
-    from fivefold.bench.pipeline import Shape, measure
+    from fivefold.bench.pipeline import PipelineShape, measure
 
-    show(measure(Shape(pp, microbatches, hidden, layers, seq, batch, rounds)), as_json)
+    show(measure(PipelineShape(pp, microbatches, hidden, layers, seq, batch, rounds)), as_json)
 
 
 @app.command(short_help="Experts' messages behind the other half of a pair.  [dim]fivefold bench overlap[/]")
@@ -158,9 +156,9 @@ def overlap(
 
       fivefold bench overlap --microbatches 12 --batch 24 --link 100 --json
     """
-    from fivefold.bench.overlap import Shape, measure
+    from fivefold.bench.overlap import OverlapShape, measure
 
-    show(measure(Shape(pp, microbatches, hidden, layers, seq, batch, link, rounds, injected)), as_json)
+    show(measure(OverlapShape(pp, microbatches, hidden, layers, seq, batch, link, rounds, injected)), as_json)
 
 
 @app.command(short_help="What a checkpoint costs.  [dim]fivefold bench checkpoint model=small[/]")
@@ -213,9 +211,9 @@ def recovery(
 
       fivefold bench recovery model=small checkpoint.memory_every=5 --rounds 9 --json
     """
-    from fivefold.bench.recovery import measure
+    from fivefold.bench.checkpoint import measure_recovery
 
-    _show(lambda told: [measure(*split(job), rounds, steps, directory, timeout, told)], as_json)
+    _show(lambda told: [measure_recovery(*split(job), rounds, steps, directory, timeout, told)], as_json)
 
 
 @app.command(short_help="Training steps, measured and planned.  [dim]fivefold bench steps tiny,seq=128[/]")

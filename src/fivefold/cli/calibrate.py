@@ -9,8 +9,7 @@ import typer
 
 from fivefold.cli.progress import counting_bar
 from fivefold.cli.train import check_ranks
-from fivefold.report import show
-from fivefold.report.show import check_writable
+from fivefold.render.blocks import check_writable, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
@@ -66,8 +65,8 @@ def calibrate(
             "calibrate starts its own ranks, one for each GPU of this machine; run it without a launcher, or with "
             "--ranks to measure each of the launcher's"
         )
-    from fivefold.calibrate.calibrate import calibrate as measure
-    from fivefold.calibrate.result import to_toml
+    from fivefold.machines.calibrate import calibrate as measure
+    from fivefold.machines.result import to_toml
 
     with counting_bar() as progress:
         found = measure(device, quick, progress)
@@ -85,14 +84,14 @@ def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_
 
     world = current_world()
     check_ranks(nproc, world)
-    from fivefold.calibrate.on_ranks import calibrate_ranks, joined
-    from fivefold.calibrate.speeds import to_toml
+    from fivefold.machines.calibrate import calibrate_ranks, joined
+    from fivefold.machines.result import speeds_to_toml
 
     found = joined(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
     if found is None:
         return
     if output is not None:
-        write(output, to_toml(found.cluster, [_made_by(), found.sentence]))
+        write(output, speeds_to_toml(found.cluster, [_made_by(), found.sentence]))
     show(found, as_json)
     if output is not None and not as_json:
         typer.echo(f"written to {output}; plan for it with: fivefold plan MODEL --cluster {output}")

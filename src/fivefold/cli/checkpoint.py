@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.progress import bytes_bar
-from fivefold.report import show as show_result
+from fivefold.render.blocks import show as show_result
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
 from fivefold.support.places import place_of
@@ -95,10 +95,9 @@ def reshard(
 
       fivefold checkpoint reshard runs/demo --layout dp=8 -o s3://bucket/runs/demo
     """
-    from fivefold.checkpoint.carried import carry
-    from fivefold.checkpoint.find import find, run_of
-    from fivefold.checkpoint.job import job_of
-    from fivefold.checkpoint.reshard import reshard as cut
+    from fivefold.checkpoint.find import find, job_of, run_of
+    from fivefold.checkpoint.hf_extras import carry
+    from fivefold.checkpoint.load import reshard as cut
     from fivefold.checkpoint.storage import making_at
     from fivefold.checkpoint.store import Store
     from fivefold.job.config import to_toml

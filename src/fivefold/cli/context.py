@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import whole_number
+from fivefold.support.text import whole_number
 
 if TYPE_CHECKING:
-    from fivefold.plan.context.lengths import LengthsResult
+    from fivefold.planner.context import LengthsResult
 
 SHORT = "Compare ring, all-gather and Ulysses.  [dim]fivefold context --seq 131072 --cp 16[/]"
 
@@ -64,8 +64,8 @@ def context(
 
       fivefold context --lengths 131072 --kernels flash2,flash3,peak
     """
-    from fivefold.plan.context import compare
-    from fivefold.report import show
+    from fivefold.planner import context as compare
+    from fivefold.render.blocks import show
 
     if lengths:
         given = {"--seq": seq, "--cp": cp, "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--tp": tp}
@@ -86,7 +86,7 @@ def context(
 
 
 def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
-    from fivefold.plan.context.lengths import lengths as whole_steps
+    from fivefold.planner.context import lengths as whole_steps
 
     numbers = [whole_number(word) or 0 for word in lengths.split(",")]
     names = [name for word in kernels.split(",") if (name := word.strip())]

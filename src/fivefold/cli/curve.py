@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.job_args import JobWords, split
-from fivefold.report import show
-from fivefold.report.terminal import console_of
+from fivefold.render.blocks import console_of, show
 
 SHORT = "Compare a loss curve with one process's.  [dim]fivefold curve layout=dp=2,tp=2 train.steps=50[/]"
 
@@ -29,7 +28,7 @@ def curve(
 
       fivefold curve job.toml layout=cp=4,cp_kind=ulysses --json
     """
-    from fivefold.verify.curve import curve as follow
+    from fivefold.verifier.verify import curve as follow
 
     with console_of(stderr=True).status("three runs: one process, its control, the layout"):
         found = follow(*split(job), timeout=timeout)

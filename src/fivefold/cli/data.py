@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fivefold.support.formatting import bytes_text, si
+from fivefold.support.text import bytes_text, si
 
 SHORT = "Token files.  [dim]fivefold data prepare essays/ -o tokens/; fivefold data check tokens/[/]"
 
@@ -41,7 +41,7 @@ def prepare(
       fivefold data prepare chats.jsonl -o tokens/ --prompt-field question
     """
     from fivefold.data.prepare import prepare as run
-    from fivefold.data.progress import bar
+    from fivefold.support.progress import bar
 
     with bar("tokenizing") as progress:
         done = run(
@@ -73,9 +73,9 @@ def check(path: Annotated[Path, typer.Argument(help="A directory made by 'fivefo
 
       fivefold data check tokens/
     """
-    from fivefold.data.checking import verify
-    from fivefold.data.progress import bar
+    from fivefold.data.integrity import verify
     from fivefold.data.tokens import TokenStore
+    from fivefold.support.progress import bar
 
     store = TokenStore.open(path)
     with bar("hashing") as progress:

@@ -6,7 +6,7 @@ import typer
 
 from fivefold.cli.job_args import RunWords, split
 from fivefold.cli.train import check_ranks
-from fivefold.report import show
+from fivefold.render.blocks import show
 
 SHORT = "Examine the machines of a job.  [dim]srun -N4 --ntasks-per-node=8 fivefold doctor job.toml[/]"
 
@@ -40,10 +40,10 @@ def doctor(
 
       fivefold doctor layout=dp=2,tp=2 run.dir=/scratch/runs --json
     """
-    from fivefold.doctor import doctor as room
     from fivefold.job.config import read_job
     from fivefold.launch.world import current_world
-    from fivefold.train.resuming import run_named, stored_job
+    from fivefold.machines import doctor as room
+    from fivefold.trainer.resuming import run_named, stored_job
 
     path, changes = split(job)
     world = current_world()

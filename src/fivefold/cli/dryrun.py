@@ -7,9 +7,8 @@ import typer
 
 from fivefold.cli.job_args import whole_layout
 from fivefold.cli.progress import counting_bar
-from fivefold.report import show
-from fivefold.report.paint import PICTURES
-from fivefold.report.show import check_writable
+from fivefold.render.blocks import check_writable, show
+from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
 
 SHORT = (
@@ -66,7 +65,7 @@ def dryrun(
 
       fivefold dryrun job.toml --json
     """
-    from fivefold.dryrun.dryrun import dryrun as run
+    from fivefold.dry.run import dryrun as run
 
     whole_layout(layout, words)
     check_writable(output, *PICTURES)

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fivefold.report import show
-from fivefold.report.paint import PICTURES
-from fivefold.report.show import check_writable
+from fivefold.render.blocks import check_writable, show
+from fivefold.render.paint import PICTURES
 
 SHORT = "See the load of a run's experts.  [dim]fivefold experts runs/moe -o load.svg[/]"
 
@@ -32,7 +31,7 @@ def experts(
 
       fivefold experts runs/moe --json
     """
-    from fivefold.train.experts import experts as read
+    from fivefold.trainer.result import experts as read
 
     check_writable(output, *PICTURES)
     show(read(run), as_json, output)

@@ -8,8 +8,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
-from fivefold.support.precision import dtype_of
 
 SHORT = 'Generate text.  [dim]fivefold generate runs/demo --prompt "def "[/]'
 
@@ -53,8 +53,8 @@ def generate(
 
       fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
     """
-    from fivefold.generate.request import Request, Sampling
-    from fivefold.generate.request import generate as run
+    from fivefold.generation.request import Request, Sampling
+    from fivefold.generation.request import generate as run
     from fivefold.support.places import place_of
 
     if bool(prompt) == bool(tokens):

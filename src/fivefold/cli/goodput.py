@@ -61,8 +61,8 @@ def goodput(
 
       fivefold goodput recipes/llama3-8b-8xH100.toml --json
     """
-    from fivefold.plan.goodput import goodput as room
-    from fivefold.report.show import show
+    from fivefold.planner import goodput_result as room
+    from fivefold.render.blocks import show
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     found = room.goodput(

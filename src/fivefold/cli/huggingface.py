@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.progress import bytes_bar
+from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
-from fivefold.support.precision import dtype_of
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.store import Checkpoint
@@ -62,9 +62,9 @@ def import_hf(
 
       fivefold generate runs/llama --prompt "Once upon a time"
     """
+    from fivefold.checkpoint.find import stored
     from fivefold.checkpoint.hf import import_hf as take
     from fivefold.checkpoint.hf_files import HuggingFace
-    from fivefold.checkpoint.job import stored
 
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
@@ -107,10 +107,9 @@ def export_hf(
 
       fivefold export hf runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
     """
-    from fivefold.checkpoint.find import find
+    from fivefold.checkpoint.find import find, job_of
     from fivefold.checkpoint.hf import EXPORTED, usual_dtype
     from fivefold.checkpoint.hf import export_hf as give
-    from fivefold.checkpoint.job import job_of
 
     if dtype and (dtype := dtype_of(dtype)) not in EXPORTED:
         raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}")
@@ -139,7 +138,7 @@ def _bytes(text: str) -> int:
 
 def _words(checkpoint: "Checkpoint", job: "Job") -> tuple[Path | None, int | None]:
     """The run's tokenizer.json, if it has one, and its end-of-text token, if that is known."""
-    from fivefold.generate.text import text_of_run
+    from fivefold.generation.request import text_of_run
 
     try:
         text = text_of_run(checkpoint, job)

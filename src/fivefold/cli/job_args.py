@@ -24,7 +24,7 @@ RunWords = Annotated[
 
 def whole_layout(layout: str | None, words: list[str], option: str = "--layout") -> None:
     """Refuse a layout that was cut by a space: `--layout dp=8 zero=3` gives the layout dp=8 and the word zero=3."""
-    from fivefold.job.words import apart
+    from fivefold.job.aliases import apart
 
     if problems := apart(words, layout or "", f"{option} "):
         raise UserError(problems)

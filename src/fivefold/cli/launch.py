@@ -71,9 +71,9 @@ def launch(
 
       fivefold launch job.toml --ssh hosts.txt -o start.sh
     """
-    from fivefold.deploy.launch import launch
-    from fivefold.deploy.options import Options
-    from fivefold.report.show import show
+    from fivefold.clusters.deployment import Options
+    from fivefold.clusters.write import launch
+    from fivefold.render.blocks import show
 
     kinds = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}
     options = Options(

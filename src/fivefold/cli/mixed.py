@@ -40,9 +40,9 @@ def mixed(
 
       fivefold mixed small --cluster 2xCPU --slower 2 --layout pp=2,microbatches=8 --batch 16 --seq 128
     """
-    from fivefold.plan.mixed.compare import SCHEDULES, compare
-    from fivefold.report import show
-    from fivefold.support.reading import numbers
+    from fivefold.planner.mixed_compare import SCHEDULES, compare
+    from fivefold.render.blocks import show
+    from fivefold.support.parsing import numbers
 
     names = [name.strip() for name in schedules.split(",") if name.strip()] or SCHEDULES
     factors = numbers(slower, "--slower")

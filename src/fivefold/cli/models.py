@@ -32,12 +32,12 @@ def models(
 
       fivefold models path/to/config.json
     """
-    from fivefold.report import show
-    from fivefold.spec import listing
+    from fivefold.render.blocks import show
+    from fivefold.spec import presets
 
     if name is None:
-        show(listing.models(seq=seq), as_json)
+        show(presets.models(seq=seq), as_json)
         return
-    from fivefold.plan.model import model
+    from fivefold.planner.training import model
 
     show(model(name, seq=seq), as_json)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fivefold.cli.job_args import whole_layout
+from fivefold.support.dtypes import precision_of
 from fivefold.support.errors import UserError
-from fivefold.support.precision import precision_of
 
 if TYPE_CHECKING:
-    from fivefold.plan.result import PlanResult
-    from fivefold.plan.serving.serve import ServePlan
+    from fivefold.planner.result import PlanResult
+    from fivefold.planner.serve import ServePlan
 
 PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
 SIMULATE = "Time a layout's step.  [dim]fivefold simulate llama3-8b --layout dp=8,zero=1 --cluster 8xH100[/]"
@@ -114,8 +114,8 @@ def plan(
 
       fivefold plan deepseek-v3 --cluster 4x8xH100 --inference --precision fp8 --tpot 0.05
     """
-    from fivefold.report.paint import PICTURES
-    from fivefold.report.show import check_writable, show
+    from fivefold.render.blocks import check_writable, show
+    from fivefold.render.paint import PICTURES
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if inference:
@@ -127,8 +127,8 @@ def plan(
     _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
     check_writable(output, ".toml", ".md", ".html", *PICTURES)
     check_writable(html, ".html", ".htm")
-    from fivefold.plan import plan as planning
-    from fivefold.plan.training import TWENTY
+    from fivefold.planner import plan as planning
+    from fivefold.planner.training import TWENTY
 
     if tokens is None and _is_job(output) and not words[0].endswith(".toml"):
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
@@ -147,7 +147,7 @@ def _served(
     words: list[str], cluster: str | None, prompt: int, answer: int, concurrent: int | None, precision: str,
     ttft: float | None, tpot: float | None, imbalance: float | None,
 ) -> "ServePlan":  # fmt: skip
-    from fivefold.plan.serving.serve import serve
+    from fivefold.planner.serve import serve
 
     return serve(
         words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
@@ -161,7 +161,7 @@ def _is_job(output: Path | None) -> bool:
 
 def _written(found: "PlanResult", output: Path) -> str:
     """Write what the file's name asks for; and what to say about it."""
-    from fivefold.report.paint import save
+    from fivefold.render.paint import save
 
     if _is_job(output):
         return _write_job(found, output)
@@ -173,7 +173,7 @@ def _written(found: "PlanResult", output: Path) -> str:
 
 def _reported(found: "PlanResult", html: Path) -> str:
     """Write the page of the plan, as `fivefold report plan` does."""
-    from fivefold.ui.report import report
+    from fivefold.web.report import report
 
     return str(report(found, html, shlex.join(["fivefold", *sys.argv[1:]]))).rstrip()
 
@@ -181,7 +181,7 @@ def _reported(found: "PlanResult", html: Path) -> str:
 def _write_decision(found: "PlanResult", output: Path) -> str:
     """Write the question, the layout with its math, its neighbours, and what would change the decision."""
     from fivefold.cli.progress import counting_bar
-    from fivefold.plan.decision.decision import decide
+    from fivefold.planner.decision import decide
     from fivefold.support.files import write
 
     with counting_bar() as progress:
@@ -193,8 +193,8 @@ def _write_decision(found: "PlanResult", output: Path) -> str:
 def _write_job(found: "PlanResult", output: Path) -> str:
     """Write the job, and a schedule that was made for it beside it; what to do next."""
     from fivefold.job.preflight import needs_data
-    from fivefold.plan.mixed.written import write_schedule
-    from fivefold.plan.training import start
+    from fivefold.planner.search import write_schedule
+    from fivefold.planner.training import start
     from fivefold.support.files import write
 
     command = shlex.join(["fivefold", *sys.argv[1:]])
@@ -227,9 +227,9 @@ def simulate(
 
       fivefold simulate llama3-8b --layout pp=8,schedule=zb-v,microbatches=16,recompute=selective --batch 16 -o step.svg
     """
-    from fivefold.plan import plan as planning
-    from fivefold.report.paint import PICTURES
-    from fivefold.report.show import check_writable, show
+    from fivefold.planner import plan as planning
+    from fivefold.render.blocks import check_writable, show
+    from fivefold.render.paint import PICTURES
 
     whole_layout(layout, words)
     check_writable(output, *PICTURES)

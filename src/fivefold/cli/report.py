@@ -13,7 +13,7 @@ from fivefold.cli.schedules import Chunks, Group, Memory, Microbatches, Overlap,
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.report import Result
+    from fivefold.render.blocks import Result
 
 SHORT = "Write one HTML file to send.  [dim]fivefold report plan llama3-70b --cluster 8x8xH100[/]"
 app = typer.Typer(
@@ -29,14 +29,14 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.
 
 def write_report(found: "Result | Path", output: Path, as_json: bool = False) -> None:
     """Write the file, and say where it is."""
-    from fivefold.report import show
-    from fivefold.ui.report import report
+    from fivefold.render.blocks import show
+    from fivefold.web.report import report
 
     show(report(found, output, shlex.join(["fivefold", *sys.argv[1:]])), as_json)
 
 
 def _check(output: Path) -> None:
-    from fivefold.report.show import check_writable
+    from fivefold.render.blocks import check_writable
 
     check_writable(output, ".html", ".htm")
 
@@ -63,7 +63,7 @@ def plan(
 
       fivefold report plan job.toml --cluster 2x8xH100 --layout dp=2,tp=8,zero=1,sp,microbatches=16 -o ours.html
     """
-    from fivefold.plan import plan as planning
+    from fivefold.planner import plan as planning
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     _check(output)
@@ -97,7 +97,7 @@ def schedule(
 
       fivefold report schedule 1f1b zb-h1 mine.txt --pp 4 --microbatches 8 --slow 1=1.5 -o compared.html
     """
-    from fivefold.schedule.result import draw
+    from fivefold.schedules.result import draw
 
     _check(output)
     found = draw(*schedules, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
@@ -148,7 +148,7 @@ def verify(
 
       fivefold verify --all --world 4 --json > sweep.json; fivefold report verify sweep.json -o sweep.html
     """
-    from fivefold.verify.verify import verify as prove
+    from fivefold.verifier.verify import verify as prove
 
     _check(output)
     if (file is None) == (layout is None):

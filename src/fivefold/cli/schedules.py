@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fivefold.report import show
-from fivefold.report.terminal import console_of, render
+from fivefold.render.blocks import console_of, render, show
 from fivefold.support.errors import UserError
 
 DRAW = "Draw a pipeline schedule, or the mesh.  [dim]fivefold draw zb-v --pp 4 --microbatches 8[/]"
@@ -78,7 +77,7 @@ def draw(
 
       fivefold draw mesh --layout dp=2,tp=4,pp=2 --cluster 2x8xH100 -o mesh.svg
     """
-    from fivefold.schedule.result import check_output, draw
+    from fivefold.schedules.result import check_output, draw
 
     if schedule == ["mesh"]:
         others = (pp, microbatches, chunks, group, memory, times or None, slow or None)
@@ -104,9 +103,9 @@ def draw(
 
 
 def _draw_mesh(layout: str, cluster: str, output: Path | None, as_json: bool) -> None:
-    from fivefold.plan.mesh import mesh
-    from fivefold.report.paint import PICTURES
-    from fivefold.report.show import check_writable
+    from fivefold.planner.pictures import mesh
+    from fivefold.render.blocks import check_writable
+    from fivefold.render.paint import PICTURES
 
     if not layout:
         raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2")
@@ -139,7 +138,7 @@ def schedules(
 
       fivefold schedules --published
     """
-    from fivefold.schedule.result import PublishedResult, compare
+    from fivefold.schedules.result import PublishedResult, compare
 
     if published:
         numbers = (pp, microbatches, chunks, group, memory)

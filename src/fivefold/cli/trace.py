@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.job_args import JobWords, split
-from fivefold.report import show
-from fivefold.report.show import check_writable
-from fivefold.report.terminal import console_of
+from fivefold.render.blocks import check_writable, console_of, show
 
 SHORT = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
 
@@ -42,7 +40,7 @@ def trace(
 
       fivefold trace job.toml trace.steps=10 --json
     """
-    from fivefold.train.trace import trace as run
+    from fivefold.trainer.start import trace as run
 
     html = output.suffix.lower() == ".html"
     check_writable(output if html else None)
@@ -50,7 +48,7 @@ def trace(
         found = run(*split(job), output=output.with_suffix(".json") if html else output, timeout=timeout)
     show(found, as_json)
     if html:
-        from fivefold.ui.report import report
+        from fivefold.web.report import report
 
         written = report(found, output, shlex.join(["fivefold", *sys.argv[1:]]))
         if not as_json:

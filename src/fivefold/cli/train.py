@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fivefold.cli.job_args import RunWords, split
 from fivefold.launch import faults
-from fivefold.launch.ends import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
+from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fivefold.job.preflight import Sources
     from fivefold.launch.local import Arrangement, Elastic
     from fivefold.launch.world import World
-    from fivefold.train.resuming import Start
+    from fivefold.trainer.resuming import Start
 
 SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
 _PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
@@ -108,14 +108,12 @@ def train(
       fivefold train job.toml --check
     """
     from fivefold.checkpoint.storage import reach
-    from fivefold.data.progress import late_bar, quiet
     from fivefold.job.config import read_job, to_toml
     from fivefold.job.preflight import preflight
-    from fivefold.launch.local import launch
-    from fivefold.launch.roster import sharing_problem, visible_gpus
-    from fivefold.launch.spare import wait_for_the_others
-    from fivefold.launch.world import current_world
-    from fivefold.train.resuming import Start, directory_named, run_named, stored_job
+    from fivefold.launch.local import launch, sharing_problem, visible_gpus
+    from fivefold.launch.world import current_world, wait_for_the_others
+    from fivefold.support.progress import late_bar, quiet
+    from fivefold.trainer.resuming import Start, directory_named, run_named, stored_job
 
     path, changes = split(job)
     world = current_world()
@@ -172,7 +170,7 @@ def resume(
     check: _Check = False,
 ) -> None:
     from fivefold.launch.world import current_world
-    from fivefold.train.resuming import run_to_resume
+    from fivefold.trainer.resuming import run_to_resume
 
     with _node_named(current_world()):
         run_to_resume(split(run)[0])
@@ -191,8 +189,8 @@ def _node_named(world: "World") -> Iterator[None]:
 
 def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     """The job in the layout for the ranks that are there, and the world of the ranks that it uses."""
-    from fivefold.elastic.choose import choose
     from fivefold.launch.world import PLANNED
+    from fivefold.trainer.elastic import choose
 
     if not job.checkpoint.save:
         raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
@@ -207,9 +205,8 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
 
 def _elastic(job: "Job", nproc: int) -> "Elastic":
     """How `--nproc` arranges a job on fewer ranks of this machine."""
-    from fivefold.elastic.choose import choose
-    from fivefold.launch.local import Arrangement, Elastic
-    from fivefold.launch.roster import gpus_here
+    from fivefold.launch.local import Arrangement, Elastic, gpus_here
+    from fivefold.trainer.elastic import choose
 
     def arrange(ranks: int) -> "Arrangement":
         choice = choose(job, ranks, nproc)
@@ -248,8 +245,8 @@ def _run(job: "Job", sources: "Sources", world: "World", start: "Start") -> int:
     """As the one rank that this process is; the exit code."""
     again = not world.joined or bool(world.meeting.file)  # other launchers decide about it
     stop = _Stop(_interrupted(job, again), world)  # before torch is imported, which takes seconds
-    from fivefold.train.loop import Stopped
-    from fivefold.train.run import run_job
+    from fivefold.trainer.loop import Stopped
+    from fivefold.trainer.run import run_job
 
     out = _Lasting(sys.stdout)
     console = Console(file=cast(IO[str], out), highlight=False, quiet=world.rank > 0)

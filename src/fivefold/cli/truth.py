@@ -7,7 +7,7 @@ import typer
 
 from fivefold.cli.progress import counting_bar
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import either
+from fivefold.support.text import either
 
 SHORT = "Compare the planner with measured runs.  [dim]fivefold truth[/]"
 
@@ -60,10 +60,10 @@ def truth(
 
       fivefold truth --fit --write
     """
-    from fivefold.report.paint import PICTURES
-    from fivefold.report.show import check_writable, show
-    from fivefold.truth import truth as comparing
-    from fivefold.truth.result import SourceList
+    from fivefold.accuracy import result as comparing
+    from fivefold.accuracy.result import SourceList
+    from fivefold.render.blocks import check_writable, show
+    from fivefold.render.paint import PICTURES
 
     if sources:
         show(SourceList(), as_json)
@@ -86,9 +86,9 @@ def _by_itself(
     data: Path | None, others: dict[str, object], coverage: bool, sweeps: bool, write: bool, as_json: bool
 ) -> None:
     """--coverage or --sweeps, which have tables of their own."""
-    from fivefold.report.show import show
-    from fivefold.truth.coverage import coverage as ranges
-    from fivefold.truth.sweeps import sweeps as comparing
+    from fivefold.accuracy.coverage import coverage as ranges
+    from fivefold.accuracy.sweeps import sweeps as comparing
+    from fivefold.render.blocks import show
 
     name = "--coverage" if coverage else "--sweeps"
     leave_out = bool(others["--leave-out"]) and not coverage

@@ -29,6 +29,6 @@ def ui(
 
       fivefold ui --runs runs/demo --runs runs/other
     """
-    from fivefold.ui.ui import ui as serve
+    from fivefold.web.app import ui as serve
 
     serve(port, runs or (), browser, typer.echo)

@@ -21,8 +21,8 @@ class Explaining(TyperGroup):
 
 def _explained(error: Any) -> list[str]:
     """What to write for each option that the command does not have; nothing if the first is no setting either."""
+    from fivefold.job.aliases import option_meant
     from fivefold.job.config import KEYS
-    from fivefold.job.words import option_meant
 
     params = error.ctx.command.params
     known = [name for one in params for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fivefold.cli.job_args import whole_layout
 from fivefold.cli.progress import counting_bar
-from fivefold.report import show
+from fivefold.render.blocks import show
 
 SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
 
@@ -72,7 +72,7 @@ def verify(
 
       fivefold verify --all --sample 60 --device cuda train.share_gpu=nccl train.compile=off
     """
-    from fivefold.verify.verify import verify as prove
+    from fivefold.verifier.verify import verify as prove
 
     whole_layout(layout, changes or [])
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.report import show
+from fivefold.render.blocks import show
 
 SHORT = "Bytes by ZeRO stage, the paper's and ours.  [dim]fivefold zero 7.5e9 --ranks 64[/]"
 
@@ -25,6 +25,6 @@ def zero(
 
       fivefold zero llama3-8b --ranks 8
     """
-    from fivefold.plan.zero import zero
+    from fivefold.planner.textbook import zero
 
     show(zero(model, ranks), as_json)

@@ -9,13 +9,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from fivefold.layout.layout import Layout
-from fivefold.schedule.catalogue import build
-from fivefold.schedule.costs import Costs
-from fivefold.schedule.record import Record
-from fivefold.schedule.schedule import Schedule
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.costs import Costs
+from fivefold.schedules.registry import build
+from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import block, head
-from fivefold.spec.parameters import BOTTOM, TOP, Parameter
+from fivefold.spec.operations import BOTTOM, TOP, Parameter, block, head
 
 Split = tuple[float, tuple[int, ...]]  # what some stages cost, and the layers of each
 
@@ -122,7 +121,7 @@ def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0
 
 @lru_cache(maxsize=512)
 def _built(
-    record: Record, p: int, m: int, chunks: int, weighed: tuple[ModelSpec, int, tuple[Stage, ...]] | None
+    record: ScheduleInfo, p: int, m: int, chunks: int, weighed: tuple[ModelSpec, int, tuple[Stage, ...]] | None
 ) -> Schedule:
     return build(record, p, m, chunks=chunks, costs=_durations(*weighed, p) if weighed else None)
 

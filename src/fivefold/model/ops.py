@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.model import attention
-from fivefold.model import deterministic_attention as deterministic
-from fivefold.model.bands import Bands
-from fivefold.model.deterministic_attention import Tiles
-from fivefold.model.experts.dispatch import LocalDispatch
+from fivefold.model import kernels
+from fivefold.model import kernels as deterministic
+from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
-from fivefold.model.positions import TokenPositions
-from fivefold.model.spans import Packed
+from fivefold.model.kernels import Tiles
+from fivefold.model.layers import TokenPositions
+from fivefold.model.masks import Packed, WindowMask
 
 
 class AttentionOps(Protocol):
@@ -42,14 +41,14 @@ class LocalAttention:
         device = positions.position_ids.device
         if window:
             places, documents = np.arange(positions.position_ids.shape[1]), positions.host_documents()
-            return Bands.of(places, places, None if documents is None else (documents, documents), window, device)
+            return WindowMask.of(places, places, None if documents is None else (documents, documents), window, device)
         if sinks:
-            return None if positions.documents is None else attention.document_spans(positions)
+            return None if positions.documents is None else kernels.document_spans(positions)
         if positions.documents is None:
             wanted = deterministic.wanted(device, positions.length)
             return deterministic.causal(device, positions.length) if wanted else None
-        flashes = device.type == "cuda" and dtype in attention.HALF
-        return attention.document_spans(positions).packed if flashes else positions.mask()
+        flashes = device.type == "cuda" and dtype in kernels.HALF
+        return kernels.document_spans(positions).packed if flashes else positions.mask()
 
     def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones that it has met, no more of them than the window
@@ -59,10 +58,10 @@ class LocalAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal. `sinks` [H]: a logit for each
         head beside its scores."""
-        if sinks is not None or isinstance(mask, Bands):
-            return attention.Attend.apply(q, k, v, sinks, mask)
+        if sinks is not None or isinstance(mask, WindowMask):
+            return kernels.Attend.apply(q, k, v, sinks, mask)
         if isinstance(mask, Packed):
-            return attention.packed_attention(q, k, v, mask)
+            return kernels.packed_attention(q, k, v, mask)
         if isinstance(mask, Tiles):
             if deterministic.fit(q, mask):
                 return deterministic.attend(q, k, v, mask)

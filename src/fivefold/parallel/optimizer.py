@@ -3,15 +3,48 @@
 Every rank steps on its own shards. The ranks only have to agree on the norm by which they clip.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from fivefold.launch.waits import stood
-from fivefold.optimizers import OptimizerConfig
+from fivefold.launch.waits import timed_wait
+from fivefold.optim.base import OptimizerConfig
+from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.zero import Weights
+from fivefold.parallel.replicated import Replicated
+from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
+
+# ---- zero -----------------------------------------------------------------------------------------------------------
+# Data parallelism: one model on many ranks, each with its own tokens, and ZeRO's shards of what they all hold.
+#
+#     weights = spread([model], spec, mesh, torch.bfloat16, seed)   # from the meta device to drawn weights
+#     for number, microbatch in enumerate(microbatches, start=1):
+#         with weights.microbatch(last=number == len(microbatches)):
+#             loss(model(microbatch)).backward()
+#     weights.finish()                    # masters' gradients are the sums over all ranks
+#     ...                                 # an optimizer's step on weights.masters
+#     weights.publish()
+#
+# Stages 0, 1 and 2 use buckets of our own (`replicated`). Stage 3 and hybrid sharding use FSDP2 (`fsdp`).
+
+
+def spread(
+    stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, split: bool = False
+) -> Weights:
+    """Give weights to this rank's stages: decoders on the meta device, whose parameters are plain or DTensors over tp.
+
+    Afterwards they are on the mesh's device, compute in `compute`, and report their gradients. With `split`, whoever
+    computes the gradients of linears reports them.
+    """
+    if mesh.layout.fully_shards(spec):
+        return FullySharded(stages, spec, mesh, compute, seed, split=split)
+    return Replicated(stages, spec, mesh, compute, seed, split=split)
+
+
+# ---- optimizer ------------------------------------------------------------------------------------------------------
 
 
 class Optimizer:
@@ -43,7 +76,7 @@ class Optimizer:
         if self.mesh.world.size > 1:
             parts = [square, square.new_zeros(2) if wish is None else wish, *also]
             sums = torch.cat([part.flatten() for part in parts])
-            stood(dist.all_reduce, sums, group=self.mesh.world.group)
+            timed_wait(dist.all_reduce, sums, group=self.mesh.world.group)
             for part, found in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
                 part.copy_(found.view_as(part))
         return square.sqrt()
@@ -102,8 +135,8 @@ class Optimizer:
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """In float64."""
     if gradients[0].is_cuda:
-        from fivefold.optimizers import fused_norm  # Triton's import takes a second
+        from fivefold.optim import kernels  # Triton's import takes a second
 
-        if all(map(fused_norm.takes, gradients)):
-            return fused_norm.sum_of_squares(gradients)
+        if all(map(kernels.takes, gradients)):
+            return kernels.sum_of_squares(gradients)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()

@@ -23,11 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from fivefold.layout.buckets import held
-from fivefold.layout.sharding import chunk, kv_head
+from fivefold.layout.sharding import chunk, held, kv_head
 from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import AttentionOps, LocalOps
-from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import (
     all_gather,
@@ -38,9 +37,9 @@ from fivefold.parallel.collectives import (
     wait,
 )
 from fivefold.parallel.context import Context
-from fivefold.parallel.deferred_wgrad import Deferral, Target, WeightGradQueue
 from fivefold.parallel.experts import dispatch_of
 from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.wgrad import Deferral, Target, WeightGradQueue
 from fivefold.spec.model import ModelSpec
 
 
@@ -113,7 +112,7 @@ class TensorParallel(LocalOps):
         """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
         wide = torch.promote_types(q.dtype, torch.float32)
         squares = torch.stack([x.to(wide).square().mean(-1) for x in (q, k)])
-        means = SumOverRanks.apply(self.axis, squares) / self.axis.size
+        means = AllReduceFn.apply(self.axis, squares) / self.axis.size
         scales = [(mean + norm.eps).rsqrt()[..., None] for mean, norm in zip(means, (q_norm, k_norm), strict=True)]
         weights = [self._of_these_heads(norm, "weight") for norm in (q_norm, k_norm)]
         q, k = ((x * scale * w).to(x.dtype) for x, scale, w in zip((q, k), scales, weights, strict=True))
@@ -127,7 +126,7 @@ class TensorParallel(LocalOps):
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [self._of_these_heads(linear, "weight") for linear in linears]
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
-        return Columns.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
+        return ColumnParallelFn.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
     def whole(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Every rank has these weights and, of the same input, the same outputs; under sp those of its tokens."""
@@ -145,10 +144,10 @@ class TensorParallel(LocalOps):
         )
         targets = tuple(Target(f"{self.names[linear]}.weight") for linear in linears)
         deferral = None if self.later is None else Deferral(self.later, targets)
-        return Columns.apply(Axis("tp"), False, deferral, x, *weights, *biases)
+        return ColumnParallelFn.apply(Axis("tp"), False, deferral, x, *weights, *biases)
 
     def spread(self, latents: Tensor) -> Tensor:
-        return Spread.apply(self.axis, self.sp, latents)
+        return GatherFromSP.apply(self.axis, self.sp, latents)
 
     def _of_these_heads(self, module: nn.Module, kind: str) -> Tensor:
         """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
@@ -166,7 +165,7 @@ class TensorParallel(LocalOps):
         return Deferral(self.later, tuple(targets))
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        y = Rows.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
+        y = RowParallelFn.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
         return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
 
     # ---- the vocabulary ----------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ class TensorParallel(LocalOps):
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
-        return Columns.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
+        return ColumnParallelFn.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
         words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
@@ -230,7 +229,7 @@ class DeferredLocalOps(LocalOps):
 
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return Columns.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
+        return ColumnParallelFn.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
 
     def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return self.columns(x, linear)[0]
@@ -272,7 +271,7 @@ def ops_of(
     return ops
 
 
-class Columns(Function):
+class ColumnParallelFn(Function):
     """y_i = x W_i^T + b_i for several W_i, each rank with its rows of them: one input, so one gradient to sum."""
 
     @staticmethod
@@ -314,7 +313,7 @@ class Columns(Function):
         return None, None, None, wait(reducing, axis), *for_weights, *for_biases
 
 
-class Rows(Function):
+class RowParallelFn(Function):
     """y = sum over ranks of x W^T, each rank with its columns of W and those features of x."""
 
     @staticmethod
@@ -336,7 +335,7 @@ class Rows(Function):
         return None, None, None, dx, dy.T @ x.flatten(0, 1)
 
 
-class SumOverRanks(Function):
+class AllReduceFn(Function):
     """The sum over ranks, of which each rank uses all: gradients are summed, too."""
 
     @staticmethod
@@ -365,7 +364,7 @@ class Reduce(Function):
         return None, None, gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
 
 
-class Spread(Function):
+class GatherFromSP(Function):
     """What every rank reads for its own heads: whole, or (sp) gathered; the gradient is the sum of all ranks'."""
 
     @staticmethod

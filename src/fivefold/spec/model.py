@@ -16,14 +16,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
-from fivefold.spec.experts import Experts
-from fivefold.spec.operations import Attention as Scores
-from fivefold.spec.operations import Elementwise, Matmul, block, head
-from fivefold.spec.parameters import BOTTOM, TOP, Parameter
-from fivefold.support.formatting import either
-from fivefold.support.numbers import divisors
+from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
+from fivefold.spec.operations import BOTTOM, TOP, Elementwise, Matmul, Parameter, Scores, block, head
 from fivefold.support.ranges import TOKENS, outside, within
+from fivefold.support.text import divisors, either
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "swiglu_clamped", "gelu", "gelu_tanh"]
@@ -53,7 +49,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_scaling: RopeScaling | Yarn | None = None  # Llama 3's, or with kind = "yarn" that of DeepSeek and gpt-oss
     rope_dim: Annotated[int, within(0, 100_000)] = 0  # dims of a head that positions turn, the first ones; 0: all
     rope_interleaved: bool = False  # DeepSeek: neighbouring dims make a pair, not dims half a head apart
-    mla: LatentAttention | None = None  # DeepSeek: keys and values are made of one latent of the token
+    mla: LatentSpec | None = None  # DeepSeek: keys and values are made of one latent of the token
     sinks: bool = False  # gpt-oss: a learned logit of each head beside its scores, which takes attention off the keys
     window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
     window_period: Annotated[int, within(1, 10_000)] = 1  # every so manieth layer sees all; 1: none does

@@ -7,16 +7,65 @@
 serving read it too. So another kind of block is a change here, and its kernels.
 """
 
+import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from fivefold.spec.parameters import TensorRule
-
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+# Parameter: a tensor of the model, and the facts that every room reads from it. Nothing else parses its name.
+
+
+Kind = Literal["embedding", "linear", "norm", "bias"]
+
+# How the tp axis divides a parameter. "kv rows": rows of whole kv heads; where ranks outnumber these heads, every rank
+# holds all of it and uses one head. "heads": every rank holds all of it and applies it to the rank's own heads only.
+# "tokens": the same, and to the rank's own tokens only. "experts": tp does not divide it; ep does, by whole experts.
+TensorRule = Literal["rows", "kv rows", "columns", "heads", "tokens", "whole", "experts"]
+
+# A unit is a part of the decoder: a layer by its number, or what lies below or above the layers. In the order of these
+# numbers forward needs the units, and in the opposite order backward finishes them.
+BOTTOM, TOP = -1, 1 << 30
+
+
+class Parameter(NamedTuple):
+    name: str  # global: the same on every rank of every layout
+    shape: tuple[int, ...]  # of a weight [..., rows, columns], of a norm or bias [..., rows]
+    kind: Kind
+    unit: int  # what must have run forward when this parameter is needed
+    tp: TensorRule = "whole"
+    tied: bool = False  # both ends of the pipeline hold it
+    residual: bool = False  # it writes into the residual stream
+    experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """The number of its layer; None below and above the layers."""
+        return self.unit if BOTTOM < self.unit < TOP else None
+
+    @property
+    def row_dim(self) -> int:
+        return len(self.shape) - (2 if self.kind in ("linear", "embedding") else 1)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a schedule that splits backward computes its gradient apart."""
+        # A router's is small, and comes with its input's. The head's is taken with the loss: one for each microbatch
+        # would wait, as large as the head, and nothing would be left to compute.
+        return self.kind == "linear" and self.tp != "tokens" and self.layer is not None
+
+
+# ---- operations -----------------------------------------------------------------------------------------------------
 
 
 class Matmul(NamedTuple):
@@ -66,7 +115,7 @@ class Matmul(NamedTuple):
         return self.writes_residual or self.tp == "whole"
 
 
-class Attention(NamedTuple):
+class Scores(NamedTuple):
     """Scores and their product with the values, for the heads of one tp rank."""
 
     heads: int
@@ -114,11 +163,11 @@ class Elementwise(NamedTuple):
         return self.width / (tp if sp or not self.stream else 1)
 
 
-Operation = Matmul | Attention | Elementwise
+Operation = Matmul | Scores | Elementwise
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockOperations:
     """The operations of a block, in the order of the forward pass."""
 
     operations: tuple[Operation, ...]
@@ -136,8 +185,8 @@ class Block:
         return tuple(tuple(group) for _, group in groupby(self.matmuls, key=lambda one: one.reads))
 
     @cached_property
-    def attention(self) -> Attention:
-        return next(one for one in self.operations if isinstance(one, Attention))
+    def attention(self) -> Scores:
+        return next(one for one in self.operations if isinstance(one, Scores))
 
     @cached_property
     def elementwise(self) -> tuple[Elementwise, ...]:
@@ -161,12 +210,12 @@ class Block:
 
 
 @lru_cache(maxsize=4096)
-def block(spec: "ModelSpec", tp: int = 1, dense: bool = False) -> Block:
+def block(spec: "ModelSpec", tp: int = 1, dense: bool = False) -> BlockOperations:
     """A block on one of `tp` ranks. Where these outnumber the kv heads, several ranks work with the same one.
 
     In a model with experts it is a block that has some, or (`dense`) one of the first that have none.
     """
-    return Block(tuple(_block(spec, tp, dense)))
+    return BlockOperations(tuple(_block(spec, tp, dense)))
 
 
 def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
@@ -181,11 +230,11 @@ def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
     yield from _residual(spec)
 
 
-def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
+def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     """Queries, keys and values of the stream."""
     heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
     windowed = sum(spec.window_of(layer) > 0 for layer in range(spec.layers)) / max(1, spec.layers)
-    attention = Attention(heads, kv_heads, dim, dim, 2 * kv_heads * dim, spec.window, windowed)
+    attention = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim, spec.window, windowed)
     bias = spec.bias or spec.qkv_bias
     yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows", bias)
     yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
@@ -198,11 +247,11 @@ def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
     return attention
 
 
-def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
+def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     """MLA: the latents are the same on every tp rank, which makes its heads of them."""
     assert spec.mla is not None
     mla, heads = spec.mla, spec.heads // tp
-    attention = Attention(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
+    attention = Scores(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
     if mla.q_rank:
         yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "whole")
     else:

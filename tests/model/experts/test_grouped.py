@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.experts.grouped import GroupedLinear, Groups, PutOff, _runs
+from fivefold.model.grouped import GroupedLinear, Groups, PutOff, _runs
 from fivefold.model.recompute import recomputed
 
 

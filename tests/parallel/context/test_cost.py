@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share
-from fivefold.parallel.context.tiles import Tile, gathered_tiles, own_tile, ring_tile
+from fivefold.parallel.context import Tile, gathered_tiles, own_tile, ring_tile
 from tests.parallel.context.world import Case, Rank
 from tests.ranks import run_ranks
 

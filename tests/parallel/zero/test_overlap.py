@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.layout.buckets import buckets, held
 from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import buckets, held
 from fivefold.model.head import Targets
 from fivefold.parallel.optimizer import Optimizer
-from fivefold.parallel.zero import Replicated
-from fivefold.spec.parameters import BOTTOM, TOP
+from fivefold.parallel.replicated import Replicated
+from fivefold.spec.operations import BOTTOM, TOP
 from fivefold.spec.presets import preset
 from tests.parallel.zero.world import CONFIG, accumulate, each, make, microbatches, whole
 from tests.ranks import run_ranks

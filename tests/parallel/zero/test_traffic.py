@@ -2,8 +2,8 @@
 
 import torch
 
-from fivefold.layout.buckets import Grouping, buckets, held
 from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import Grouping, buckets, held
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.spec.model import ModelSpec

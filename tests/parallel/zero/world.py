@@ -9,17 +9,18 @@ from torch import Tensor
 
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
+from fivefold.model.head import Targets, loss_sum
 from fivefold.model.init import initialise
-from fivefold.model.loss import loss_sum
+from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
-from fivefold.optimizers import AdamW
+from fivefold.optim.adamw import AdamW
 from fivefold.parallel.collectives import whole
+from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer
+from fivefold.parallel.replicated import Replicated
 from fivefold.parallel.tensor import TensorParallel
-from fivefold.parallel.zero import FullySharded, Replicated, Weights
+from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 

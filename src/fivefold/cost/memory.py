@@ -1,0 +1,170 @@
+"""Bytes that a rank holds between steps: parameters, gradients, optimizer state, by ZeRO stage.
+
+With N ranks to shard over (dp x cp, or dp/replicate x cp; of experts the ranks that have the same ones), P parameters
+per tp rank, in bytes per parameter:
+
+  stage   parameters   gradients   optimizer state
+  0       c            a           s
+  1       c            a           s/N
+  2       c            a/N         s/N
+  3       a/N          a/N         2a/N     (FSDP2 keeps the full-precision weights themselves in shards)
+
+c is the compute dtype's size, a the accumulation dtype's (4, or 8 in float64), s is 2a for AdamW's two moments and a
+more where a full-precision master is kept beside a bfloat16 weight.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import held
+from fivefold.layout.stages import stages_of
+from fivefold.optim.adamw import AdamW
+from fivefold.optim.base import OptimizerConfig
+from fivefold.spec.model import ModelSpec
+from fivefold.support.text import bytes_text, si
+
+ADAMW = AdamW()
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+MIXED = BYTES["float32"] * (1 + len(AdamW.states))  # bytes per parameter, of mixed precision: master and two moments
+
+
+def dtype_of(wide: int) -> str:
+    """By the bytes of a number."""
+    return next(name for name, size in BYTES.items() if size == wide)
+
+
+def wide_bytes(dtype: str) -> int:
+    """Of masters and sums: float32, or float64 in float64 runs."""
+    return max(BYTES["float32"], BYTES[dtype])
+
+
+class State(NamedTuple):
+    """Bytes of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Bytes per parameter, of mixed precision with AdamW. Two have names, because people mean different ones."""
+
+    weight: int = 2
+    gradient: int = 4
+    optimizer: int = MIXED  # master weight and states
+    sharded_masters: bool = True  # ZeRO 3 keeps the master as its only copy, and gathers compute weights from it
+
+    def state(self, whole: float, share: float, zero: int, ranks: int) -> State:
+        """Of a rank that computes with `whole` parameters and owns `share` of them, with `ranks` to shard over."""
+        if zero == 3 and ranks > 1:
+            if self.sharded_masters:
+                return State(4 * share, self.gradient * share, (self.optimizer - 4) * share)
+            return State(self.weight * share, self.gradient * share, self.optimizer * share)
+        gradients = share if zero == 2 else whole
+        owned = share if zero else whole
+        return State(self.weight * whole, self.gradient * gradients, self.optimizer * owned)
+
+
+# The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,
+# 16.6 and 1.88 GB with stages 0 to 3.
+PAPER = Accounting(weight=2, gradient=2, optimizer=12, sharded_masters=False)
+OURS = Accounting(weight=2, gradient=4)  # this code's: gradients are added up in float32
+
+
+def paper(parameters: float, zero: int, ranks: int) -> State:
+    """What the ZeRO paper counts for a model of so many parameters, without tp and pp."""
+    return PAPER.state(parameters, parameters / ranks, zero, ranks)
+
+
+def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:
+    """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
+    found = [state_of(spec, layout, dtype, optimizer, pp=rank) for rank in range(layout.pp)]
+    return State(*map(max, zip(*found, strict=True)))
+
+
+def state_of(
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: str,
+    optimizer: OptimizerConfig = ADAMW,
+    *,
+    pp: int = 0,
+    tp: int = 0,
+    zero: int = 0,
+    ep: int = 0,
+    ezero: int = 0,
+    seq: int | None = None,
+    narrow: bool = False,
+) -> State:
+    """What the rank at those places of the axes holds, to the byte.
+
+    Layers are divided among stages for sequences of `seq` tokens; of the model's context where it is not said.
+    Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest. `narrow`:
+    gradients of a single microbatch that no other rank or stage has a part in stay in the dtype they come in, as they
+    do on a GPU.
+    """
+    compute, full, states = BYTES[dtype], wide_bytes(dtype), len(optimizer.states)
+    stages = stages_of(spec, layout, seq or spec.context)
+    mine = [stages[number] for number in layout.placement.of_rank[pp]]
+    # An embedding that both ends share on one rank is there once.
+    here = [one for one in held(spec, layout, tp, ep).values() if any(stage.holds(one.parameter) for stage in mine)]
+    states_of = []
+    for axis, place in (("zero", zero), ("ezero", ezero)):
+        parts, ranks = [one for one in here if one.zero_axis == axis], layout.size(axis)
+        whole = sum(one.size for one in parts)
+        owned = sum(math.prod(map(len, one.share(ranks, place))) for one in parts)
+        padded = sum(one.share_size(ranks) for one in parts)
+        if layout.fully_shards(spec):
+            states_of.append(State(full * padded, full * padded, states * full * owned))
+            continue
+        stage = layout.zero if ranks > 1 else 0
+        gradients = {0: whole, 1: padded * ranks, 2: padded}[stage]
+        masters, master = owned if stage else whole, full if compute < full else 0
+        state = State(compute * whole, full * gradients, (states * full + master) * masters)
+        if narrow and ranks == layout.microbatches == 1:
+            final = [one for one in parts if not one.tp.partial and not (one.parameter.tied and layout.pp > 1)]
+            state = state._replace(gradients=state.gradients - (full - compute) * sum(one.size for one in final))
+        states_of.append(state)
+    return State(*map(sum, zip(*states_of, strict=True)))
+
+
+def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
+    """Of all ranks together: masters and the optimizer's states."""
+    return spec.parameter_count * wide_bytes(dtype) * (1 + len(optimizer.states))
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_problems(job: Job, ranks: int, have: int, where: str) -> list[str]:
+    """Why `ranks` ranks do not fit into the `have` bytes that they share."""
+    each = state(job.model, job.layout, job.train.dtype, job.optimizer).total
+    if each * ranks <= have:
+        return []
+    on_it = f" on each of the {ranks} ranks that share it" if ranks > 1 else ""
+    return [
+        f"{job.model.name} has {si(job.model.parameter_count)} parameters: weights, gradients and optimizer take "
+        f"{bytes_text(each)} in {job.train.dtype}{on_it}, and {where} has {bytes_text(have)}; take a smaller "
+        f"model, or fewer layers: model.layers={max(1, job.model.layers * have // (each * ranks))} may fit"
+    ]
+
+
+def proof_problems(job: Job) -> list[str]:
+    """The same for a job's ranks on this machine, and for the single process that they are held against."""
+    if job.train.device == "cuda":
+        return []  # each rank looks at its own GPU when it starts
+    alone = msgspec.structs.replace(job, layout=Layout())
+    here = host_memory(), "this machine"
+    return memory_problems(job, job.layout.world, *here) or memory_problems(alone, 1, *here)
