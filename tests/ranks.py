@@ -14,9 +14,9 @@
         assert (failure.value.rank, failure.value.kind, failure.value.error) == (2, "died", "SIGKILL")
 
 The ranks are those of `fivefold.launch.processes`, in one process group. Every rank has one thread, the caller's
-directory and environment, and the RANK variables of torchrun. Values come back on the CPU, by value. What ranks print is printed
-when they are done, rank by rank, for pytest to capture. All ranks have one hash seed: that a set has another order on
-each rank does not show here.
+directory and environment, and the RANK variables of torchrun. Values come back on the CPU, by value. What ranks print
+is printed when they are done, rank by rank, for pytest to capture. All ranks have one hash seed: that a set has
+another order on each rank does not show here.
 """
 
 import io

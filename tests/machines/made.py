@@ -32,8 +32,10 @@ def reports(nodes: int = 3, slow: int | None = None) -> list[RankReport]:
                      "/dev/shm": 2.0**39, "GPU memory": 2.0**36},
             ahead=0.0002, unsure=0.0001,
             disk=None if rank % 2 else Disk(2e9, 3e9, 0.002, 10**13), gpu=held if rank == slow else gpu,
-            rings=[*([] if rank % 2 else [RingReport("tp", [rank, rank + 1], 3e-5, 4e11, 4e11, [("all-reduce", 8, 3e-5)])]),
-                   *([RingReport("dp", list(range(rank, 2 * nodes, 2)), 5e-5, 4.5e10, 4.5e10, [])] if rank < 2 else [])],
+            rings=[
+                *([RingReport("tp", [rank, rank + 1], 3e-5, 4e11, 4e11, [("all-reduce", 8, 3e-5)])] * (rank % 2 == 0)),
+                *([RingReport("dp", list(range(rank, 2 * nodes, 2)), 5e-5, 4.5e10, 4.5e10, [])] if rank < 2 else []),
+            ],
             sends=[Send("dp", ranks, 4e10), *([] if rank % 2 else [Send("tp", (rank, rank + 1), 4e11)])],
         ))  # fmt: skip
     return made

@@ -398,7 +398,7 @@ def _pipeline(step: _Step) -> Iterator[_Sent]:
 
 
 def _context(step: _Step) -> Iterator[_Sent]:
-    """Keys and values round the ring, gathered, or traded for heads (parallel/context says how each works)."""
+    """Keys and values round the ring, gathered, or traded for heads (parallel/context.py says how each works)."""
     spec, layout, layers, c = step.spec, step.layout, step.layers, step.layout.cp
     heads, kv_heads = spec.heads // layout.tp, len(kv_head(spec, layout, 0))
     head = step.tokens * spec.head_dim  # elements of one head of this rank's tokens

@@ -44,7 +44,7 @@ FUSED_EXPERTS = ExpertKernels(once=True, fused_casts=True, kernels=8, graphs=Tru
 # Megatron without any of it: one expert after the other, and NCCL's all-to-all.
 PLAIN_EXPERTS = ExpertKernels(grouped=False)
 
-# This code's, operator by operator (model/experts/): a row is read and written for each rearranging; its gradient is
+# This code's, operator by operator (model/moe.py): a row is read and written for each rearranging; its gradient is
 # added up in float32. What experts said is widened, weighted and summed, each by itself; scores are sorted, stably.
 # Where all experts are here, they are part of their block's graph: a pass reads a row, or writes it; backward reads the
 # gradients of gate and up, and of what experts said the row, the token's gradient, and writes one.

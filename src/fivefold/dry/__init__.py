@@ -1,1 +1,4 @@
-"""A dry run: the code that trains, on fake tensors and fake ranks. run, world and fast_fake import no plan/."""
+"""A dry run: the code that trains, on fake tensors and fake ranks.
+
+run and fake import no planner: the agreement of the two is a proof.
+"""

@@ -1,8 +1,8 @@
 """Ranks of this machine as processes that live and die together: how they start, report, hang and end.
 
-Every launcher of this package uses it: `launch/local.py` for ranks that train, `launch/processes.py` for ranks that live
-for one call. On Linux torch is imported once and ranks are forked: eight imports on two cores would take longer than
-the first twenty steps of a small model.
+`launch/local.py` starts ranks that train with it, and `call` below ranks that live for one call. On Linux torch is
+imported once and ranks are forked: eight imports on two cores would take longer than the first twenty steps of a small
+model.
 """
 
 import ctypes

@@ -20,7 +20,8 @@ from fivefold.spec.model import ModelSpec
 # What keeps the load of experts even, in every layout alike.
 #
 # balance loss   of each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's slots
-#                that an expert got, times the mean of its normalised scores, summed over experts. 1 where all are equal.
+#                that an expert got, times the mean of its normalised scores, summed over experts; 1 where all are
+#                equal
 # z loss         the squared log-partition of the router's logits (ST-MoE, arXiv 2202.08906), which keeps them small
 # bias           added to the scores for the choice alone; after a step, up for experts below the mean load, down above
 #

@@ -1,7 +1,7 @@
 """Closed forms of time and memory for many layouts at once: they rank and prune, and schedules decide (search.py).
 
-An element of the arrays is a combination of choices. What a block costs depends on a few of them only (a `BlockShape`), and
-is worked out once for each by the same functions that time a single layout.
+An element of the arrays is a combination of choices. What a block costs depends on a few of them only (a `BlockShape`),
+and is worked out once for each by the same functions that time a single layout.
 """
 
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ from fivefold.verifier.compare import distances, router_name, zeros
 # A mixture of experts as its formulas say: every expert in turn, on the tokens that chose it, under stock autograd.
 #
 # The reference's decoder has it in place of the one that is being judged: this file imports nothing of
-# `model/experts`. Shapes: B rows of S tokens, n = B S, E hidden, X experts, K of them for each token.
+# `model/moe.py`. Shapes: B rows of S tokens, n = B S, E hidden, X experts, K of them for each token.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-// One meaning, one colour, in all views and as in the pictures of the command line (plan/pictures, schedule/draw). The
+// One meaning, one colour, in all views and as in the pictures of the command line (planner/pictures.py, schedules/draw.py). The
 // names are variables of style.css.
 const softer = (name, share = 50) => `color-mix(in srgb, var(--${name}) ${100 - share}%, white)`;
 const plain = name => `var(--${name})`;
