@@ -77,11 +77,14 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
             return same[0]
         known = ", ".join(str(one.step) for one in reversed(complete)) or "none"
         raise UserError(f"{path} has no complete checkpoint of step {step}; it has: {known}")
+    damage: list[str] = []
     for one in complete:
         if not (misfits := one.misfits()):
+            for problem in damage:
+                warnings.warn(Note(f"{problem}; the checkpoint before it is taken"), stacklevel=2)
             return one
-        warnings.warn(Note(f"{misfits[0]}; the checkpoint before it is taken"), stacklevel=2)
-    raise UserError(f"{path} has no complete checkpoint")
+        damage += misfits[:1]
+    raise UserError(damage or [f"{path} has no complete checkpoint"])
 
 
 # ---- job ------------------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
     def read(file: str) -> None:
         with checkpoint.storage.open(checkpoint.path / file) as stream:
             for one in todo[file]:
-                _fill(stream, checkpoint.numbers_at(stream, one.name, one.chunk) + one.start, one)
+                _fill(stream, one.chunk.start + one.start, one)
 
     try:
         side_by_side(read, list(todo), for_files())

@@ -59,14 +59,11 @@ def merged(parts: list[Tensors]) -> Tensors:
     return {name: msgspec.structs.replace(tensors[name], chunks=tuple(chunks[name])) for name in sorted(tensors)}
 
 
-def check(tensors: Tensors, files: Mapping[str, int], archived: bool = False) -> None:
-    """ValueError unless every element of every tensor lies in one chunk, and each chunk in a file of so many bytes.
-
-    `archived`: a chunk's bytes hold more than its numbers.
-    """
+def check(tensors: Tensors, files: Mapping[str, int]) -> None:
+    """ValueError unless every element of every tensor lies in one chunk, and each chunk in a file of so many bytes."""
     extents: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for name, stored in tensors.items():
-        if why := _misfit(stored, files, archived):
+        if why := _misfit(stored, files):
             raise ValueError(f"{name[:200]}: {why}")
         for chunk in stored.chunks:
             extents[chunk.file].append((chunk.start, chunk.start + chunk.bytes))
@@ -76,7 +73,7 @@ def check(tensors: Tensors, files: Mapping[str, int], archived: bool = False) ->
             raise ValueError(f"two chunks share bytes of {file}")
 
 
-def _misfit(stored: Stored, files: Mapping[str, int], archived: bool) -> str | None:
+def _misfit(stored: Stored, files: Mapping[str, int]) -> str | None:
     shape, chunks = stored.shape, stored.chunks
     if stored.dtype not in BYTES:
         return f"its dtype {stored.dtype[:50]!r} is none of {', '.join(BYTES)}"
@@ -89,7 +86,7 @@ def _misfit(stored: Stored, files: Mapping[str, int], archived: bool) -> str | N
         ):
             return f"the chunk at {list(chunk.offsets[:8])} is no box of the shape {list(shape)}"
         needed = math.prod(chunk.sizes) * BYTES[stored.dtype]
-        if chunk.bytes < needed or (chunk.bytes > needed and not archived):
+        if chunk.bytes != needed:
             return f"the chunk at {list(chunk.offsets)} has {chunk.bytes} bytes, and its numbers take {needed}"
         if chunk.start < 0 or chunk.start + chunk.bytes > files.get(chunk.file, -1):
             return f"bytes {chunk.start} to {chunk.start + chunk.bytes} are not in {chunk.file[:200]!r}"
