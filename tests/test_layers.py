@@ -35,9 +35,12 @@ def test_there_are_no_import_circles() -> None:
     list(graphlib.TopologicalSorter(graph).static_order())  # a circle is an error that names its modules
 
 
-def test_the_package_itself_loads_nothing() -> None:
-    """Every room may ask it for the version, so it must stand below all of them."""
-    assert not [found for found in imports("fivefold") if found.loads and found.module in modules()]
+def test_the_package_itself_loads_nothing_and_nobody_asks_it() -> None:
+    """Python imports it before any of its rooms."""
+    loads = {found.module for found in imports("fivefold") if found.loads and found.module in modules()}
+    assert loads == {"fivefold.version"}
+    asking = [module for module in modules() if "fivefold" in {found.module for found in imports(module)}]
+    assert asking == []
 
 
 def test_what_is_pure_loads_no_torch() -> None:

@@ -14,6 +14,8 @@ UserError for bad input, and return results that print as tables, show themselve
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fivefold.version import __version__ as __version__
+
 if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to Python
     from fivefold.accuracy.result import truth
     from fivefold.dry.run import dryrun
@@ -37,7 +39,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to
     from fivefold.web.app import ui
     from fivefold.web.report import report
 
-__version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "Job",

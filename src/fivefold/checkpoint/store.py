@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
-from fivefold import __version__
 from fivefold.checkpoint.storage import FileReader, Storage, storage_of
 from fivefold.checkpoint.tensors import MOST, PREFIX, TABLE, Tensors, check, extents, short, sum_of
 from fivefold.launch import faults
@@ -30,6 +29,7 @@ from fivefold.launch.host import for_files, side_by_side
 from fivefold.support.errors import UserError
 from fivefold.support.files import File, Progress, digest_of, plain_name
 from fivefold.support.places import Place
+from fivefold.version import __version__
 
 MANIFEST = "manifest.json"
 VERSION = 2

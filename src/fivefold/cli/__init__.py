@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fivefold import __version__
 from fivefold.cli import (
     accelerators,
     bench,
@@ -46,6 +45,7 @@ from fivefold.cli.unknown import Explaining
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
+from fivefold.version import __version__
 
 app = typer.Typer(
     name="fivefold",

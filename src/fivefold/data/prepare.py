@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-import fivefold
 from fivefold.data.index import CHUNK, NAME, SPLITS, TOKENIZER, VERSION, DataFile, DataIndex, DataShard, is_prepared
 from fivefold.data.order import uniform
 from fivefold.data.records import Fields, Meter, documents, find_sources
@@ -32,6 +31,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.files import HashedFile
 from fivefold.support.parsing import path_of
 from fivefold.support.progress import Report, quiet
+from fivefold.version import __version__
 
 # ---- sink -----------------------------------------------------------------------------------------------------------
 # Where encoded batches go: each document into its split, and the index last.
@@ -78,7 +78,7 @@ class Sink:
         splits = {split: writer.close() for split, writer in zip(SPLITS, self._writers, strict=True)}
         index = DataIndex(
             version=VERSION,
-            fivefold=fivefold.__version__,
+            fivefold=__version__,
             tokenizer=self._tokenizer.name,
             tokenizer_file=self._copy_tokenizer(),
             vocab=self._tokenizer.vocab,

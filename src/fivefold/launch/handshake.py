@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import field
 
-import fivefold
 from fivefold.job.config import Job
 from fivefold.launch.rendezvous import Rendezvous, kept, run_secret, within
 from fivefold.schedules.text import to_text
@@ -185,7 +184,7 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Hel
 @cache
 def code_digest() -> str:
     """Of our source files, by their places in the package."""
-    root = Path(fivefold.__file__).parent
+    root = Path(__file__).parent.parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         text = path.read_bytes()

@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import fivefold
 from fivefold.launch import faults
 from fivefold.launch.handshake import code_digest
 from fivefold.launch.host import cores
 from fivefold.launch.local import SHARING
 from fivefold.machines.judge import Disk, Gpu
+from fivefold.version import __version__
 
 _PIECE = 4 << 20  # bytes
 _PIECES = 8
@@ -42,7 +42,7 @@ def versions(cuda: bool) -> dict[str, str]:
     import torch
 
     found = {
-        "fivefold": f"{fivefold.__version__} ({code_digest()[:8]})",
+        "fivefold": f"{__version__} ({code_digest()[:8]})",
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "kernel": platform.release(),

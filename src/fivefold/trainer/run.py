@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-import fivefold
 from fivefold.checkpoint.find import find, run_of, stored
 from fivefold.checkpoint.hf_extras import carry
 from fivefold.data.corpus import entropy
@@ -52,6 +51,7 @@ from fivefold.trainer.result import PICTURE, ExpertsResult
 from fivefold.trainer.resuming import SCHEDULE, Start, begin, differences
 from fivefold.trainer.spikes import NAME as DECISIONS
 from fivefold.trainer.spikes import KnownDecisions, known
+from fivefold.version import __version__
 
 # ---- sharing --------------------------------------------------------------------------------------------------------
 # Whether all nodes of a run see its directory, before the first step: all ranks write into its checkpoints.
@@ -324,7 +324,7 @@ def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
     """What a run was made with, kept beside its metrics."""
     device = mesh.device
     return {
-        "fivefold": fivefold.__version__,
+        "fivefold": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
@@ -342,7 +342,7 @@ def show_job(console: Console, job: Job, mesh: Mesh) -> None:
     if model.experts is not None:
         size += f", {si(model.active_parameters)} active"
     lines = {
-        f"fivefold {fivefold.__version__}": f"{model.name}, {size}",
+        f"fivefold {__version__}": f"{model.name}, {size}",
         "train": f"{counted(train.steps, 'step')} of {counted(train.batch, 'sequence')} of {job.data.seq} tokens; "
         f"{optimizer.name}, lr {optimizer.lr:g}, {optimizer.schedule}",
         "layout": f"{job.layout}: {counted(mesh.world.size, 'rank')} on {_device(mesh)}, {train.dtype}",

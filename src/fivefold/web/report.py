@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from fivefold import __version__
 from fivefold.planner.result import PlanResult
 from fivefold.render.blocks import Block, Result, Text, check_writable
 from fivefold.schedules.result import DrawResult
@@ -28,6 +27,7 @@ from fivefold.support.parsing import path_of, read_json
 from fivefold.tracing.chrome import lanes
 from fivefold.tracing.result import TraceResult
 from fivefold.verifier.result import VerifyResult
+from fivefold.version import __version__
 from fivefold.web.app import View, answer, view_of
 from fivefold.web.question import Ask
 from fivefold.web.run_files import placeless, sent

@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fivefold import __version__
 from fivefold.support.errors import UserError
+from fivefold.version import __version__
 from fivefold.web.app import VIEWS, Nothing, answer, heavy, view_of
 from fivefold.web.question import Ask, for_page
 from fivefold.web.worker import WorkerQuestion
