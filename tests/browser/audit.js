@@ -97,6 +97,47 @@
       return wrong.slice(0, 5);
     },
 
+    /** What is there and cannot be seen: text beyond the edge of its box or picture, tables that scroll sideways, choices longer than their box. */
+    clipped() {
+      const wrong = [], canvas = document.createElement("canvas").getContext("2d");
+      for (const one of document.querySelectorAll("body *")) {
+        if (!seen(one) || one instanceof SVGElement || one.closest(".hidden-text, .skip, pre")) continue;
+        const { overflowX, overflowY } = getComputedStyle(one), across = one.scrollWidth > one.clientWidth + 1, down = one.scrollHeight > one.clientHeight + 1;
+        if (one.clientWidth && overflowX !== "visible" && across) wrong.push(`${told(one)} shows ${one.clientWidth} of ${one.scrollWidth} across`);
+        if (one.clientHeight && overflowY !== "visible" && down && !one.matches("html, body, input, select")) wrong.push(`${told(one)} shows ${one.clientHeight} of ${one.scrollHeight} down`);
+      }
+      for (const one of document.querySelectorAll("select")) {
+        const style = getComputedStyle(one), text = one.selectedOptions[0]?.textContent || "";
+        canvas.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+        if (seen(one) && canvas.measureText(text).width > one.clientWidth - parseFloat(style.paddingLeft)) wrong.push(`${told(one)} cuts "${text}"`);
+      }
+      for (const text of document.querySelectorAll("svg text")) {
+        const mine = text.getBoundingClientRect(), whole = text.ownerSVGElement.getBoundingClientRect();
+        if (mine.width && (mine.left < whole.left - 1 || mine.right > whole.right + 1 || mine.top < whole.top - 1 || mine.bottom > whole.bottom + 1)) wrong.push(`"${text.textContent}" leaves its picture`);
+      }
+      return wrong.slice(0, 8);
+    },
+
+    /** Text of a picture over other text of it. */
+    overlapping() {
+      const wrong = [];
+      for (const picture of document.querySelectorAll("svg")) {
+        const texts = [...picture.querySelectorAll("text")].filter(seen).map(one => [one.textContent, one.getBoundingClientRect()]).filter(([, box]) => box.width);
+        texts.forEach(([one, a], at) => {
+          for (const [other, b] of texts.slice(at + 1)) {  // a line of text has some pixels of its height to spare
+            if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 4 && b.top < a.bottom - 4) wrong.push(`"${one}" meets "${other}"`);
+          }
+        });
+      }
+      return wrong.slice(0, 8);
+    },
+
+    /** Options of the command line in a sentence of the page; a command stands in backticks. */
+    flags() {
+      const said = [...document.querySelectorAll("main, header, .tooltip")].map(one => one.innerText).join(" ").replace(/`[^`]*`/g, "");  // a report's foot has its command
+      return [...new Set(said.match(/(?<![\w-])--[a-z][\w-]*/g) || [])];
+    },
+
     /** What moves, or would. */
     moving() {
       const running = document.getAnimations().filter(one => one.playState === "running" && one.effect.getComputedTiming().duration > 0);

@@ -1,5 +1,6 @@
 """Who is refused, tried in a browser: a foreign name for this machine, another token, a page of another origin."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_the_page_of_the_server_cannot_be_framed(chrome: Any, server: Server) ->
         ("plan?cluster=8xNOPE", "question-error", "unknown accelerator 'NOPE'", "select-model"),
         ("mesh?rank=99999", "notice-mesh", "99999", "select-model"),
         ("schedule?pp=abc", "refused", "pp='abc' is not a whole number", "slider-pp"),
+        ("run?runs=nowhere", "run-problem", "there is no run 'nowhere'", "run-demo"),
     ],
 )
 def test_a_bad_first_address_has_its_sentence_and_the_defaults_below_it(
@@ -78,11 +80,51 @@ def test_a_bad_first_address_has_its_sentence_and_the_defaults_below_it(
     assert "Shown instead" in found.text(notice)
     assert found.one(control).is_enabled()
     assert found.page.url.endswith(f"#{address}")  # the user's own, until something is chosen
-    found.one("slider-pp").press("ArrowRight")
-    found.settle()
-    assert not found.page.url.endswith(f"#{address}")
-    assert not found.one(notice).is_visible()
+    assert not re.search(r"[.?!]\.", found.text(notice))
+    if control != "run-demo":
+        found.one("slider-pp").press("ArrowRight")
+        found.settle()
+        assert not found.page.url.endswith(f"#{address}")
+        assert not found.one(notice).is_visible()
     assert all("400" in wrong for wrong in found.wrong)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "notice"),
+    [
+        ("plan?model=tiny&cluster=2xCPU&batch=8&seq=64", "plan?model=nothing", "question-error"),
+        ("mesh?model=tiny&cluster=2xCPU&batch=8&seq=64&layout=dp=2", "mesh?model=nothing", "notice-mesh"),
+        ("schedule?schedule=gpipe&pp=4&microbatches=8", "schedule?schedule=nothing", "refused"),
+        ("run?runs=demo", "run?runs=nothing", "run-problem"),
+    ],
+)
+def test_a_bad_later_address_takes_the_answer_of_the_one_before_away(
+    window: Callable[..., Window], good: str, bad: str, notice: str
+) -> None:
+    found, first = window(good), window(bad)
+    found.page.evaluate("hash => { location.hash = hash }", bad)
+    found.settle()
+    for one in (found, first):
+        assert "'nothing'" in one.text(notice)
+        assert "Shown instead" in one.text(notice)
+    assert found.page.locator("main").inner_text() == first.page.locator("main").inner_text()
+
+
+def test_a_question_without_an_answer_has_no_figures_of_another(window: Callable[..., Window]) -> None:
+    found = window("plan?model=tiny&cluster=2xCPU&batch=8&seq=64")
+    batch = found.one("number-batch")
+    batch.fill("0")
+    batch.press("Tab")
+    found.settle()
+    assert "batch" in found.text("question-error")
+    for shown in ("verdict", "step", "memory-card", "ranking-card", "neighbours-table"):
+        assert not found.one(shown).is_visible()
+    batch.fill("8")
+    batch.press("Tab")
+    found.settle()
+    for shown in ("fits", "step", "memory-card", "ranking", "neighbours-table"):
+        assert found.one(shown).is_visible()
+    assert not found.one("question-error").is_visible()
 
 
 def test_an_emptied_number_is_named(window: Callable[..., Window]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from fivefold.trainer.records import to_line
 from fivefold.trainer.result import TrainResult
+from tests.browser.test_views import LOOKED_AT
 from tests.browser.window import Window
 from tests.web.a_run import a_run, step
 from tests.web.serving import TOKEN, Server, serving
@@ -38,10 +39,10 @@ def opened(chrome: Any, server: Server, width: int = 1280, dark: bool = False) -
     return found
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])
 def test_two_runs_are_sound_to_look_at(chrome: Any, given: Server, width: int, dark: bool) -> None:
     found = opened(chrome, given, width, dark)
-    assert found.audit("contrast", "names", "wide") == {}
+    assert found.audit(*LOOKED_AT) == {}
     fills = found.page.evaluate(
         "() => [...document.querySelectorAll('[data-testid=trace-card] .legend rect')].map(one => one.outerHTML)"
     )

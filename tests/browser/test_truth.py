@@ -51,3 +51,25 @@ def test_figures_of_a_source_are_those_of_truth(window: Opening, source: str) ->
             seconds(one["measured_seconds"]), seconds(one["predicted_seconds"]), signed(one["error"])
         )  # fmt: skip
     assert found.wrong == []
+
+
+def test_an_address_that_names_nothing_published_is_told_and_all_is_shown(window: Opening) -> None:
+    found = window("truth?source=nowhere&gpu=H100x")
+    found.page.wait_for_selector(".view-truth [data-loaded]")
+    said = found.text("truth-refused")
+    assert said == "The published runs have no source 'nowhere' and no GPU 'H100x'. Shown instead are all."
+    assert found.one("select-truth-source").input_value() == "all"
+    found.one("select-truth-source").select_option("llama3")
+    found.settle()
+    assert not found.one("truth-refused").is_visible()
+    assert found.page.url.endswith("#truth?source=llama3")
+    assert found.wrong == []
+
+
+def test_the_run_that_is_told_of_is_one_of_those_that_are_shown(window: Opening) -> None:
+    found = window("truth?source=llama3")
+    found.page.wait_for_selector(".view-truth [data-loaded]")
+    assert "llama3.csv" in found.text("row")
+    found.one("source-megatron_bridge, experts").click()  # a line of its own, which the list of sources has, too
+    assert "megatron_bridge.csv" in found.text("row")
+    assert found.one("select-truth-source").input_value() == "megatron_bridge, experts"

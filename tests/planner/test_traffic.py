@@ -50,9 +50,20 @@ def test_zero_2_reduces_in_every_microbatch_and_zero_1_once() -> None:
     assert sent("dp=2,zero=1,microbatches=4")["dp", "reduce-scatter"].payload == M
 
 
-def test_bfloat16_gathers_half_of_what_it_reduces() -> None:
+def test_bfloat16_gathers_half_of_what_it_reduces_but_norms_whole() -> None:
     rows = sent("dp=2,zero=1", "bfloat16")
-    assert rows["dp", "reduce-scatter"].payload == 2 * rows["dp", "all-gather"].payload == M
+    norms = sum(p.size for p in SPEC.parameters() if p.kind == "norm") * 4
+    assert rows["dp", "reduce-scatter"].payload == M
+    assert rows["dp", "all-gather"].payload == (M - norms) / 2 + norms
+
+
+def test_zero_3_in_bfloat16_gathers_no_norms_and_sums_their_gradients_once_a_step() -> None:
+    norms = sum(p.size for p in SPEC.parameters() if p.kind == "norm") * 4
+    for m in (1, 2):
+        rows, plain = (sent(f"dp=4,zero=3,microbatches={m}", dtype) for dtype in ("bfloat16", "float32"))
+        assert rows["dp", "all-gather"].payload == m * (M - norms)
+        assert rows["dp", "reduce-scatter"].payload == m * (M - norms)
+        assert rows["dp", "all-reduce"].payload - plain["dp", "all-reduce"].payload == norms
 
 
 def test_tensor_parallelism_has_four_all_reduces_of_bse_a_layer() -> None:

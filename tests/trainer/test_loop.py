@@ -129,10 +129,11 @@ def test_microbatches_and_recompute_leave_the_run_as_it_is(tokens: Path, model: 
 def test_bfloat16_keeps_float32_masters_and_follows_float32(tokens: Path) -> None:
     _, single = run(small_job(tokens))
     made, half = run(small_job(tokens, "train.dtype=bfloat16"))
-    assert {p.dtype for p in made.engine.model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in made.engine.weights.masters.values()} == {torch.float32}
+    norms = {one.name for one in made.engine.job.model.parameters() if one.kind == "norm"}
     for name, p in made.engine.model.named_parameters():
-        assert torch.equal(p, made.engine.weights.masters[name].to(torch.bfloat16)), name
+        assert p.dtype == (torch.float32 if name in norms else torch.bfloat16), name
+        assert torch.equal(p, made.engine.weights.masters[name].to(p.dtype)), name
     # bfloat16 keeps 8 bits: a logit of size ~1 is off by 2^-9 per rounding, and the loss is a mean of such errors.
     for a, b in zip(single.steps, half.steps, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=2**-7)

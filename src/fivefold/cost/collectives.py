@@ -242,6 +242,11 @@ class _Step:
         return 2 * self.tokens * self.wide if self.spec.qk_norm and self.spec.qk_norm_over == "all" else 0
 
     @property
+    def rounds(self) -> bool:
+        """Whether weights are rounded to compute with, but for those that never are."""
+        return self.narrow < self.wide
+
+    @property
     def shared(self) -> bool:
         """Whether two ranks hold the copies of tied parameters."""
         return self.layout.size("ends") > 1
@@ -423,7 +428,7 @@ def _replicated(step: _Step, layer: int | None = None) -> Iterator[_Sent]:
     is left. `layer`: only of the buckets that have parameters of that layer."""
     layout = step.layout
     for mine in step.held():
-        for bucket in buckets(mine, step.minimum, step.split, step.shared):
+        for bucket in buckets(mine, step.minimum, step.split, step.shared, layout.zero > 0 and step.rounds):
             if layer is not None and layer not in bucket.units:
                 continue
             axis, parts = bucket.zero_axis, layout.size(bucket.zero_axis)
@@ -433,7 +438,7 @@ def _replicated(step: _Step, layer: int | None = None) -> Iterator[_Sent]:
             else:
                 reductions = layout.microbatches if stage == 2 else 1
                 yield axis, "reduce-scatter", reductions, bucket.padded(parts) * step.wide
-                yield axis, "all-gather", 1, bucket.padded(parts) * step.narrow
+                yield axis, "all-gather", 1, bucket.padded(parts) * (step.wide if bucket.exact else step.narrow)
             left = bucket.padded(parts) // parts if stage else bucket.size()
             yield "tp", "all-reduce", int(bucket.partial), left * step.wide
             yield "ends", "all-reduce", int(bucket.shared), left * step.wide
@@ -445,13 +450,16 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
     A unit is gathered for forward and again for backward, and reduce-scattered, in every microbatch; recompute finds
     its weights gathered. Copies (replicate) add up their shares once a step, and so do the two ends, theirs of a tied
     embedding. A gradient that is a summand over tp is added up before it is reduce-scattered, parameter by parameter,
-    in every microbatch. Gradients of linears that are computed apart go by buckets, as in stage 2.
+    in every microbatch. Gradients of linears that are computed apart go by buckets, as in stage 2; those of parameters
+    that are never rounded, where others are, once a step, as in stage 0.
     """
     layout, m = step.layout, step.layout.microbatches
     for mine in step.held():
         gathered: Counter[tuple[str, int | None]] = Counter()  # by axis and layer, elements of a share
         reduced: Counter[tuple[str, int | None]] = Counter()
         for one in mine:
+            if step.rounds and one.parameter.exact:
+                continue
             parts, unit = layout.size(one.zero_axis), (one.zero_axis, one.parameter.layer)
             gathered[unit] += one.share_size(parts)
             if step.split and one.parameter.deferred:
@@ -465,10 +473,14 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
         for (axis, _), share in reduced.items():
             yield axis, "reduce-scatter", m, layout.size(axis) * share * step.wide
             yield "replicate", "all-reduce", 1, share * step.wide
-        for bucket in buckets(mine, step.minimum, split=True) if step.split else ():
-            if bucket.late:
-                share = bucket.padded(layout.size(bucket.zero_axis)) // layout.size(bucket.zero_axis)
-                yield bucket.zero_axis, "reduce-scatter", m, layout.size(bucket.zero_axis) * share * step.wide
+        for bucket in buckets(mine, step.minimum, step.split, narrow=step.rounds):
+            if bucket.late or bucket.exact:
+                axis, parts = bucket.zero_axis, layout.size(bucket.zero_axis)
+                share = bucket.size() if bucket.exact else bucket.padded(parts) // parts
+                if bucket.exact:
+                    yield axis, "all-reduce", 1, share * step.wide
+                else:
+                    yield axis, "reduce-scatter", m, parts * share * step.wide
                 yield "tp", "all-reduce", int(bucket.partial), share * step.wide
                 yield "replicate", "all-reduce", 1, share * step.wide
 

@@ -10,7 +10,8 @@ per tp rank, in bytes per parameter:
   3       a/N          a/N         2a/N     (FSDP2 keeps the full-precision weights themselves in shards)
 
 c is the compute dtype's size, a the accumulation dtype's (4, or 8 in float64), s is 2a for AdamW's two moments and a
-more where a full-precision master is kept beside a bfloat16 weight.
+more where a full-precision master is kept beside a bfloat16 weight. In bfloat16, parameters that are never rounded
+(norms, sinks) are their own masters: c is a, and s is 2a; stage 3 does not shard them.
 """
 
 import math
@@ -120,21 +121,25 @@ def state_of(
     # An embedding that both ends share on one rank is there once.
     here = [one for one in held(spec, layout, tp, ep).values() if any(stage.holds(one.parameter) for stage in mine)]
     states_of = []
-    for axis, place in (("zero", zero), ("ezero", ezero)):
-        parts, ranks = [one for one in here if one.zero_axis == axis], layout.size(axis)
+    for axis, exact, place in (("zero", False, zero), ("zero", True, zero), ("ezero", False, ezero)):
+        parts = [one for one in here if one.zero_axis == axis and (compute < full and one.parameter.exact) == exact]
+        ranks, wide = layout.size(axis), full if exact else compute
         whole = sum(one.size for one in parts)
         owned = sum(math.prod(map(len, one.share(ranks, place))) for one in parts)
         padded = sum(one.share_size(ranks) for one in parts)
+        if layout.fully_shards(spec) and exact:
+            states_of.append(State(full * whole, full * whole, states * full * whole))
+            continue
         if layout.fully_shards(spec):
             states_of.append(State(full * padded, full * padded, states * full * owned))
             continue
         stage = layout.zero if ranks > 1 else 0
         gradients = {0: whole, 1: padded * ranks, 2: padded}[stage]
-        masters, master = owned if stage else whole, full if compute < full else 0
-        state = State(compute * whole, full * gradients, (states * full + master) * masters)
+        masters, master = owned if stage else whole, full if wide < full else 0
+        state = State(wide * whole, full * gradients, (states * full + master) * masters)
         if narrow and ranks == layout.microbatches == 1:
             final = [one for one in parts if not one.tp.partial and not (one.parameter.tied and layout.pp > 1)]
-            state = state._replace(gradients=state.gradients - (full - compute) * sum(one.size for one in final))
+            state = state._replace(gradients=state.gradients - (full - wide) * sum(one.size for one in final))
         states_of.append(state)
     return State(*map(sum, zip(*states_of, strict=True)))
 

@@ -155,6 +155,7 @@ class Grouping:
     late: bool = False  # gradients come from weight-gradient passes of their own
     shared: bool = False  # gradients are summed over the two ends of the pipeline too
     experts: bool = False  # ZeRO divides these over the ranks that have the same experts
+    exact: bool = False  # new weights travel in full precision
 
     @property
     def zero_axis(self) -> Literal["zero", "ezero"]:
@@ -173,24 +174,29 @@ class Grouping:
 
 
 def buckets(
-    parameters: Iterable[LocalParam], minimum: int = MINIMUM, split: bool = False, shared: bool = False
+    parameters: Iterable[LocalParam],
+    minimum: int = MINIMUM,
+    split: bool = False,
+    shared: bool = False,
+    narrow: bool = False,
 ) -> list[Grouping]:
     """The buckets, in the order in which backward completes them. Forward needs them in the opposite order.
 
     `split`: the schedule computes the gradients of linears apart from the rest, so they have buckets of their own; so
-    have tied parameters that are `shared` with another rank, and experts, which other ranks hold.
+    have tied parameters that are `shared` with another rank, and experts, which other ranks hold. `narrow`: new weights
+    travel rounded, and those that never are travel apart.
     """
 
-    def kind_of(one: LocalParam) -> tuple[bool, bool, bool, bool]:
+    def kind_of(one: LocalParam) -> tuple[bool, ...]:
         of = one.parameter
-        return one.tp.partial, split and of.deferred, shared and of.tied, of.experts > 0
+        return one.tp.partial, split and of.deferred, shared and of.tied, of.experts > 0, narrow and of.exact
 
     units: dict[int, list[LocalParam]] = {}
     for one in parameters:
         units.setdefault(one.parameter.unit, []).append(one)
     order = sorted(units, reverse=True)
     groups: list[Grouping] = []
-    for kind in product((False, True), repeat=4):
+    for kind in product((False, True), repeat=5):
         chosen = {unit: [one for one in units[unit] if kind_of(one) == kind] for unit in order}
         groups += [Grouping(members, numbers, *kind) for members, numbers in _join(chosen, minimum)]
     return sorted(groups, key=lambda group: -group.units[-1])

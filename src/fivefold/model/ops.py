@@ -15,6 +15,7 @@ from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions
 from fivefold.model.masks import Packed, WindowMask
+from fivefold.model.norms import normed
 
 
 class AttentionOps(Protocol):
@@ -114,11 +115,11 @@ class LocalOps:
         return positions
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return norm(x)
+        return normed(norm, x, self.weight(norm), self.weight(norm, "bias") if hasattr(norm, "bias") else None)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""
-        return q_norm(q), k_norm(k)
+        return self.norm(q_norm, q), self.norm(k_norm, k)
 
     def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears that read the same input."""

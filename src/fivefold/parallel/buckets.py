@@ -203,10 +203,11 @@ Part = Literal["all", "inputs", "weights"]
 
 
 class Reducer:
-    def __init__(self, buckets: list[Bucket], groups: list[tuple[int, Grouping]], always: bool):
-        """`groups` say which of this rank's stages a bucket belongs to, and what is in it; `always`: every microbatch
-        is summed at once, so that only shards accumulate."""
-        self.buckets, self.groups, self.always = buckets, groups, always
+    def __init__(self, buckets: list[Bucket], groups: list[tuple[int, Grouping]]):
+        """`groups` say which of this rank's stages a bucket belongs to, and what is in it."""
+        self.buckets, self.groups = buckets, groups
+        # Stage 2 sums every microbatch at once, so that only shards accumulate.
+        self.always = any(bucket.stage == 2 for bucket in buckets)
         self.home = {slot.name: (i, slot) for i, bucket in enumerate(buckets) for slot in bucket.slots}
         self.missing: dict[int, set[str]] = {}  # of each bucket to be summed, in order, what has yet to come
         self.flying: deque[Bucket] = deque()  # sums that have been started and not waited for
@@ -215,10 +216,10 @@ class Reducer:
     def microbatch(self, last: bool, stage: int, part: Part) -> Iterator[None]:
         """Around a backward pass of one stage, or one of its halves."""
         self.missing = {}
-        if last or self.always:
-            for number, (of, group) in enumerate(self.groups):
-                if of == stage and part in ("all", "weights" if group.late else "inputs"):
-                    self.missing[number] = set(group.names)
+        for number, (of, group) in enumerate(self.groups):
+            now = last or self.buckets[number].stage == 2
+            if now and of == stage and part in ("all", "weights" if group.late else "inputs"):
+                self.missing[number] = set(group.names)
         yield
         for missing in self.missing.values():  # gradients that will not come
             missing.clear()

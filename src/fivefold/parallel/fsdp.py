@@ -5,6 +5,9 @@ the compute dtype for its forward and again for its backward, and released after
 scattered in full precision every microbatch. With `replicate`, that happens within each copy, and the shards of the
 gradients are summed over the copies once a step.
 
+Parameters that are never rounded stay out of FSDP2's hands where compute is narrow: it wants the gradients of a unit in
+one dtype, and they are few. Every rank holds them whole, and buckets sum their gradients once a step, as in stage 0.
+
 Gradients of weight-gradient passes of their own come after FSDP2 has let go of a block. They need no weights, only a
 sum: buckets take them, as in stage 2, and their shards accumulate beside FSDP2's.
 """
@@ -28,7 +31,7 @@ from fivefold.model.recompute import unnumbered
 from fivefold.parallel.buckets import Bucket, Part, Reducer, slots_of
 from fivefold.parallel.collectives import Heard, stage
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.weights import Tap, Weights, held_by, remake
+from fivefold.parallel.weights import Tap, Weights, held_by, listen, local_of, remake
 from fivefold.spec.model import ModelSpec
 
 
@@ -53,45 +56,50 @@ class FullySharded(Weights):
         self.masters = {}
         self.roots: list[FSDPModule] = []
         self.units: dict[str, FSDPModule] = {}  # by name
+        narrow = compute != wide(compute)
+        self.whole = {name for name, one in self.held.items() if narrow and one.parameter.exact}
         for model, held in zip(stages, per_stage, strict=True):
-            remake(model, wide(compute), torch.device("meta"))
-            found = _shard(model, layers_of(one.parameter.unit for one in held.values()), mesh, compute)
+            remake(model, held, wide(compute), torch.device("meta"))
+            layers = layers_of(one.parameter.unit for one in held.values())
+            found = _shard(model, layers, mesh, compute, {p for n, p in model.named_parameters() if n in self.whole})
             self.modules += found
             self.roots.append(self.modules[-1])
             self.units |= {_unit(model, one): one for one in found}
             model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
             for name, parameter in model.named_parameters():
+                one, local = self.held[name], local_of(parameter)
+                draw(spec, one.parameter, local, seed, self.block(name))
+                self.masters[name] = nn.Parameter(local)
+                if name in self.whole:
+                    listen(parameter, one, self.add)
+                    continue
                 assert isinstance(parameter, DTensor)
                 self.parameters[name] = parameter
-                one, local = self.held[name], parameter._local_tensor
-                draw(spec, one.parameter, local, seed, self.block(name))
-                self.masters[name] = nn.Parameter(local.detach())
                 if split and one.parameter.deferred:
                     parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
         groups = [
             (number, group)
-            for number, held in enumerate(per_stage if split else ())
-            for group in buckets(held.values(), minimum, split=True)
-            if group.late
+            for number, held in enumerate(per_stage)
+            for group in buckets(held.values(), minimum, split, narrow=narrow)
+            if group.late or group.exact
         ]
-        self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups, always=True)
+        self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups)
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
         # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
         shapes = {one.name: torch.empty(one.shape, device="meta") for one in group.held}
         zero = self.zero(group)
-        slots = slots_of(group, shapes, self.masters, zero.size)
-        return Bucket(slots, zero, self.mesh.tp if group.partial else None, 2, compute)
+        slots = slots_of(group, shapes, self.masters, 1 if group.exact else zero.size)
+        return Bucket(slots, zero, self.mesh.tp if group.partial else None, 0 if group.exact else 2, compute)
 
     def sharded(self, one: LocalParam) -> bool:
-        return True
+        return one.name not in self.whole
 
     @contextmanager
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
             self.roots[stage].set_requires_all_reduce(last and not self.rehearsing)
-        late = part == "weights" and not self.rehearsing
-        with self.reducer.microbatch(last, stage, part) if late else nullcontext():
+        with nullcontext() if self.rehearsing else self.reducer.microbatch(last, stage, part):
             yield
 
     def hear(self, tap: Tap) -> None:
@@ -148,15 +156,17 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
-def _shard(model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype) -> list[FSDPModule]:
+def _shard(
+    model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype, whole: set[nn.Parameter]
+) -> list[FSDPModule]:
     """The model in FSDP2's hands, block by block; a block's experts before the rest of it, over ranks of their own;
-    itself the last."""
+    itself the last. Those that stay `whole` are left out."""
     found: list[FSDPModule] = []
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide(compute), cast_forward_inputs=False)
     for module in _units(model, layers):
         axes = ("ezero" if isinstance(module, ExpertNetworks) else "zero",)
         plane = mesh.plane(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
-        sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True)
+        sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
         assert isinstance(sharded, FSDPModule)
         # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
         sharded.set_gradient_divide_factor(1.0)

@@ -19,7 +19,7 @@ from fivefold.model.init import draw
 from fivefold.model.layers import wide
 from fivefold.parallel.buckets import Bucket, Part, Reducer, slots_of
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.weights import Tap, Weights, held_by, local_of, remake
+from fivefold.parallel.weights import Tap, Weights, held_by, listen, local_of, remake
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BOTTOM, TOP
 
@@ -91,18 +91,19 @@ class Replicated(Weights):
         self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
         per_stage = [held_by(model, spec, mesh) for model in stages]
         self.held = {name: one for held in per_stage for name, one in held.items()}
-        for model in stages:
-            remake(model, compute, mesh.device)
+        for model, held in zip(stages, per_stage, strict=True):
+            remake(model, held, compute, mesh.device)
         self.parameters = {name: p for model in stages for name, p in model.named_parameters()}
         self.weights = {name: local_of(p) for name, p in self.parameters.items()}
         self.masters = {name: self._draw(spec, one, seed) for name, one in self.held.items()}
         # A bucket never spans stages, which finish at different times; a tied embedding is the first stage's.
         seen: set[str] = set()
+        narrow = mesh.layout.zero > 0 and compute != wide(compute)
         groups: list[tuple[int, Grouping]] = []
         for number, held in enumerate(per_stage):
             fresh = [one for name, one in held.items() if name not in seen]
             seen |= held.keys()
-            groups += [(number, group) for group in buckets(fresh, minimum, split, mesh.ends.size > 1)]
+            groups += [(number, group) for group in buckets(fresh, minimum, split, mesh.ends.size > 1, narrow)]
         # Nobody to shard over: only gradients that others have a part in need a bucket.
         alone = [not (group.partial or group.shared or self.zero(group).size > 1) for _, group in groups]
         unsharded = [name for (_, group), lonely in zip(groups, alone, strict=True) if lonely for name in group.names]
@@ -114,7 +115,7 @@ class Replicated(Weights):
         )
         self.buckets = [self._bucket(group, compute) for _, group in groups]
         self.stage = max((bucket.stage for bucket in self.buckets), default=0)
-        self.reducer = Reducer(self.buckets, groups, always=self.stage == 2)
+        self.reducer = Reducer(self.buckets, groups)
         # Forward meets the stages in order; within a stage, buckets stand in backward's.
         order = sorted(range(len(groups)), key=lambda index: (groups[index][0], -index))
         self.forward_order = [self.buckets[index] for index in order]
@@ -152,23 +153,11 @@ class Replicated(Weights):
         zero, stage = self.zero(group), self.stage_of(group)
         slots = slots_of(group, self.weights, self.masters, zero.size if stage else 1)
         also = self.mesh.tp if group.partial else self.mesh.ends if group.shared else None
-        return Bucket(slots, zero, also, stage, compute)
+        return Bucket(slots, zero, also, stage, wide(compute) if group.exact else compute)
 
     def _listen(self, name: str) -> None:
-        parameter = self.parameters[name]
-        if parameter is self.masters[name]:
-            return  # autograd accumulates where the optimizer looks
-
-        def came(_: Tensor) -> None:
-            gradient = parameter.grad
-            parameter.grad = None
-            if gradient is None:
-                return  # it was put off, and will be added by whoever computes it
-            if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != self.held[name].tp.partial:
-                raise RuntimeError(f"the gradient of {name} came as {gradient.placements[0]} over tp")
-            self.add(name, local_of(gradient))
-
-        parameter.register_post_accumulate_grad_hook(came)
+        if self.parameters[name] is not self.masters[name]:  # else autograd accumulates where the optimizer looks
+            listen(self.parameters[name], self.held[name], self.add)
 
     def _set_gates(self, model: nn.Module, buckets: list[tuple[Bucket, Grouping]]) -> None:
         """A module's forward waits for the weights that are needed from there on."""

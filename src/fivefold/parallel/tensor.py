@@ -102,12 +102,6 @@ class TensorParallel(LocalOps):
         mine = chunk(positions.position_ids.shape[1], self.axis.size, self.axis.rank)
         return replace(positions, position_ids=positions.position_ids[:, mine.start : mine.stop])
 
-    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(norm, nn.LayerNorm):
-            return F.layer_norm(x, norm.normalized_shape, self.local(norm), self.local(norm, "bias"), norm.eps)
-        assert isinstance(norm, nn.RMSNorm)
-        return F.rms_norm(x, norm.normalized_shape, self.local(norm), norm.eps)
-
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fivefold.layout.sharding import Box, Grouping, LocalParam, held
+from fivefold.model.layers import wide
 from fivefold.parallel.buckets import Part, Reducer
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.spec.model import ModelSpec
@@ -178,15 +179,31 @@ def local_of(tensor: Tensor) -> Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def remake(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Its parameters anew and empty, in a dtype on a device.
+def listen(parameter: nn.Parameter, one: LocalParam, add: Tap) -> None:
+    """Hand every gradient of a parameter to `add` as it comes."""
+
+    def came(_: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None:
+            return  # it was put off, and will be added by whoever computes it
+        if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != one.tp.partial:
+            raise RuntimeError(f"the gradient of {one.name} came as {gradient.placements[0]} over tp")
+        add(one.name, local_of(gradient))
+
+    parameter.register_post_accumulate_grad_hook(came)
+
+
+def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
+    """Its parameters anew and empty on a device, in the dtype of compute; those that are never rounded in a wide one.
 
     As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
     """
-    for module in model.modules():
+    for owner, module in model.named_modules():
         for name, old in list(module._parameters.items()):
             if old is None:
                 continue
+            dtype = wide(compute) if held[f"{owner}.{name}"].parameter.exact else compute
             new = torch.empty(local_of(old).shape, dtype=dtype, device=device)
             if isinstance(old, DTensor):
                 new = DTensor.from_local(

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
-from fivefold.spec.operations import BOTTOM, TOP, Elementwise, Matmul, Parameter, Scores, block, head
+from fivefold.spec.operations import BOTTOM, TOP, Elementwise, Matmul, Parameter, Scores, TensorRule, block, head
 from fivefold.support.ranges import TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
@@ -89,7 +89,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             elif isinstance(one, Elementwise) and one.kind == "qk_norm":
                 yield self._qk_norm(layer, one)
             elif isinstance(one, Scores) and self.sinks:
-                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "rows")
+                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "rows", exact=True)
 
     def window_of(self, layer: int) -> int:
         """Of a layer; 0: it sees all tokens before."""
@@ -143,15 +143,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             yield Parameter(f"{name}.bias", (one.rows,), "bias", layer, rule, experts=stack)
 
     def _norm(self, name: str, unit: int, width: int) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (width,), "norm", unit)
+        yield Parameter(f"{name}.weight", (width,), "norm", unit, exact=True)
         if self.norm == "layernorm":
-            yield Parameter(f"{name}.bias", (width,), "bias", unit)
+            yield Parameter(f"{name}.bias", (width,), "bias", unit, exact=True)
 
     def _qk_norm(self, layer: int, one: Elementwise) -> Parameter:
         name = f"layers.{layer}.{one.name}.weight"
         if self.qk_norm_over == "head":
-            return Parameter(name, (self.head_dim,), "norm", layer, "heads")
-        return Parameter(name, (one.width,), "norm", layer, "rows" if one.name == "attention.q_norm" else "kv rows")
+            return Parameter(name, (self.head_dim,), "norm", layer, "heads", exact=True)
+        rule: TensorRule = "rows" if one.name == "attention.q_norm" else "kv rows"
+        return Parameter(name, (one.width,), "norm", layer, rule, exact=True)
 
     @cached_property
     def parameter_count(self) -> int:

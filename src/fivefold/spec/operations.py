@@ -43,6 +43,9 @@ class Parameter(NamedTuple):
     tied: bool = False  # both ends of the pipeline hold it
     residual: bool = False  # it writes into the residual stream
     experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
+    # Never rounded to a narrower dtype of compute. Such ones are small, no matmul reads them, and their rounding would
+    # move all tokens alike, where that of activations averages out.
+    exact: bool = False
 
     @property
     def size(self) -> int:

@@ -267,17 +267,20 @@ def run_reference(
         full = torch.float64
     weights = dict(model.named_parameters())
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-    model.to(torch.float64 if exact else rounded)
+    single = torch.promote_types(rounded, torch.float32)
+    dtypes = {one.name: single if one.exact else rounded for one in job.model.parameters()}
+    for name, weight in weights.items():
+        weight.data = weight.data.to(torch.float64 if exact else dtypes[name])
     signs = torch.Generator().manual_seed(nudge)
-    half = torch.finfo(rounded).eps / 2  # what is added is rounded to the next number
 
     @torch.no_grad()
     def publish() -> None:
         for name, master in masters.items():
-            weight = master.to(rounded)
+            weight = master.to(dtypes[name])
             if nudge:
                 sign = (2 * torch.randint(0, 2, weight.shape, generator=signs) - 1).to(device)
-                weight = (weight.double() * (1 + half * sign)).to(rounded)
+                half = torch.finfo(weight.dtype).eps / 2  # what is added is rounded to the next number
+                weight = (weight.double() * (1 + half * sign)).to(weight.dtype)
             weights[name].copy_(weight)
 
     publish()

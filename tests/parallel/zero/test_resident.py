@@ -9,6 +9,8 @@ from tests.parallel.zero.world import CONFIG, EVEN, each, make, microbatches
 from tests.ranks import run_ranks
 
 P, N = EVEN.parameter_count, 2  # every dim 0 of EVEN divides by N
+X = sum(one.size for one in EVEN.parameters() if one.exact)  # never rounded: the weight is the master
+R = P - X
 
 
 def held(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[list[dict[str, int]], int]:
@@ -33,10 +35,10 @@ def table(parameters: int, gradients: int, masters: int) -> dict[str, int]:
 
 LAYOUTS = [Layout(dp=N, zero=stage, microbatches=2) for stage in range(4)]
 BFLOAT16 = [
-    (table(2 * P, 4 * P, 4 * P), 8 * P),
-    (table(2 * P, 4 * P, 4 * P // N), 8 * P // N),
-    (table(2 * P, 4 * P // N, 4 * P // N), 8 * P // N),
-    (table(4 * P // N, 4 * P // N, 0), 8 * P // N),  # the masters are the parameters
+    (table(2 * R + 4 * X, 4 * P, 4 * R), 8 * P),
+    (table(2 * R + 4 * X, 4 * P, 4 * R // N), 8 * P // N),
+    (table(2 * R + 4 * X, 4 * P // N, 4 * R // N), 8 * P // N),
+    (table(4 * R // N + 4 * X, 4 * R // N + 4 * X, 0), 8 * R // N + 8 * X),  # the masters are the parameters
 ]
 
 
@@ -44,7 +46,7 @@ def test_bfloat16() -> None:
     for rank in run_ranks(N, each, held, [(layout, torch.bfloat16) for layout in LAYOUTS]):
         for layout, (seen, state), (expected, moments) in zip(LAYOUTS, rank, BFLOAT16, strict=True):
             assert seen[:2] == [expected, expected]
-            assert seen[2] == (expected | {"gradients": 0} if layout.zero == 3 else expected)
+            assert seen[2] == (expected | {"gradients": 4 * X} if layout.zero == 3 else expected)
             assert state == moments
 
 
@@ -60,10 +62,10 @@ def test_one_device_has_gradients_only_while_they_are_needed() -> None:
     assert seen == [table(4 * P, 4 * P, 0), table(4 * P, 4 * P, 0), table(4 * P, 0, 0)]
     assert state == 8 * P
     seen, _ = held(0, 1, Layout(microbatches=2), torch.bfloat16)
-    assert seen[0] == table(2 * P, 4 * P, 4 * P)
+    assert seen[0] == table(2 * R + 4 * X, 4 * P, 4 * R)
 
 
 def test_copies_of_shards_hold_a_shard_of_gradients_between_microbatches() -> None:
     layout = Layout(dp=4, zero=3, replicate=2, microbatches=2)
     for seen, _ in run_ranks(4, held, layout, torch.bfloat16):
-        assert seen[0] == table(2 * P, 2 * P, 0)
+        assert seen[0] == table(2 * R + 4 * X, 2 * R + 4 * X, 0)

@@ -35,16 +35,19 @@ def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.d
 def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
     """`narrow`: bytes of a weight in the compute dtype. The norm is a float64, with one beside it."""
     parts, m = layout.dp, layout.microbatches
-    groups = buckets(held(spec, layout).values(), MINIMUM)
+    groups = buckets(held(spec, layout).values(), MINIMUM, narrow=layout.zero > 0 and narrow < WIDE)
+    exact = [group for group in groups if group.exact]
     calls, padded = len(groups), sum(group.padded(parts) for group in groups)
+    whole = sum(group.padded(parts) for group in exact)
     if layout.zero == 0:
         return {("dp", "all-reduce"): (calls + 1, sum(group.size() for group in groups) * WIDE + 24)}
     norm: Rows = {("dp", "all-reduce"): (1, 24)}
     if layout.zero < 3:
         reductions = m if layout.zero == 2 else 1
         scatter = ("dp", "reduce-scatter"), (calls * reductions, padded * WIDE * reductions)
-        return norm | dict([scatter]) | {("dp", "all-gather"): (calls, padded * narrow)}
-    units = spec.layers + 1
+        return norm | dict([scatter]) | {("dp", "all-gather"): (calls, (padded - whole) * narrow + whole * WIDE)}
+    units, padded = spec.layers + 1, padded - whole
+    norm = {("dp", "all-reduce"): (1 + len(exact), 24 + WIDE * sum(group.size() for group in exact))}
     gather = ("dp", "all-gather"), (2 * units * m, 2 * padded * narrow * m)
     return norm | dict([gather]) | {("dp", "reduce-scatter"): (units * m, padded * WIDE * m)}
 

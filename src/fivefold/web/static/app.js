@@ -1,5 +1,5 @@
 // The shell: finds the token or the inline payload, shows a tab for each view, and mounts the one that the address names.
-import { element } from "./lib/dom.js";
+import { breakable, element } from "./lib/dom.js";
 import { frozen, inline, live, listing, takeToken } from "./lib/source.js";
 import * as state from "./lib/state.js";
 import { themeSwitch } from "./lib/theme.js";
@@ -14,7 +14,8 @@ function notice(sentence, kind = "bad") {
 }
 
 const colophon = ({ by, command, on }) => element("footer", { class: "colophon dim small", "data-testid": "made" },
-  `Made by ${by} on ${on}${command ? ": " : ""}`, command && element("code", { class: "mono" }, command));
+  `Made by ${by} on ${on}${command ? ": " : ""}`, command && element("code", { class: "mono" },
+    command.split(/(?<= )/).map(word => element("span", { class: word.length < 30 ? "line" : null }, breakable(word)))));  // an option does not break at its hyphens
 
 async function show(views) {
   const named = state.read().view;

@@ -8,7 +8,7 @@ const AXES = { tp: "orange", cp: "purple", pp: "blue", dp: "green", ep: "red", r
 // Compute is blue and green, communication warm, waiting grey.
 const CAUSES = { gemm: plain("blue"), attention: plain("sky"), memory: plain("green"), recompute: softer("green"), host: plain("rest"),
   tp: plain("orange"), cp: softer("orange"), zero: softer("red"), ep: plain("purple"), bubble: plain("grey"), dp: plain("red"),
-  optimizer: "color-mix(in srgb, var(--blue), black)", other: plain("rest") };
+  optimizer: "light-dark(color-mix(in srgb, var(--blue), black), var(--ink))", other: plain("rest") };
 const MEMORY = { parameters: "blue", gradients: "orange", optimizer: "green", buffers: "sky", "context and fragmentation": "rest" };
 const KINDS = ["residual", "norm", "attention", "scores", "mlp", "head", "experts"];  // of activations, ever lighter
 const ACTIONS = { F: "blue", B: "green", I: "orange", W: "purple", S: "slate" };

@@ -26,9 +26,24 @@ export function card(title, attributes, ...children) {
     element("div", { class: "card-head" }, element("h2", {}, title), aside), ...children);
 }
 
+/** The column beside an answer: it stays while the answer scrolls, also where it is taller than the window. */
+export function side(...children) {
+  const made = element("div", { class: "side stack" }, children);
+  new ResizeObserver(() => made.style.setProperty("--tall", `${made.offsetHeight}px`)).observe(made);
+  return made;
+}
+
+/** Text that may break after the commas of the layouts in it. */
+export const breakable = text => String(text).split(/(?<=,)(?=\S)/).flatMap((piece, at) => at ? [element("wbr"), piece] : [piece]);
+
+/** What was wrong, as the server said it, and what the page did about it. */
+export function problemText(error, more = "") {
+  const said = error.problems?.length ? error.problems.join(" · ") : error.message;
+  return breakable(more ? `${said}${/[.?!]$/.test(said) ? "" : "."} ${more}` : said);
+}
+
 /** A layout as text that may break after its commas. */
-export const layoutText = (text, attributes) => element("span", { class: "mono", ...attributes },
-  text.split(/(?<=,)/).flatMap((piece, at) => at ? [element("wbr"), piece] : [piece]));
+export const layoutText = (text, attributes) => element("span", { class: "mono", ...attributes }, breakable(text));
 
 let last = 0;
 export const unique = prefix => `${prefix}-${++last}`;

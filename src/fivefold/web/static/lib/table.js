@@ -2,7 +2,8 @@
 import { element } from "./dom.js";
 
 /** table([">GB", "name"], rows, { caption, testid, foot, records, row: (tr, index) => ... }); a cell is text or an element.
- * With `records`, a narrow window shows each row as a record of its own: for tables with sentences or layouts in them. */
+ * With `records`, a narrow window shows each row as a record of its own: for tables with sentences or layouts in them, or many columns. There a head stands before numbers alone; before all cells
+ * but the first where `records` is "named". */
 export function table(heads, rows, { caption, testid, row, foot, records = false } = {}) {
   const names = heads.map(head => head.replace(/^>/, ""));
   const right = heads.map(head => head.startsWith(">"));
@@ -12,7 +13,7 @@ export function table(heads, rows, { caption, testid, row, foot, records = false
     if (row) row(line, index);
     return line;
   });
-  return element("div", { class: "scroll" }, element("table", { "data-testid": testid, class: records ? "records" : null },
+  return element("div", { class: "scroll" }, element("table", { "data-testid": testid, class: records ? `records ${records}` : null },
     caption && element("caption", {}, element("span", {}, caption)),
     element("thead", {}, element("tr", {}, cells(names, "th"))),
     element("tbody", {}, body),

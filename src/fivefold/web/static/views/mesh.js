@@ -1,7 +1,7 @@
 // Mesh: every rank of a node and of the cluster, coloured by axis; one of them with its part and its groups; one layer's messages.
 import * as colours from "../lib/colours.js";
 import { button, slider } from "../lib/controls.js";
-import { card, element, layoutText } from "../lib/dom.js";
+import { breakable, card, element, layoutText, problemText, side } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { swatch } from "../lib/plot.js";
 import { newest } from "../lib/source.js";
@@ -16,7 +16,7 @@ const QUESTION = ["model", "cluster", "batch", "seq", "precision", "software"];
 const DEGREES = [["tp", "Ranks that share every matrix"], ["pp", "Ranks that share the layers"], ["cp", "Ranks that share every sequence"], ["ep", "Ranks that experts are dealt out over"], ["zero", "What is sharded over dp x cp"]];
 
 export function mount(root, source) {
-  let words = { ...state.read().words }, shown = null, kept = null, asked = -1, told = null;  // told: what was wrong with the first address
+  let words = { ...state.read().words }, shown = null, kept = null, asked = -1, typed = true, told = null;  // typed: the question on its way is that of the address; told: what was wrong with it
   if (!words.layout && source.live) words = { ...words, ...some(state.last("plan"), [...QUESTION, "layout"]), ...words };
   const look = { axis: "", sizes: {}, chosen: null, groups: {}, wire: null };
   const question = questionControls(change, source.live);
@@ -32,10 +32,10 @@ export function mount(root, source) {
   const title = element("h2", {}), nodeTitle = element("h2", {}), replicaTitle = element("h2", {});
   const nodeCard = element("section", { class: "card", "data-testid": "node-card" }, element("div", { class: "card-head" }, nodeTitle), boards[1].element);
   const replicaCard = element("section", { class: "card", "data-testid": "replica-card" }, element("div", { class: "card-head" }, replicaTitle), boards[2].element);
+  const answer = element("div", { class: "stack" }, element("section", { class: "card", "data-testid": "map-card" }, element("div", { class: "card-head" }, title, axes), where, boards[0].element),
+    nodeCard, layer.element, replicaCard);
   root.append(element("div", { class: "stack" }, question.element, notice, element("div", { class: "split" },
-    element("div", { class: "side stack" }, card("Layout", {}, DEGREES.map(([name]) => sliders[name].element), layout), rank.element),
-    element("div", { class: "stack" }, element("section", { class: "card", "data-testid": "map-card" }, element("div", { class: "card-head" }, title, axes), where, boards[0].element),
-      nodeCard, layer.element, replicaCard))));
+    side(card("Layout", {}, DEGREES.map(([name]) => sliders[name].element), layout), rank.element), answer)));
 
   const asking = newest(all => source.payload(all), show, fail);
   const pointing = newest(all => source.part("rank", all), answer => { if (answer.part.rank === asked) light(answer); }, fail);
@@ -43,11 +43,13 @@ export function mount(root, source) {
   function some(all, names) { return Object.fromEntries(names.map(name => [name, all[name]]).filter(([, value]) => value)); }
   function refresh(changed = {}) {
     const { move, ...others } = changed;
-    if (shown) told = null;  // the user's own change
+    if (move || others.layer) { told = null; typed = false; }  // the user's own change
     words = { ...words, ...others };
     asking({ ...some(words, [...QUESTION, "layout", "rank", "layer"]), move: move || "" });
   }
   function change(name, value) {
+    told = null;
+    typed = false;
     const next = { ...words, [name]: value };
     if (name === "model" || name === "cluster") for (const one of ["batch", "layout", "rank", "layer"]) delete next[one];
     if (name === "model") { delete next.seq; delete next.precision; }
@@ -55,26 +57,30 @@ export function mount(root, source) {
     words = next;
     refresh();
   }
-  const sentence = error => error.problems?.length ? error.problems.join(" · ") : error.message;
+  const answered = found => { rank.element.hidden = answer.hidden = !found; };  // else they would be another question's
   function fail(error) {
-    notice.textContent = sentence(error);
+    notice.replaceChildren(...problemText(error));
     notice.hidden = false;
-    if (shown || told || error.status !== 400) return;
+    answered(false);
+    if (!typed || error.status !== 400) return;
     told = error;
+    typed = false;
     state.forget("mesh");
     words = {};
+    look.axis = "";
     refresh();
   }
 
   function show(payload, all, stale) {
     shown = payload;
+    answered(payload.map);
     question.show(payload);
     const { fields } = payload.wanted, hand = all.move.split("=")[0];
     for (const [name] of DEGREES) sliders[name].set(payload.steps[name], fields[name], { off: !source.live, bad: payload.problems.length > 0 && name === hand, held: stale && name === hand });
     sliders.ep.element.hidden = !payload.question.experts;
     notice.hidden = !payload.problems.length && !told;
-    if (told) notice.textContent = `${sentence(told)}. ${DEFAULTS}`;
-    else if (payload.problems.length) notice.textContent = `${payload.problems.join(" · ")}${payload.shown ? ` · shown is the nearest that is legal: ${payload.shown.text}` : ""}`;
+    if (told) notice.replaceChildren(...problemText(told, DEFAULTS));
+    else if (payload.problems.length) notice.replaceChildren(...breakable(`${payload.problems.join(" · ")}${payload.shown ? ` · shown is the nearest that is legal: ${payload.shown.text}` : ""}`));
     layout.replaceChildren(layoutText(payload.shown ? payload.shown.text : payload.wanted.text));
     if (!payload.map) return;
     const { map } = payload;
@@ -130,7 +136,7 @@ export function mount(root, source) {
 
   const listening = state.onChange(() => {
     const now = state.read();
-    if (now.view === "mesh") { words = { ...now.words }; refresh(); }
+    if (now.view === "mesh") { told = null; typed = true; words = { ...now.words }; refresh(); }
   });
   refresh();
   return () => { listening(); layer.end(); };

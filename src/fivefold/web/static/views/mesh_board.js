@@ -71,8 +71,8 @@ function paint(context, { cells, frames, texts, find }, look, hovered) {
   const own = look.chosen ? find(look.chosen.part.rank) : -1;
   cells.forEach((cell, index) => {
     const seam = cell.size > 24 ? 5 : cell.size > 9 ? 2 : 0.6, size = cell.size - seam, x = cell.x + seam / 2, y = cell.y + seam / 2;
-    const paper = colours.shade(look.axis, cell.at[look.axis] ?? 0, look.sizes[look.axis] || 1);
-    context.globalAlpha = lit.size && !lit.has(index) && index !== own ? 0.38 : 1;
+    const full = colours.shade(look.axis, cell.at[look.axis] ?? 0, look.sizes[look.axis] || 1);
+    const paper = lit.size && !lit.has(index) && index !== own ? `color-mix(in srgb, ${full} 38%, var(--track))` : full;  // and ink that can be read on it
     context.fillStyle = colour(paper);
     context.beginPath();
     if (cell.size > 14) context.roundRect(x, y, size, size, Math.min(7, size / 5));
@@ -81,15 +81,15 @@ function paint(context, { cells, frames, texts, find }, look, hovered) {
     if (cell.size >= 26) {
       context.fillStyle = inkOn(paper);
       context.textAlign = "center";
-      context.font = `650 ${Math.min(17, cell.size * 0.34, 1.6 * (size - 2) / cell.text.length)}px ${FONT}`;  // a digit is about 0.6 wide
-      context.fillText(cell.text, x + size / 2, y + size * (cell.sub && cell.size >= 44 ? 0.4 : 0.52));
+      const high = Math.min(17, cell.size * 0.34, 1.3 * (size - 2) / cell.text.length);  // a digit is about 0.65 wide, and a ring needs room
+      context.font = `650 ${high}px ${FONT}`;
+      if (high >= 7) context.fillText(cell.text, x + size / 2, y + size * (cell.sub && cell.size >= 44 ? 0.4 : 0.52));
       if (cell.sub && cell.size >= 44) {
         context.font = `${Math.min(12, cell.size * 0.19)}px ${FONT}`;
         context.fillText(cell.sub, x + size / 2, y + size * 0.72, size - 4);
       }
     }
   });
-  context.globalAlpha = 1;
   if (look.wire) wires(context, cells, find, look.wire);
   for (const [index, axis] of lit) if (index !== own) ring(context, cells[index], colour(colours.axis(axis)), cells[index].size > 20 ? 3.5 : 2);
   if (own >= 0) ring(context, cells[own], colour("var(--ink)"), cells[own].size > 20 ? 4 : 2.5);

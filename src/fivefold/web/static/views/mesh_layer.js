@@ -56,19 +56,25 @@ export function drawLayer({ onShow, onLayer, live }) {
   function drawStrip(width) {
     const { sent } = layer, time = one => one.seconds || 0, total = sent.reduce((sum, one) => sum + time(one), 0) || 1, least = 5;
     const room = Math.max(0, width - least * sent.length - 16), pieces = [];
+    const ends = [];  // of the names in each line above the strip: one that would meet another stands a line higher
     let x = 0, before = "";
+    const names = [];
     sent.forEach((one, at) => {
       if (one.when !== before) {
         if (before) x += 8;
         const cut = x + 6.3 * one.when.length > width;  // the last part may be short
-        pieces.push(shape("text", { x: cut ? width : x, y: 11, class: "tick", "text-anchor": cut ? "end" : "start" }, one.when));
+        const from = cut ? width - 6.3 * one.when.length : x, above = ends.findIndex(end => end < from), line = above < 0 ? ends.length : above;
+        ends[line] = from + 6.3 * one.when.length + 6;
+        names.push([{ x: cut ? width : x, class: "tick", "text-anchor": cut ? "end" : "start" }, one.when, line]);
         before = one.when;
       }
       const wide = least + room * time(one) / total;
-      pieces.push(tip(shape("rect", { x, y: 18, width: Math.max(2, wide - 1.5), height: 26, rx: 3, fill: colours.axis(one.group), opacity: now < 0 || now === at ? 1 : 0.4, stroke: now === at ? "var(--ink)" : null, "stroke-width": 2.5, onClick: () => { pause(); go(at); } }), () => sentence(one)));
+      pieces.push(tip(shape("rect", { x, y: 0, width: Math.max(2, wide - 1.5), height: 26, rx: 3, fill: colours.axis(one.group), opacity: now < 0 || now === at ? 1 : 0.4, stroke: now === at ? "var(--ink)" : null, "stroke-width": 2.5, onClick: () => { pause(); go(at); } }), () => sentence(one)));
       x += wide;
     });
-    return shape("svg", { width, height: 50, role: "img", "aria-label": "Seconds of each collective, one after the other" }, pieces);
+    const top = 4 + 14 * ends.length;
+    return shape("svg", { width, height: top + 32, role: "img", "aria-label": "Seconds of each collective, one after the other" },
+      names.map(([attributes, name, line]) => shape("text", { ...attributes, y: top - 7 - 14 * line }, name)), shape("g", { transform: `translate(0 ${top})` }, pieces));
   }
 
   return {

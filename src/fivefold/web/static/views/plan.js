@@ -1,5 +1,5 @@
 // Plan: a question (model, cluster, batch), a layout on sliders, and what the planner says of it while they move.
-import { element } from "../lib/dom.js";
+import { element, side } from "../lib/dom.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
 import { DEFAULTS, layoutControls, questionControls } from "./plan_controls.js";
@@ -18,7 +18,8 @@ export function mount(root, source) {
   let timer = 0, ranked = null, ranking = "";
   let pending = true;                         // a newer question than the one that is shown is on its way
   let judged = "";                            // the question whose neighbours are awaited or shown
-  let told = null;                            // what was wrong with the first address: the defaults are shown below it
+  let typed = true;                           // the question on its way is that of the address
+  let told = null;                            // what was wrong with the address: the defaults are shown below it
 
   const question = questionControls(ask, source.live);
   const layout = layoutControls({ onMove: move, onGrab: grab, onBest: takeBest, live: source.live });
@@ -26,7 +27,7 @@ export function mount(root, source) {
   const why = drawNeighbours({ onTake: take, live: source.live });
   const list = drawRanking({ onTake: take, live: source.live });
   root.append(element("div", { class: "stack" }, question.element,
-    element("div", { class: "split" }, element("div", { class: "side stack" }, layout.element),
+    element("div", { class: "split" }, side(layout.element),
       element("div", { class: "stack" }, figures.element, why.element, list.element))));
 
   const asking = newest(asked => source.payload(asked), show, failed);
@@ -34,10 +35,12 @@ export function mount(root, source) {
   const searching = replacing((asked, signal) => source.part("search", asked, { signal }), found, error => { list.fail(error); free = false; if (shown) figures.show(shown, false); });
 
   const only = names => Object.fromEntries(names.map(name => [name, words[name]]).filter(([, value]) => value));
+  const answered = found => { figures.element.hidden = list.element.hidden = !found; };  // else they would be another question's
   const refresh = move => { clearTimeout(timer); judged = ""; pending = true; why.wait(); asking({ ...only(QUESTION), layout: base, move }); };
 
   function ask(name, value) {
     told = null;
+    typed = false;
     const before = only(QUESTION);
     words = { ...words, [name]: value };
     if (name === "model" || name === "cluster") { delete words.batch; delete words.layout; base = ""; free = true; }
@@ -56,6 +59,7 @@ export function mount(root, source) {
 
   function move(name, value) {
     told = null;
+    typed = false;
     grab(name);
     free = false;
     refresh(`${name}=${value}`);
@@ -63,6 +67,7 @@ export function mount(root, source) {
 
   function take(text) {
     told = null;
+    typed = false;
     hand = "";
     free = false;
     base = text;
@@ -75,6 +80,7 @@ export function mount(root, source) {
 
   function show(payload, asked, stale) {
     shown = payload;
+    answered(true);
     pending = stale;
     const current = asked.move ? asked.move.split("=")[0] : "";
     if (!asked.move) base = payload.shown?.text || base;
@@ -107,8 +113,9 @@ export function mount(root, source) {
   }
 
   function failed(error) {
-    if (!shown && !told && error.status === 400) {
+    if (typed && error.status === 400) {
       told = error;
+      typed = false;
       state.forget("plan");
       words = {};
       base = "";
@@ -118,7 +125,7 @@ export function mount(root, source) {
     }
     pending = false;
     question.fail(error);
-    figures.fail();
+    answered(false);
     why.wait("The question has no answer, so that no layout is one change away.");
   }
 
@@ -135,6 +142,7 @@ export function mount(root, source) {
     const now = state.read();
     if (now.view !== "plan") return;
     told = null;
+    typed = true;
     words = { ...now.words };
     base = words.layout || "";
     hand = "";

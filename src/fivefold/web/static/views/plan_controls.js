@@ -1,6 +1,6 @@
 // The question's fields and the layout's sliders. They show what the payload says, and tell what the user wants.
 import { button, number, select, slider, toggle } from "../lib/controls.js";
-import { card, element, layoutText } from "../lib/dom.js";
+import { card, element, layoutText, problemText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 
 export const DEFAULTS = "Shown instead is what the page begins with.";
@@ -41,11 +41,11 @@ export function questionControls(ask, live) {
       precision.set(choices.precisions, question.precision, { off });
       software.set(choices.software, question.software, { off });
       const experts = question.experts ? ` (${format.si(question.active_parameters)} active, ${question.experts} experts)` : "";
-      about.textContent = `${format.si(question.parameters, 4)} parameters${experts}, ${question.layers} layers · ${format.count(question.world)} GPUs · ` +
+      about.textContent = `${format.si(question.parameters, 4)} parameters${experts}, ${question.layers} layers · ${format.count(question.world)} GPU${question.world > 1 ? "s" : ""} · ` +
         `${format.si(question.batch * question.seq)} tokens a step · in a node ${question.links.inside.name}, between nodes ${question.links.across.name}`;
     },
     fail(problem, more = "") {
-      error.textContent = [problem.problems.length ? problem.problems.join(" · ") : problem.message, more].filter(Boolean).join(". ");
+      error.replaceChildren(...problemText(problem, more));
       error.hidden = false;
     },
   };

@@ -1,7 +1,7 @@
 // What a layout costs: four figures with their ranges, memory of every pipeline rank, time by cause, traffic by axis.
 import { button } from "../lib/controls.js";
 import * as colours from "../lib/colours.js";
-import { card, element, layoutText } from "../lib/dom.js";
+import { breakable, card, element, layoutText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { interval, legend, responsive, stackedBars, swatch } from "../lib/plot.js";
 import { table } from "../lib/table.js";
@@ -36,7 +36,6 @@ export function drawFigures({ onTake }) {
   const whole = element("div", { class: "stack" }, verdict, dock, numbers);
   return {
     element: whole,
-    fail() { whole.classList.add("busy"); verdict.replaceChildren(); },  // the question says why
     because(difference) {
       const said = verdict.querySelector('[data-testid="against"]');
       if (said && difference && best && now.figures.layout !== best.layout) said.textContent = `Against the planner's choice it ${difference}.`;
@@ -48,12 +47,12 @@ export function drawFigures({ onTake }) {
     },
     /** `searching`: nobody has chosen this layout, and the planner's choice is on its way: there is nothing to judge. */
     show(payload, searching) {
-      whole.classList.remove("busy");
       numbers.classList.toggle("busy", searching);
       now = payload;
       waits = searching;
       judge(verdict, payload, onTake, best, searching);
-      if (!payload.figures) { whole.classList.add("busy"); return; }
+      numbers.hidden = dock.hidden = !payload.figures;
+      if (!payload.figures) return;
       headline(payload, { step, rate, mfu, memory });
       dock.replaceChildren(...[format.seconds(payload.figures.step_seconds), ...(payload.figures.fits ? [`MFU ${format.percent(payload.figures.mfu)}`] : []), `${format.gigabytes(payload.figures.memory_bytes)} GB`].map(text => element("strong", {}, text)),
         searching ? element("span", { class: "dim" }, "searching …") : element("span", { class: payload.problems.length || !payload.figures.fits ? "bad" : "good" }, payload.problems.length ? "cannot run" : payload.figures.fits ? "fits" : "does not fit"));
@@ -78,7 +77,7 @@ function compared(figures, best) {
 function judge(box, { question, problems, shown, changes, figures, causes, device_memory_bytes }, onTake, best, searching) {
   if (problems.length) {
     box.replaceChildren(element("div", { class: "notice bad", "data-testid": "problems" },
-      element("strong", {}, "This cannot run. "), element("ul", {}, problems.map(one => element("li", {}, one))),
+      element("strong", {}, "This cannot run. "), element("ul", {}, problems.map(one => element("li", {}, breakable(one)))),
       shown ? element("p", {}, "The figures below are of the nearest layout that is legal: ", layoutText(shown.text, { "data-testid": "nearest" }), ` (${changes.join(", ")})`,
         element("span", { "data-testid": "nearest-fits" }, figures.fits ? ", which fits. " : `, which does not fit either: it needs ${format.gigabytes(figures.memory_bytes)} GB on the fullest rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB. `),
         button("Take it", { "data-testid": "take-nearest", onClick: () => onTake(shown.text) })) : element("p", {}, "Nothing near it is legal either.")));
@@ -165,6 +164,6 @@ export function trafficBars(width, payload) {
   });
 }
 
-const trafficTable = payload => element("div", {}, legend([{ name: `in the node (${payload.question.links.inside.name})`, colour: colours.INSIDE }, { name: `between nodes (${payload.question.links.across.name})`, colour: colours.ACROSS }]),
+const trafficTable = payload => axesOf(payload).length === 0 ? "" : element("div", {}, legend([{ name: `in the node (${payload.question.links.inside.name})`, colour: colours.INSIDE }, { name: `between nodes (${payload.question.links.across.name})`, colour: colours.ACROSS }]),
   table(["axis", "collective", ">calls", ">in the node", ">between nodes"],
     payload.figures.traffic.filter(one => one.payload > 4096).map(one => [one.axis, one.kind, format.count(one.calls), format.bytes(one.inside), format.bytes(one.across)]), { testid: "traffic-table" }));

@@ -1,7 +1,7 @@
 // The layouts one change away, and the ranking of all: two rows of it can be compared.
 import { button } from "../lib/controls.js";
 import * as colours from "../lib/colours.js";
-import { card, element, layoutText } from "../lib/dom.js";
+import { breakable, card, element, layoutText, problemText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { legend, responsive, stackedBars } from "../lib/plot.js";
 import { table } from "../lib/table.js";
@@ -16,16 +16,16 @@ export function drawNeighbours({ onTake, live }) {
       box.classList.toggle("busy", !why);
       box.replaceChildren(element("p", { class: "dim", "data-testid": "neighbours-wait" }, why || "The layouts one change away are weighed …"));
     },
-    fail(error) { box.classList.remove("busy"); box.replaceChildren(element("p", { class: "dim" }, error.problems?.join(" ") || error.message)); },
+    fail(error) { box.classList.remove("busy"); box.replaceChildren(element("p", { class: "dim" }, problemText(error))); },
     show({ neighbours, advice: said }) {
       box.classList.remove("busy");
-      advice.textContent = said || "";
+      advice.replaceChildren(...breakable(said || ""));
       advice.hidden = !said;
       const ordered = [...neighbours].sort((a, b) => (a.slower === null) - (b.slower === null) || a.slower - b.slower);
       box.replaceChildren(table(["change", ">time", "what it does", ""], ordered.map(one => [
         element("span", { class: "mono" }, one.change),
         one.slower === null ? "—" : element("span", { class: one.slower < -0.001 ? "good" : "" }, format.signed(one.slower)),
-        one.why.startsWith(one.change) ? one.why.slice(one.change.length).trim() : one.why,
+        breakable(one.why.startsWith(one.change) ? one.why.slice(one.change.length).trim() : one.why),
         one.slower === null || !live ? "" : button("Try", { "aria-label": `Try ${one.change}`, onClick: () => onTake(one.layout) }),
       ]), { testid: "neighbours-table", records: true }));
     },
@@ -67,7 +67,7 @@ export function drawRanking({ onTake, live }) {
   return {
     element: whole,
     wait() { answer = null; picked = []; said.textContent = "searching …"; box.classList.add("busy"); box.replaceChildren(element("p", { class: "dim" }, "The planner weighs the layouts of this question.")); versus.replaceChildren(); },
-    fail(error) { box.classList.remove("busy"); said.textContent = ""; box.replaceChildren(element("p", { class: "notice bad", "data-testid": "search-error" }, error.problems?.join(" ") || error.message)); },
+    fail(error) { box.classList.remove("busy"); said.textContent = ""; box.replaceChildren(element("p", { class: "notice bad", "data-testid": "search-error" }, problemText(error))); },
     mark(layout) {
       current = layout;
       if (answer) lines.forEach((line, at) => line.classList.toggle("chosen", answer.options[at].layout === current));

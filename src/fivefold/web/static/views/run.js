@@ -1,11 +1,12 @@
 // Run: training runs of the directories that were given, live: curves, events, experts, trace, job.
 import { slider, toggle } from "../lib/controls.js";
 import * as colours from "../lib/colours.js";
-import { card, element } from "../lib/dom.js";
+import { card, element, problemText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { responsive, swatch } from "../lib/plot.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
+import { DEFAULTS } from "./plan_controls.js";
 import { aboutTable, drawLoad, eventTable, latest, notRead, rate } from "./run_about.js";
 import { SIGNS, chart, signOf } from "./run_curves.js";
 import { drawTrace } from "./run_trace.js";
@@ -25,6 +26,8 @@ const colour = at => colours.nth(at);
 
 export function mount(root, source) {
   let payload = null, shown = [], smooth = 0.6, logLoss = false, timer = 0, gone = false, traced = "";
+  let typed = true, told = null;  // typed: the question on its way is that of the address; told: what was wrong with it
+  let lost = false;  // what is said above is that a run could not be followed
   const problem = element("div", { "aria-live": "polite", class: "problem" }), list = element("div", { class: "runs" }), said = element("span", { class: "dim small", "aria-live": "polite", "data-testid": "run-status" }), notes = element("div");
   const smoothing = slider({ name: "smooth", label: "Smoothing", hint: "an exponential mean; raw values are faint", onInput: value => { smooth = value; curves(); } });
   const logging = toggle({ name: "log-loss", label: "Loss on a logarithmic scale", onInput: value => { logLoss = value; curves(); } });
@@ -48,17 +51,31 @@ export function mount(root, source) {
     card("What happened", {}, events), card("Job and environment", {}, about));
   root.append(element("div", { class: "stack" }, card("Runs", { aside: said }, list, notes), problem, body));
 
-  const asking = newest(words => source.payload(words), show, failed);
+  const asking = newest(words => source.payload(words), show, refused);
   const tracing = replacing((words, signal) => source.part("trace", words, { signal }), answer => trace.show(answer), error => trace.fail(error));
   const picked = () => (state.read().words.runs || "").split(",").filter(Boolean);
 
-  function failed(error) {
-    problem.replaceChildren(element("p", { class: "notice bad", "data-testid": "run-problem" }, error.problems?.join(" ") || error.message));
+  function failed(error, more) {
+    problem.replaceChildren(element("p", { class: "notice bad", "data-testid": "run-problem" }, problemText(error, more)));
+  }
+
+  function refused(error) {
+    failed(error);
+    if (!typed) {  // boxes and address are again those of what is shown
+      runs();
+      state.write("run", { runs: shown.map(run => run.name).join(",") });
+    } else if (!told && error.status === 400) {
+      told = error;
+      state.forget("run");
+      asking({});
+    }
   }
 
   function choose(name, on) {
     const names = shown.map(run => run.name), now = on ? [...names, name] : names.filter(one => one !== name);
     if (!now.length) { runs(); return; }
+    typed = false;
+    told = null;
     state.write("run", { runs: now.join(",") }, true);
     asking({ runs: now.join(",") });
   }
@@ -105,7 +122,7 @@ export function mount(root, source) {
   function show(answer) {
     payload = answer;
     shown = answer.shown;
-    problem.replaceChildren();
+    if (told) failed(told, DEFAULTS); else problem.replaceChildren();
     runs();
     body.hidden = !shown.length;
     if (!shown.length) return;
@@ -127,8 +144,10 @@ export function mount(root, source) {
         try {
           const answer = await source.part("tail", { run: run.name, file: run.file, offset: run.offset, life: run.life });
           if (gone || shown !== mine) return;
+          if (lost) { lost = false; problem.replaceChildren(); }
           changed = merge(run, answer) || changed;
         } catch (error) {
+          lost = true;
           failed(error);
           break;
         }
@@ -158,7 +177,12 @@ export function mount(root, source) {
     if (source.live && !gone) timer = setTimeout(follow, shown.some(run => run.training) ? OFTEN : SELDOM);
   }
 
-  const listening = state.onChange(() => { if (state.read().view === "run") asking({ runs: picked().join(",") }); });
+  const listening = state.onChange(() => {
+    if (state.read().view !== "run") return;
+    typed = true;
+    told = null;
+    asking({ runs: picked().join(",") });
+  });
   asking({ runs: picked().join(",") });
   return () => { gone = true; listening(); clearTimeout(timer); };
 }

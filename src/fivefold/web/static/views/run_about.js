@@ -26,7 +26,8 @@ export const notRead = runs => runs.flatMap(run => run.left_out.map(one => eleme
 export function eventTable(runs, colour) {
   const every = runs.flatMap((run, at) => run.events.map(one => ({ ...one, run: run.name, at })));
   if (!every.length) return element("p", { class: "dim" }, "Nothing is written down: a run that a launcher starts keeps logs, and checkpoints are listed when there are any.");
-  const rows = every.map(one => [[signOf(one.kind), (SIGNS[one.kind] || SIGNS.note).name], ...(runs.length > 1 ? [[swatch(colour(one.at)), one.run]] : []), one.step === null ? "" : format.count(one.step), one.time ? clock(one.time) : "", one.bytes ? `${format.bytes(one.bytes)} in ${one.text}` : one.text]);
+  const line = (...parts) => element("span", { class: "line" }, parts);
+  const rows = every.map(one => [line(signOf(one.kind), (SIGNS[one.kind] || SIGNS.note).name), ...(runs.length > 1 ? [line(swatch(colour(one.at)), one.run)] : []), one.step === null ? "" : format.count(one.step), one.time ? line(clock(one.time)) : "", one.bytes ? `${format.bytes(one.bytes)} in ${one.text}` : one.text]);
   return table(["event", ...(runs.length > 1 ? ["run"] : []), ">step", "when", "what"], rows, { testid: "events", records: true });
 }
 
@@ -87,6 +88,6 @@ export function aboutTable(runs) {
   const facts = runs.length === 1 ? keys.filter(key => /^(environment\.|model\.name|train\.(steps|batch|dtype)|data\.seq|optimizer\.(name|lr|schedule))/.test(key)) : differ;
   return element("div", { class: "stack" },
     runs.map(run => element("p", {}, element("strong", {}, run.name), " ", element("span", { class: "dim" }, run.directory), " ", run.layout && layoutText(run.layout))),
-    facts.length ? table(heads, facts.map(row), { testid: "about", caption: runs.length > 1 ? "What differs" : "In short" }) : element("p", { class: "dim" }, runs.length > 1 ? "Their jobs and environments are alike." : "It has no job.toml that can be read."),
-    keys.length ? element("details", {}, element("summary", {}, `All ${keys.length} settings and facts`), table(heads, keys.map(row), { testid: "about-all" })) : "");
+    facts.length ? table(heads, facts.map(row), { testid: "about", records: runs.length > 1 && "named", caption: runs.length > 1 ? "What differs" : "In short" }) : element("p", { class: "dim" }, runs.length > 1 ? "Their jobs and environments are alike." : "It has no job.toml that can be read."),
+    keys.length ? element("details", {}, element("summary", {}, `All ${keys.length} settings and facts`), table(heads, keys.map(row), { testid: "about-all", records: runs.length > 1 && "named" })) : "");
 }

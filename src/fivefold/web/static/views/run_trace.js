@@ -41,7 +41,7 @@ export function lanesPicture(width, { ranks, microseconds }, zoom) {
         const part = PARTS.includes(kind), from = x(start), wide = Math.max(0.6, x(start + length) - from);
         const box = shape("rect", { x: from, y: part ? y + thick - 6 : y, width: Math.max(0.6, wide - (wide > 4 ? 0.8 : 0)), height: part ? 6 : thick, rx: wide > 6 && tall > 12 && !part ? 3 : 0, fill: colourOf(kind), "fill-opacity": lane.kind === "simulated" ? 0.38 : 1, stroke: lane.kind === "simulated" ? colourOf(kind) : null, "stroke-dasharray": lane.kind === "simulated" ? "3 2" : null });
         body.push(tip(box, () => [`${rank.name}: ${name}${lane.kind === "simulated" ? ", simulated" : ""}`, `${time(length)} from ${time(start)}`]));
-        if (tall > 12 && wide > 8 + 6.5 * name.length && !part && kind !== "optimizer") body.push(readable(shape("text", { x: from + wide / 2, y: y + thick / 2 + 4, "text-anchor": "middle", class: "slice" }, name), lane.kind === "simulated" ? "" : colourOf(kind)));
+        if (tall > 12 && wide > 8 + 6.5 * name.length && !part && kind !== "optimizer") body.push(readable(shape("text", { x: from + wide / 2, y: y + thick / 2 + (lane.kind === "measured" ? 2 : 4), "text-anchor": "middle", class: "slice" }, name), lane.kind === "simulated" ? "" : colourOf(kind)));
       }
       y += tall;
     }
@@ -58,7 +58,7 @@ function partsTable({ summary }) {
   const value = (one, name) => name === "exposed" ? Object.values(one.exposed).reduce((sum, each) => sum + each, 0) : one[name];
   const cells = (name, one) => [name, ...PARTNAMES.map(([key]) => format.seconds(value(one, key))), ...(piped ? [format.percent(one.bubble_measured), format.percent(one.bubble_predicted)] : [])];
   return table(["rank", ...PARTNAMES.map(([, name]) => `>${name}`), ...(piped ? [">bubble measured", ">bubble predicted"] : [])], summary.ranks.slice(0, 32).map(one => cells(`${one.rank}  ${one.place}`, one)),
-    { testid: "trace-table", foot: cells("mean", summary.mean), caption: `Mean of ${summary.steps} traced steps. Exposed: it waited for a collective. Bubble: the pipeline ran, and the rank had nothing to compute.` });
+    { testid: "trace-table", records: true, foot: cells("mean", summary.mean), caption: `Mean of ${summary.steps} traced steps. Exposed: it waited for a collective. Bubble: the pipeline ran, and the rank had nothing to compute.` });
 }
 
 export function drawTrace({ onStep, live }) {

@@ -1,5 +1,5 @@
 // Schedule: a pipeline schedule on the clock, its sliders, its memory, and all the others small beside each other.
-import { card, element } from "../lib/dom.js";
+import { card, element, problemText, side } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { newest, replacing } from "../lib/source.js";
 import * as state from "../lib/state.js";
@@ -21,7 +21,7 @@ function figure(name, testid, about) {
 }
 
 export function mount(root, source) {
-  let words = { ...state.read().words }, timer = 0, others = "", shown = null, told = null;  // told: what was wrong with the first address
+  let words = { ...state.read().words }, timer = 0, others = "", shown = null, typed = true, told = null;  // typed: the question on its way is that of the address; told: what was wrong with it
   const controls = scheduleControls({ onMove: move, live: source.live });
   const every = drawEvery({ onTake: name => move({ schedule: name }), live: source.live });
   const timeline = drawTimeline();
@@ -29,7 +29,7 @@ export function mount(root, source) {
   const span = figure("Bubble of the span", "bubble-span", "of the rank that waits longest, while it is at work"), peak = figure("Peak memory", "peak", "");
   const notice = element("p", { class: "notice bad", role: "alert", hidden: true, "data-testid": "refused" });
   const ranks = element("div");
-  root.append(element("div", { class: "split" }, element("div", { class: "side stack" }, controls.element),
+  root.append(element("div", { class: "split" }, side(controls.element),
     element("div", { class: "stack" }, notice,
       element("div", { class: "figures" }, makespan.element, bubble.element, span.element, peak.element),
       timeline.element, every.element, card("What each rank's time goes to", { "data-testid": "ranks-card" }, ranks))));
@@ -41,6 +41,7 @@ export function mount(root, source) {
   function move(changed) {
     if (!shown) return;
     told = null;
+    typed = false;
     words = wordsOf(shown.asked, changed);
     asking(words);
   }
@@ -51,12 +52,12 @@ export function mount(root, source) {
     every.element.hidden = !source.live;
   }
 
-  const sentence = error => error.problems.length ? error.problems.join(" · ") : error.message;
   function fail(error) {
-    notice.textContent = sentence(error);
+    notice.replaceChildren(...problemText(error));
     notice.hidden = false;
-    if (shown || told || error.status !== 400) return;
+    if (!typed || error.status !== 400) return;
     told = error;
+    typed = false;
     state.forget("schedule");
     asking({});
   }
@@ -88,7 +89,7 @@ export function mount(root, source) {
 
   function draw(payload) {
     notice.hidden = !payload.refused && !told;
-    if (told) notice.textContent = `${sentence(told)}. ${DEFAULTS}`;
+    if (told) notice.replaceChildren(...problemText(told, DEFAULTS));
     else if (payload.refused) notice.textContent = `${payload.asked.schedule} is refused: ${payload.refused}`;
     timeline.show(payload);
     const { drawn } = payload;
@@ -111,6 +112,7 @@ export function mount(root, source) {
   const listening = state.onChange(() => {
     const now = state.read();
     told = null;
+    typed = true;
     if (now.view === "schedule") asking({ ...now.words });
   });
   asking(Object.fromEntries(NAMES.map(name => [name, words[name] ?? ""])));

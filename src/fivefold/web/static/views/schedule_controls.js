@@ -43,7 +43,7 @@ export function scheduleControls({ onMove, live }) {
       const off = !live, held = name => ({ off, held: stale && hand === `slider-${name}` });
       schedule.set(schedules.map(one => ({ value: one.name, text: one.name })), asked.schedule, { off });
       const about = schedules.find(one => one.name === asked.schedule);
-      needs.textContent = about.needs ? `needs ${about.needs}` : about.made ? "searched anew for these durations" : "";
+      needs.textContent = about.needs ? `needs ${about.needs} (m microbatches, p ranks)` : about.made ? "searched anew for these durations" : "";
       pp.set(steps.pp, asked.pp, { ...held("pp"), bad: Boolean(refused) });
       microbatches.set(steps.microbatches, asked.microbatches, { ...held("microbatches"), bad: Boolean(refused) });
       chunks.element.hidden = !asked.takes_chunks;

@@ -44,7 +44,7 @@ export function drawEvery({ onTake, live }) {
     const peak = Math.max(...row.peak_activations), cut = row.makespan > longest * 1.001;
     const box = element("button", { type: "button", class: "schedule", "data-testid": `take-${row.schedule}`, "aria-pressed": String(row.schedule === marked), disabled: !live && row.schedule !== marked, onClick: () => onTake(row.schedule) },
       element("span", { class: "name" }, row.schedule), element("span", { class: "right", "data-testid": `makespan-${row.schedule}` }, format.time(row.makespan)), one.element,
-      element("span", { class: "about" }, `bubble ${format.percent(row.bubble_makespan)} · peak ${format.time(peak)} A${cut ? " · goes on →" : ""}`));
+      element("span", { class: "about" }, `bubble ${format.percent(row.bubble_makespan)} · peak\u00a0${format.time(peak)}\u00a0A${cut ? " · goes\u00a0on\u00a0→" : ""}`));
     box.dataset.name = row.schedule;
     return box;
   }

@@ -17,7 +17,9 @@ function figure(name, testid) {
 
 export function mount(root, source) {
   let payload = null, rows = [], lines = [], texts = [], looks = new Map(), at = null, shown = FIRST, order = orders[0], left = true, shape = SHAPES[0], ends = [0.1, 10];
-  let words = { source: ALL, model: ALL, gpu: ALL, kind: ALL, ...state.read().words };
+  const NONE = { source: ALL, kind: ALL, model: ALL, gpu: ALL }, inAddress = () => ({ ...NONE, ...Object.fromEntries(Object.entries(state.read().words).filter(([name]) => name in NONE)) });
+  let words = inAddress();
+  const notice = element("p", { class: "notice bad gap", role: "alert", hidden: true, "data-testid": "truth-refused" });
   const gone = new AbortController();
 
   const controls = Object.fromEntries([["source", "Source"], ["kind", "Kind"], ["model", "Model"], ["gpu", "GPU"]].map(([name, label]) => [name, select({ name: `truth-${name}`, label, onInput: value => filter(name, value) })]));
@@ -31,11 +33,12 @@ export function mount(root, source) {
   const planner = picture(row => row.predicted_seconds, "the planner's step times against the measured ones", "scatter"), null_ = picture(row => row.null_seconds, "the null model's step times against the measured ones", "scatter-null");
   const row = drawRow(), sources = element("div"), listed = element("div"), legend = element("div");
   root.append(element("div", { class: "stack" },
-    card("Predicted against measured", { aside: said }, element("div", { class: "row" }, Object.values(controls).map(one => one.element), shaping.element)),
+    card("Predicted against measured", { aside: said }, element("div", { class: "row" }, Object.values(controls).map(one => one.element), shaping.element), notice),
     element("div", { class: "figures" }, error.element, near.element, far.element, inside.element),
     element("div", { class: "truth-grid" },
-      card("The planner", {}, planner.element, legend), card("Null model: one utilisation for each source", {}, null_.element, element("p", { class: "dim small" }, "It knows a source's best single share of the peak rate, found with its measured times, and nothing of layouts.")), row.element),
-    card("Sources", {}, sources), card("Runs", { aside: sorting.element }, listed)));
+      card("The planner", {}, planner.element, legend), card("Null model: one utilisation for each source", {}, null_.element, element("p", { class: "dim small" }, "It knows a source's best single share of the peak rate, found with its measured times, and nothing of layouts.")), row.element,
+      card("Sources", { class: "card every" }, sources)),
+    card("Runs", { aside: sorting.element }, listed)));
 
   for (const one of [planner, null_]) one.element.addEventListener("keydown", event => {
     const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
@@ -51,6 +54,7 @@ export function mount(root, source) {
 
   function filter(name, value) {
     words = { ...words, [name]: value };
+    notice.hidden = true;
     shown = FIRST;
     state.write("truth", Object.fromEntries(Object.entries(words).filter(([, one]) => one !== ALL)), true);
     draw();
@@ -72,11 +76,18 @@ export function mount(root, source) {
   function draw() {
     const counted = names => [{ value: ALL, text: "all" }, ...names.sort((a, b) => a.localeCompare(b)).map(one => ({ value: one, text: one }))];
     const values = of => [...new Set(rows.map(of).filter(Boolean))];
-    controls.source.set(counted(payload.sources.map(one => one.name)), words.source);
+    const known = { source: [...payload.sources.map(one => one.name), ...lines.filter(one => one.experts).map(one => one.source)], kind: KINDS.map(one => one.value), model: values(one => one.model), gpu: values(one => one.cells.gpu) };
+    const unknown = left ? [] : Object.keys(NONE).filter(name => words[name] !== ALL && !known[name].includes(words[name]));
+    if (unknown.length) {
+      notice.textContent = `The published runs have no ${unknown.map(name => `${name === "gpu" ? "GPU" : name} '${words[name]}'`).join(" and no ")}. Shown instead are all.`;
+      notice.hidden = false;
+      words = { ...words, ...Object.fromEntries(unknown.map(name => [name, ALL])) };
+    }
+    controls.source.set(counted(known.source), words.source);
     shaping.set(SHAPES, shape);
     controls.kind.set(KINDS, words.kind);
-    controls.model.set(counted(values(one => one.model)), words.model);
-    controls.gpu.set(counted(values(one => one.cells.gpu)), words.gpu);
+    controls.model.set(counted(known.model), words.model);
+    controls.gpu.set(counted(known.gpu), words.gpu);
     const mine = timed(), sizes = mine.map(one => Math.abs(one.error)), share = of => mine.length ? format.percent(mine.filter(of).length / mine.length, 0) : "—";
     const ranged = mine.filter(one => one.predicted_range), held = ranged.filter(one => one.measured_seconds >= one.predicted_range[0] && one.measured_seconds <= one.predicted_range[1]);
     const mean = of => mine.length ? format.percent(mine.reduce((sum, one) => sum + of(one), 0) / mine.length) : "—", off = one => Math.abs(one.null_seconds / one.measured_seconds - 1);
@@ -89,7 +100,7 @@ export function mount(root, source) {
     planner.update(); null_.update();
     sources.replaceChildren(sourceTable(lines.filter(one => words.kind === ALL || one.experts === (words.kind === "experts")), looks, words.source, name => filter("source", words.source === name ? ALL : name)));
     list();
-    if (!at && mine.length && !left) pick(mine.find(one => one.source === "llama3") || mine[0]);
+    if (mine.length && !left && !(at && passes(at))) pick(mine.find(one => one.source === "llama3") || mine[0]);
   }
 
   /** Rows of a source, or of all, as they come. */
@@ -107,7 +118,7 @@ export function mount(root, source) {
   }
 
   async function load() {
-    payload = await source.payload(words.source === ALL ? {} : { source: words.source });
+    payload = await source.payload({});
     if (!source.live) take(await source.part("rows"));
     else for (const one of [...payload.sources].sort((a, b) => a.rows - b.rows)) {
       said.textContent = `predicting ${one.name}: ${format.count(rows.length)} runs so far …`;
@@ -122,7 +133,8 @@ export function mount(root, source) {
 
   const listening = state.onChange(() => {
     if (state.read().view !== "truth") return;
-    words = { source: ALL, model: ALL, gpu: ALL, kind: ALL, ...state.read().words };
+    words = inAddress();
+    notice.hidden = true;
     if (payload) draw();
   });
   load().catch(problem => { if (problem.name !== "AbortError") said.replaceChildren(element("span", { class: "bad" }, problem.message)); });

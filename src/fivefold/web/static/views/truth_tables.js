@@ -15,7 +15,7 @@ const percent = value => value === null || value === undefined ? "" : format.per
 /** The row in hand: what was measured and predicted, and its cells as they stand in the file. */
 export function drawRow() {
   const box = element("div", { class: "stack", "data-testid": "row", "aria-live": "polite" });
-  const whole = card("One run", {}, box);
+  const whole = card("One run", { class: "card one" }, box);
   box.append(element("p", { class: "dim" }, "Point at a mark, or take a row of the table."));
   return {
     element: whole,
@@ -62,9 +62,9 @@ export function sourceTable(lines, looks, chosen, onTake) {
   const heads = ["source", ">rows", ">timed", ">error", ">median", ">bias", ">null model", ">worst", ">memory error (rows)", ">OOM right"];
   const mark = several => (line, at) => line.classList.toggle("chosen", several[at].source === chosen);
   return element("div", { class: "stack" },
-    dense.length ? table(heads, dense.map(cells), { testid: "sources", row: mark(dense), foot: dense.some(one => one.judged) ? foot("mean of sources", false) : null,
+    dense.length ? table(heads, dense.map(cells), { testid: "sources", records: true, row: mark(dense), foot: dense.some(one => one.judged) ? foot("mean of sources", false) : null,
       caption: `Dense models. ${HEADS}` }) : "",
-    experts.length ? table(heads, experts.map(cells), { testid: "sources-experts", row: mark(experts), foot: experts.some(one => one.judged) ? foot("mean of sources, experts", true) : null,
+    experts.length ? table(heads, experts.map(cells), { testid: "sources-experts", records: true, row: mark(experts), foot: experts.some(one => one.judged) ? foot("mean of sources, experts", true) : null,
       caption: `Models with experts: lines of their own, which count for their mean from five rows on.${dense.length ? "" : ` ${HEADS}`}` }) : "");
 }
 
@@ -80,7 +80,7 @@ export const orders = Object.keys(ORDERS);
 export function rowTable(rows, { order, shown, at, onPick, onTake, onMore }) {
   const listed = [...rows].sort(ORDERS[order] || ORDERS[orders[0]]).slice(0, shown);
   return element("div", {}, table(["run", "model", "GPUs", "layout", ">measured", ">predicted", ">range", ">error", ">null model"], listed.map(row => [
-    button(`${row.source}:${row.line}`, { class: "quiet link", "aria-label": `${row.source} line ${row.line}: show all of it`, onClick: () => onTake(row), onFocus: () => onPick(row) }), row.model, `${row.cells.gpus || ""} ${row.cells.gpu || ""}`,
+    button(`${row.source}:${row.line}`, { class: "quiet link", "aria-label": `${row.source} line ${row.line}: show all of it`, onClick: () => onTake(row), onFocus: () => onPick(row) }), row.model, element("span", { class: "line" }, `${row.cells.gpus || ""} ${row.cells.gpu || ""}`),
     row.layout ? layoutText(row.layout.split(",split=")[0]) : row.refused ? element("span", { class: "dim small" }, row.refused) : "", row.status === "oom" ? "out of memory" : row.measured_seconds ? format.seconds(row.measured_seconds) : "", row.predicted_seconds ? format.seconds(row.predicted_seconds) : "",
     format.range(row.predicted_range, format.seconds), row.refused ? "refused" : signedPercent(row.error), row.null_seconds ? signedPercent(row.null_seconds / row.measured_seconds - 1) : ""]), {
     testid: "rows", records: true,

@@ -41,13 +41,13 @@ function comparisons(proof) {
     return [`worst ${kind}`, [one.name, one.name ? `, step ${one.step}` : `step ${one.step}`], one.note || error(one.error), mark(one.holds)];
   });
   return element("div", { class: "stack" },
-    table(["", ">layout", ">one process", ""], [...pairs("loss", proof.losses), ...pairs("norm", proof.norms)], { testid: "losses" }),
-    table(["", "where", ">error", ""], worst, { testid: "worst", foot: ["allowed", "", error(proof.bound), ""] }));
+    table(["", ">layout", ">one process", ""], [...pairs("loss", proof.losses), ...pairs("norm", proof.norms)], { testid: "losses", records: true }),
+    table(["", "where", ">error", ""], worst, { testid: "worst", records: true, foot: ["allowed", "", error(proof.bound), ""] }));
 }
 
 const sent = proof => element("div", {}, element("h3", {}, "Sent, per step"), table(["axis", "collective", ">calls", ">payload", ">expected", ""],
   proof.traffic_per_step.map(one => [one.axis, one.kind, calls(one.counted.calls), format.bytes(one.counted.payload),
-    one.holds ? "the same" : `${calls(one.expected.calls)} calls, ${format.bytes(one.expected.payload)}`, mark(one.holds)]), { testid: "sent" }));
+    one.holds ? "the same" : `${calls(one.expected.calls)} calls, ${format.bytes(one.expected.payload)}`, mark(one.holds)]), { testid: "sent", records: true }));
 
 function held(proof) {
   const write = (name, value) => name === "microbatches in flight" ? String(value) : format.bytes(value);
