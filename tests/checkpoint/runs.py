@@ -53,13 +53,13 @@ class Run:
         self.keeper = Checkpoints(Store(directory), Control(mesh), self.trainer, self.said.append)
         self.recorder = Recorder()
         self.samples: list[int] = []
-        plain = self.trainer.engine.accumulate
+        plain = self.trainer.engine.forward_backward
 
         def watched(batch: Batch) -> torch.Tensor:
             self.samples += batch.samples.tolist()
             return plain(batch)
 
-        self.trainer.engine.accumulate = watched  # type: ignore[method-assign]
+        self.trainer.engine.forward_backward = watched  # type: ignore[method-assign]
 
     def state(self) -> dict[str, str]:
         """Digests of all that is kept of this rank's stages, gathered."""

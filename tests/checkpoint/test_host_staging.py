@@ -81,7 +81,7 @@ def test_an_update_waits_for_the_snapshot_under_way() -> None:
     engine = Engine(job, Mesh.of(job.layout, CPU))
     event = Event(engine)
     before = next(iter(engine.weights.masters.values())).detach().clone()
-    engine.accumulate(plain_batch(job.model.vocab, 2, 16))
+    engine.forward_backward(plain_batch(job.model.vocab, 2, 16))
     engine.copied = event
     engine.step(1e-2, engine.gradient_norm())
     assert event.weights_then is not None

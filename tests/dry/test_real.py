@@ -22,7 +22,7 @@ def real(rank: int, world: int, layout: str, *changes: str) -> tuple[int, float,
     counter = TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
     with ledger:
-        engine.accumulate(blank(job))
+        engine.forward_backward(blank(job))
         engine.step(1e-3, engine.gradient_norm())
         engine.weights.ready()
     return ledger.peak, ledger.flops, list(counter.rows())

@@ -273,7 +273,7 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
     pieces = written(engine.weights, shapes, engine.optimizer, engine.buffers)
     staging.prepare(pieces)
     batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
-    engine.accumulate(batch)  # the first pass makes kernels, and takes longer than what follows
+    engine.forward_backward(batch)  # the first pass makes kernels, and takes longer than what follows
     engine.step(1e-2, engine.gradient_norm())
     for _ in range(2):
         was = {name: piece.make().clone() for name, piece in pieces.items()}
@@ -283,7 +283,7 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
         snapshot = staging.take(pieces)
         assert all(piece.make().is_pinned() for piece in snapshot.pieces.values())
         engine.copied = snapshot.copied
-        engine.accumulate(batch)
+        engine.forward_backward(batch)
         assert snapshot.copied is not None
         assert not snapshot.copied.query()  # steps do not wait for it
         engine.step(1e-2, engine.gradient_norm())
@@ -302,7 +302,7 @@ def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
         shapes.add((len(at.query_starts), at.most_queries))
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         assert loss.isfinite()
         engine.step(1e-3, engine.gradient_norm())
     assert compilation()[0] - before <= len(shapes) + 2  # blocks, the loss, the first step's

@@ -37,7 +37,7 @@ class Library:
 
 def test_a_gpu_is_asked_by_its_address() -> None:
     library = Library()
-    seen = node.look("0000:17:00.0", lambda: library)
+    seen = node.gpu_state("0000:17:00.0", lambda: library)
     assert seen == Gpu(1755, 1980, 61, 690.4, 0.0, ["the power limit", "heat, by the hardware"], 2)
     assert library.asked == b"0000:17:00.0"
 
@@ -46,8 +46,8 @@ def test_where_nobody_answers_there_is_nothing() -> None:
     def missing() -> Any:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    assert node.look("0000:17:00.0", missing) is None
-    assert node.look("0000:17:00.0", lambda: Library("nvmlInit_v2")) is None
-    without_ecc = node.look("0000:17:00.0", lambda: Library("nvmlDeviceGetTotalEccErrors"))
+    assert node.gpu_state("0000:17:00.0", missing) is None
+    assert node.gpu_state("0000:17:00.0", lambda: Library("nvmlInit_v2")) is None
+    without_ecc = node.gpu_state("0000:17:00.0", lambda: Library("nvmlDeviceGetTotalEccErrors"))
     assert without_ecc is not None
     assert without_ecc.errors == 0

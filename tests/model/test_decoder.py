@@ -176,7 +176,7 @@ def test_the_loss_counts_only_what_the_mask_keeps() -> None:
 
 def test_a_box_of_a_stack_of_matrices_draws_what_the_whole_stack_has() -> None:
     spec = preset("tiny")
-    experts = Parameter("layers.0.mlp.experts.weight", (3, 5, 7), "linear", 0, "rows")
+    experts = Parameter("layers.0.mlp.experts.weight", (3, 5, 7), "linear", 0, "colwise")
     whole = torch.empty(3, 5, 7)
     draw(spec, experts, whole, seed=3)
     assert len(set(whole.flatten().tolist())) == 3 * 5 * 7

@@ -113,7 +113,7 @@ def run(case: Job, mesh: Mesh, batch: Batch | None = None) -> Run:
         for number, block in model.layers.items():
             block.attention_norm.register_forward_pre_hook(counting(blocks, number))
     batch = batch or make_batch(case, 0)
-    loss = engine.accumulate(batch).item()
+    loss = engine.forward_backward(batch).item()
     gradients = {name: gradient.clone() for name, gradient in gradients_of(engine).items()}
     counted, peak = Counter(blocks), engine.pipeline.peak
     return Run(loss, engine.evaluate(batch), gradients, watched, peak, counted)

@@ -88,7 +88,7 @@ def graphs_of_a_step(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int
     """On the last of two ranks. The other is PyTorch's pretence: what is sent does not decide what is compiled."""
     compiled.BACKEND = "aot_eager"
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    Engine(job, Mesh.of(job.layout, torch.device("cpu"))).accumulate(plain_batch(job.model.vocab, 2, 32))
+    Engine(job, Mesh.of(job.layout, torch.device("cpu"))).forward_backward(plain_batch(job.model.vocab, 2, 32))
     return compiled.compilation()
 
 
@@ -117,7 +117,7 @@ def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], 
     for how in ("off", "on"):
         its = structs.replace(job, train=structs.replace(job.train, compile=how))
         engine = Engine(its, Mesh.of(its.layout, torch.device("cpu"), spec=its.model))
-        loss = engine.accumulate(plain_batch(its.model.vocab, 2, 32))
+        loss = engine.forward_backward(plain_batch(its.model.vocab, 2, 32))
         assert engine.loads is not None
         found.append([loss, engine.loads.counted(), *engine.gradients().values()])
     apart = max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
@@ -139,7 +139,7 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
     Channels.receive = noted  # type: ignore[method-assign]
     batch = plain_batch(job.model.vocab, 4, 32)
     for _ in range(2):
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         engine.step(1e-3, engine.gradient_norm())
     return posted, compiled.compilation()[0], loss.item()
 
@@ -162,7 +162,7 @@ def loss_of_two_steps(rank: int, world: int, layout: str) -> float:
     engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
     batch = plain_batch(job.model.vocab, 4, 32)
     for _ in range(2):
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         engine.step(1e-3, engine.gradient_norm())
     return loss.item()
 
@@ -177,7 +177,7 @@ def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str])
     for step in range(3):
         found = []
         for engine, job in zip(engines, jobs, strict=True):
-            engine.accumulate(make_batch(job, step))
+            engine.forward_backward(make_batch(job, step))
             found.append([whole(one) for one in engine.gradients().values()])
             engine.step(1e-3, engine.gradient_norm())
         apart = max(apart, *((one - other).abs().max().item() for one, other in zip(*found, strict=True)))
@@ -220,7 +220,7 @@ def graphs_of_packed(rank: processes.Rank, job: Job) -> tuple[int, int, int]:
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
         shapes.add((len(at.query_starts), at.most_queries))
-        assert engine.accumulate(batch).isfinite()
+        assert engine.forward_backward(batch).isfinite()
         engine.step(1e-3, engine.gradient_norm())
         made.append(compiled.compilation()[0])
     return made[0], made[-1], len(shapes)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fivefold.parallel.control import from_all, packed, to_first, unpacked
+from fivefold.parallel.control import all_gather_object, gather_object, packed, unpacked
 from fivefold.schedules.actions import FORWARD, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.support.errors import TrainingError
@@ -61,7 +61,9 @@ def test_a_pickle_is_not_run(tmp_path: Path) -> None:
 
 
 def gather(rank: int, world: int) -> tuple[object, ...]:
-    return [len(text) for text in from_all("x" * (1000 * rank + 1), str)], to_first(rank, int, dist.group.WORLD)
+    return [len(text) for text in all_gather_object("x" * (1000 * rank + 1), str)], gather_object(
+        rank, int, dist.group.WORLD
+    )
 
 
 def test_ranks_gather_messages_of_unequal_length() -> None:

@@ -64,10 +64,10 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
     for in_turns in (True, False):
         engine.pipeline.in_turns, order.calls = in_turns, []
         with order:
-            losses.append(engine.accumulate(make_batch(one, 0)).item())
+            losses.append(engine.forward_backward(make_batch(one, 0)).item())
         gradients.append({name: m.grad.clone() for name, m in engine.weights.masters.items() if m.grad is not None})
         calls.append(order.calls)
-        engine.weights.publish()
+        engine.weights.sync_params()
         engine.weights.ready()
     return losses, gradients, calls
 
@@ -136,7 +136,7 @@ def fail(rank: int, world: int, layout: str, moment: str) -> None:
         yield
 
     mesh = Mesh.of(one.layout, CPU, 60.0, spec=one.model)
-    Engine(one, mesh, watch).accumulate(make_batch(one, 0))
+    Engine(one, mesh, watch).forward_backward(make_batch(one, 0))
 
 
 @pytest.mark.parametrize("kind", [FORWARD, BACKWARD])

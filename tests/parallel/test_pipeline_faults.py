@@ -59,7 +59,7 @@ def step(rank: int, world: int, layout: str, victim: int, moment: str, how: str,
     batch = 2 * parsed.dp * parsed.microbatches
     job = Job(model=SPEC, layout=parsed, data=DataConfig(seq=8), train=TrainConfig(batch=batch, device="cpu"))
     engine = Engine(job, Mesh.of(parsed, torch.device("cpu"), TIMEOUT if how == "stall" else PATIENCE), watch)
-    engine.accumulate(make_batch(job, 0))
+    engine.forward_backward(make_batch(job, 0))
 
 
 def nothing(rank: int, world: int) -> None:
@@ -147,7 +147,7 @@ def lost_in_a_dispatch(rank: int, world: int, what: str) -> None:
         return nullcontext()
 
     engine.ops.dispatch.watch = watch
-    engine.accumulate(make_batch(job, 0))
+    engine.forward_backward(make_batch(job, 0))
 
 
 @pytest.mark.parametrize("what", ["dispatch", "combine"])

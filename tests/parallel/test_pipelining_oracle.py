@@ -82,7 +82,7 @@ def both(rank: int, world: int, ours: str, named: str) -> tuple[set[str], set[st
     case = job(layout, documents=False)
     engine = Engine(case, Mesh.of(layout, CPU))
     weights = {name: master.detach().clone() for name, master in engine.weights.masters.items()}
-    engine.accumulate(make_batch(case, 0))
+    engine.forward_backward(make_batch(case, 0))
     found, wanted = gradients_of(engine), oracle(rank, layout, named, weights)
     errors = [float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted]
     return set(found), set(wanted), max(errors)

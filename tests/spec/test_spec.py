@@ -76,9 +76,9 @@ def test_qwen_counts_without_embeddings_are_those_of_the_model_cards() -> None:
 def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
     biased = {p.name: (p.shape, p.tp) for p in preset("qwen2.5-7b").block_parameters(0) if p.kind == "bias"}
     assert biased == {
-        "layers.0.attention.q.bias": ((3584,), "rows"),
-        "layers.0.attention.k.bias": ((512,), "kv rows"),
-        "layers.0.attention.v.bias": ((512,), "kv rows"),
+        "layers.0.attention.q.bias": ((3584,), "colwise"),
+        "layers.0.attention.k.bias": ((512,), "colwise_kv"),
+        "layers.0.attention.v.bias": ((512,), "colwise_kv"),
     }
 
 

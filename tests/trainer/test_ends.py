@@ -81,13 +81,13 @@ def test_a_second_ctrl_c_ends_at_once_also_out_of_a_call_that_never_returns(
 def _stuck() -> None:
     """The first step does not come back, and Python's own handlers of signals do not run in it."""
 
-    def accumulate(*_: object) -> None:
+    def forward_backward(*_: object) -> None:
         print("stuck", flush=True)
         mutex = ctypes.create_string_buffer(256)
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
-    Engine.accumulate = accumulate  # type: ignore[method-assign,assignment]
+    Engine.forward_backward = forward_backward  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("fault", ["usr1@step=3", "hup@step=3"])

@@ -51,7 +51,7 @@ class AttentionBlock:
         for name, master in self.weights.masters.items():
             if name.startswith(prefix):
                 assert master.grad is not None
-                found[name.removeprefix(prefix)] = whole(self.weights.globally(name, master.grad))
+                found[name.removeprefix(prefix)] = whole(self.weights.as_dtensor(name, master.grad))
         return found
 
 

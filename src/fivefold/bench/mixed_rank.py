@@ -33,7 +33,7 @@ class System:
     def step(self) -> None:
         job, engine = self.job, self.engine
         batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq, seed=len(self.losses))
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         engine.step(RATE, engine.gradient_norm())
         engine.weights.ready()
         self.losses.append(loss.item())

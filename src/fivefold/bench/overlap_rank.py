@@ -17,7 +17,7 @@ from fivefold.data.batch import Batch
 from fivefold.launch.processes import Rank
 from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import World, join
-from fivefold.parallel.control import from_all
+from fivefold.parallel.control import all_gather_object
 from fivefold.parallel.experts import AsyncExchange, Send, Tensors
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
@@ -130,10 +130,10 @@ class StepPasses:
     def gradients(self, in_turns: bool) -> dict[str, Tensor]:
         """This rank's, of a whole step."""
         self.engine.pipeline.in_turns = in_turns
-        self.engine.accumulate(self.batch)
+        self.engine.forward_backward(self.batch)
         weights = self.engine.weights
         found = {name: master.grad.clone() for name, master in weights.masters.items() if master.grad is not None}
-        weights.publish()
+        weights.sync_params()
         return found
 
     def run(self, in_turns: bool) -> None:
@@ -146,7 +146,7 @@ class StepPasses:
         with self.engine.pipeline.alone():
             self.run(in_turns=False)
         self.recorder.on = False
-        self.engine.weights.publish()
+        self.engine.weights.sync_params()
 
 
 def run(rank: Rank, shape: OverlapShape, schedule: str, wires: WireDelay) -> OverlapResult:
@@ -164,16 +164,16 @@ def run(rank: Rank, shape: OverlapShape, schedule: str, wires: WireDelay) -> Ove
     passes.engine.pipeline.final = set()  # gradients are not summed over ranks: that is no part of a pass
 
     def after(name: str) -> None:
-        passes.engine.weights.publish()
+        passes.engine.weights.sync_params()
         if name == IN_TURN:
             dist.barrier()
             passes.alone()
 
     systems = {IN_TURN: lambda: passes.run(False), IN_TURNS: lambda: passes.run(True)}
     times = take_turns(systems, shape.rounds, after=after)
-    everyone = from_all(recorder.passes, list[Pass])
+    everyone = all_gather_object(recorder.passes, list[Pass])
     simulated, hidden = predicted(passes.engine.schedule, [one for rank in everyone for one in rank])
-    agreed = all(from_all(same, bool))
+    agreed = all(all_gather_object(same, bool))
     return OverlapResult(shape, times, simulated, hidden, agreed, str(wires), machine())
 
 

@@ -16,7 +16,7 @@ from fivefold.launch.processes import Rank
 from fivefold.model.head import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.collectives import whole
-from fivefold.parallel.control import from_all
+from fivefold.parallel.control import all_gather_object
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.actions import Action, Kind
 from fivefold.schedules.costs import Costs
@@ -46,7 +46,7 @@ class FivefoldPipeline:
 
     def step(self) -> object:
         """Forward and backward passes of the batch, until its gradients are final."""
-        return self.engine.accumulate(self.batch)
+        return self.engine.forward_backward(self.batch)
 
     def gradients(self) -> dict[str, Tensor]:
         """Of this rank's stages, by global name."""
@@ -54,7 +54,7 @@ class FivefoldPipeline:
 
     def reset(self) -> None:
         """Drop the gradients."""
-        self.engine.weights.publish()
+        self.engine.weights.sync_params()
 
     def time_actions(self) -> None:
         """One step in which every rank computes as the schedule says, and none waits for another."""
@@ -67,7 +67,7 @@ class FivefoldPipeline:
     def costs(self) -> Costs:
         """What compute costs on all ranks; collective."""
         mine = [(kind, stage, times) for (kind, stage), times in self.durations.items()]
-        everyone = from_all(mine, list[tuple[Kind, int, list[float]]])
+        everyone = all_gather_object(mine, list[tuple[Kind, int, list[float]]])
         known = {(kind, stage): seconds for rank in everyone for kind, stage, seconds in rank}
         return Costs.measured(known, self.engine.schedule.placement.stages)
 

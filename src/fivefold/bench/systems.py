@@ -39,7 +39,7 @@ from fivefold.model.hf_names import sources, style_in
 from fivefold.model.init import draw, initialise
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
-from fivefold.parallel.control import from_all
+from fivefold.parallel.control import all_gather_object
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.hf import to_hf_config
 from fivefold.trainer.engine import Engine
@@ -135,7 +135,7 @@ class FivefoldSystem:
 
     def step(self) -> float:
         """Take a training step; return its loss."""
-        loss = self.engine.accumulate(self.batch)
+        loss = self.engine.forward_backward(self.batch)
         self.engine.step(RATE, self.engine.gradient_norm())
         self.engine.weights.ready()
         return loss.item()
@@ -179,13 +179,13 @@ class Loop:
         self.optimizer = job.optimizer.stock(groups, lr=rate, fused=True)
 
     def step(self) -> float:
-        total = self.accumulate()
+        total = self.forward_backward()
         self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
 
-    def accumulate(self) -> float:
+    def forward_backward(self) -> float:
         total = 0.0
         for number, (tokens, targets) in enumerate(self.part.samples, start=1):
             with self.syncing(number == len(self.part.samples)):
@@ -331,7 +331,7 @@ class Pipelined(Loop):
         self.pipeline = TorchPipeline(job, batch, "Schedule1F1B", cross_entropy, HeadModule())
         super().__init__(self.pipeline.model, RankBatch.of(batch, layout), job)
 
-    def accumulate(self) -> float:
+    def forward_backward(self) -> float:
         return self.pipeline.step()
 
     def clip(self) -> None:
@@ -386,6 +386,6 @@ def _loss(system: FivefoldSystem | Loop | None) -> float:
     if not dist.is_initialized():
         assert mine is not None
         return mine[0]
-    known = [one for one in from_all(mine, tuple[float, bool] | None) if one is not None]
+    known = [one for one in all_gather_object(mine, tuple[float, bool] | None) if one is not None]
     total = sum(loss for loss, _ in known)
     return total if known[0][1] else total / len(known)

@@ -188,7 +188,7 @@ def read_hosts(file: str | Path) -> list[str]:
     return list(hosts)
 
 
-def script(it: Deployment, hosts: list[str], restarts: int) -> str:
+def ssh_script(it: Deployment, hosts: list[str], restarts: int) -> str:
     first = hosts[0].rpartition("@")[2]
     agent = words(it, f"{first}:{PORT}", '"$1"', restarts, ',is_host="$4"')
     found = [*variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD"), saving(it)]

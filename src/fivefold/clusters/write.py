@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.clusters import kubernetes, slurm, torchrun
-from fivefold.clusters import torchrun as ssh
 from fivefold.clusters.deployment import KINDS, Deployment, Machines, Options, least_nodes, machines
 from fivefold.clusters.quoting import command, documents, path
 from fivefold.job.config import Job, read_job
@@ -109,7 +108,7 @@ def launch(
     if output is not None and file and output.absolute() == path_of(file).absolute():
         raise UserError(f"-o {output} is the job file itself; give another name")
     check_writable(output)
-    hosts = ssh.read_hosts(options.hosts) if options.hosts else []
+    hosts = torchrun.read_hosts(options.hosts) if options.hosts else []
     checked = deployment(file, changes, cluster, nodes, per_node, options, len(hosts))
     return written(kind, checked, output, options, hosts)
 
@@ -179,7 +178,7 @@ def written(kind: str, checked: CheckedJob, output: Path | None, options: Option
         nodes = f"each of the {it.machines.nodes} nodes" if it.machines.nodes > 1 else "the node"
         start = [f"on {nodes}: " + (command(["bash"], name) if name else "the above")]
     elif kind == "ssh":
-        text, start = ssh.script(it, hosts, restarts), [command(["bash"], name)]
+        text, start = torchrun.ssh_script(it, hosts, restarts), [command(["bash"], name)]
     else:
         make = kubernetes.indexed_job if kind == "kubernetes" else kubernetes.train_job
         text = documents(*make(it, options.container or "", options.claim or "", restarts))

@@ -118,7 +118,7 @@ class MixtureMemory(RoutedTokens):
         return found
 
     @property
-    def put_off(self) -> float:
+    def defer_wgrad(self) -> float:
         """Between I and W: rows and intermediates, the gradients of what experts' linears wrote."""
         *columns, down = self.matmuls
         features = columns[0].inputs + down.inputs + sum(one.outputs for one in self.matmuls)
@@ -164,7 +164,7 @@ class MixtureMemory(RoutedTokens):
     def columns(self) -> float:
         """The same when the linears before it have run: gradients of rows and of a weight; the intermediates are
         gone."""
-        made = self._row + (self.put_off if self.splits else self._weight)
+        made = self._row + (self.defer_wgrad if self.splits else self._weight)
         return made - (self.everything - self.router)
 
     @property
@@ -190,7 +190,7 @@ class MixtureMemory(RoutedTokens):
     @property
     def leaving(self) -> float:
         """The same when they have run: gradients of rows, and room for them in the order in which they came."""
-        waits = self.put_off if self.splits else 0.0
+        waits = self.defer_wgrad if self.splits else 0.0
         return 3 * self._row + waits - (self.everything - self.router)
 
 
@@ -252,19 +252,19 @@ def kept(
     return SavedActivations(residual=stream, attention=attention, mlp=mlp, experts=mixture.outputs if mixture else 0.0)
 
 
-def put_off(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2, dense: bool = False) -> float:
+def defer_wgrad(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2, dense: bool = False) -> float:
     """Bytes of a block between its I and its W: what the linears read, and the gradients of what they wrote. Of the
     experts `MixtureMemory` says it."""
     own, part = _block(spec, layout, dense), layout.tp if layout.sp else 1
     groups = [group for group in own.groups if not _of_experts(group[0])]
     every = [one for group in groups for one in group]
     read = sum(group[0].inputs / (part if group[0].reads_residual else 1) for group in groups)
-    return tokens * wide * (read + sum(one.outputs / (part if one.tp == "whole" else 1) for one in every))
+    return tokens * wide * (read + sum(one.outputs / (part if one.tp == "replicated" else 1) for one in every))
 
 
 def _of_experts(one: Matmul) -> bool:
     """Whether it is an expert's, or the router's."""
-    return one.experts > 0 or one.tp == "tokens"
+    return one.experts > 0 or one.tp == "replicated_partial"
 
 
 def _block(spec: ModelSpec, layout: Layout, dense: bool = False) -> BlockOperations:

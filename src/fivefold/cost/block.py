@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fivefold.cost import attention as context
+from fivefold.cost import attention
 from fivefold.cost.kernels import Device, copied, remade, score_dim
 from fivefold.cost.links import Kind, Topology
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
@@ -171,7 +171,7 @@ class BlockCost:
         )
 
     @cached_property
-    def _over_ranks(self) -> context.Method | None:
+    def _over_ranks(self) -> attention.Method | None:
         """The microbatch over the cp ranks (context/methods.py says how each way works)."""
         if self.layout.cp == 1:
             return None
@@ -179,7 +179,7 @@ class BlockCost:
         wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
         heads = self.operations.attention[:3]
-        case = context.LayerAttention(self.seq, *heads, self.device, wires, whole, partial, *sizes)
+        case = attention.LayerAttention(self.seq, *heads, self.device, wires, whole, partial, *sizes)
         return _method(self.layout.cp_kind, case)
 
     @cached_property
@@ -190,7 +190,7 @@ class BlockCost:
         moved = MOVED[self.stack.pointwise]._asdict() | {"norm": norm}
         # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
         own = self.operations
-        plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "tokens")]
+        plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "replicated_partial")]
         cast = sum(one.inputs for one in plain) * CAST.get(self.precision, 0.0)
         cast += copied(self.spec, self.stack, self.layout.tp)
         kernels = 8 if self.stack.pointwise != "eager" else 20
@@ -353,8 +353,8 @@ def _matmuls(device: Device, shapes: tuple[tuple[int, int, int], ...], precision
 
 
 @lru_cache(maxsize=4096)
-def _method(kind: ContextKind, case: context.LayerAttention) -> context.Method:
-    return {"ring": context.ring, "allgather": context.allgather, "ulysses": context.ulysses}[kind](case)
+def _method(kind: ContextKind, case: attention.LayerAttention) -> attention.Method:
+    return {"ring": attention.ring, "allgather": attention.allgather, "ulysses": attention.ulysses}[kind](case)
 
 
 def hidden(seconds: float, behind: float, share: float) -> float:

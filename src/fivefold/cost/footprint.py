@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.activations import MixtureMemory, SavedActivations, kept, put_off
+from fivefold.cost.activations import MixtureMemory, SavedActivations, defer_wgrad, kept
 from fivefold.cost.kernels import plus, times
 from fivefold.cost.memory import Accounting, State
 from fivefold.cost.moe import ParamShare
@@ -63,13 +63,13 @@ def block_of(case: Case, dense: bool) -> BlockMemory:
 
     mine, everything = held(layout), held(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and case.splits
-    rest = put_off(spec, layout, work.tokens, work.wide, dense) if splits else 0.0
+    rest = defer_wgrad(spec, layout, work.tokens, work.wide, dense) if splits else 0.0
     base = everything.total - mine.total
     if spec.experts is None or dense:
         whole = base + work.exchange_bytes + work.passing_bytes
         return BlockMemory(mine, (BackwardPeak(whole, dense=True),), rest, work.own)
     mixture = MixtureMemory(spec, layout, stack, work.tokens, work.wide, case.imbalance, splits)
-    rest += mixture.put_off if splits else 0.0
+    rest += mixture.defer_wgrad if splits else 0.0
     # Backward begins with a shared expert, if there is one; its activations are gone by then.
     base += 2 * work.wide * work.tokens * spec.hidden / (layout.tp if layout.sp else 1) - everything.mlp
     shared = mixture.experts.shared > 0  # its gradients come first, and make room for those of the dense part

@@ -51,7 +51,7 @@ def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> Param
     every = list(spec.block_parameters(0 if dense else spec.layers - 1))
     of_experts = sum(one.size for one in every if one.experts)
     # Routers, and linears to latents, are whole on every rank.
-    whole = sum(one.size for one in every if one.kind != "norm" and one.tp in ("whole", "tokens"))
+    whole = sum(one.size for one in every if one.kind != "norm" and one.tp in ("replicated", "replicated_partial"))
     return ParamShare(whole + (sum(one.size for one in every) - of_experts - whole) / tp, of_experts / ep)
 
 
@@ -244,9 +244,9 @@ def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) ->
     divide the tokens of what all of them compute alike (sp)."""
     found: list[tuple[str, int, int, int]] = []
     for one in own:
-        if one.experts or one.tp == "tokens":
+        if one.experts or one.tp == "replicated_partial":
             continue
-        rows = tokens // part if one.tp == "whole" else tokens
+        rows = tokens // part if one.tp == "replicated" else tokens
         if not apart and found and found[-1][:2] == (one.reads, rows):
             found[-1] = (one.reads, rows, found[-1][2] + one.outputs, one.inputs)
         else:

@@ -474,7 +474,7 @@ def _each(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> fl
     """Of a token in a block, without the router and the experts that it chooses."""
 
     def flops(one: Matmul) -> float:
-        part = layout.tp if one.tp == "whole" and layout.sp else 1
+        part = layout.tp if one.tp == "replicated" and layout.sp else 1
         return 2.0 * one.inputs * one.outputs / part
 
     every = [one for one in own.matmuls if not one.experts and one.name != "router"]

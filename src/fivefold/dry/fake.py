@@ -332,7 +332,7 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: float = 1
         ledger = Ledger(engine, counter)
         between = engine.weights.resident()
         with ledger:
-            engine.accumulate(blank(job))
+            engine.forward_backward(blank(job))
             with ledger.moment("the sum of gradients"):
                 norm = engine.gradient_norm()
             with ledger.moment("the optimizer"):

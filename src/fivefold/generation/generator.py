@@ -51,7 +51,7 @@ class Cache:
         self.turn, self.first = 0, int(positions.position_ids[0, 0])
         return window
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         first, last = self.first, self.first + tensors[0].shape[2]
         if self.turn == len(self.kept):
             self.kept.append(
@@ -113,7 +113,7 @@ class Generator:
         else:
             theirs = HuggingFace(weights)
             theirs.fill(held_here({name: one for name, one in self.network.buffers.items() if name in theirs.homes}))
-        self.network.weights.publish()
+        self.network.weights.sync_params()
         self.network.weights.ready()
         for stage in self.network.stages.values():
             stage.eval()

@@ -46,15 +46,15 @@ def slices(tokens: int, words: int) -> list[range]:
 def tensor_shard(parameter: Parameter, spec: ModelSpec, layout: Layout) -> TensorShard:
     """The parameter's rule, evaluated for a layout."""
     match parameter.tp:
-        case "rows":
+        case "colwise":
             return TensorShard(parameter.row_dim)
-        case "columns":
+        case "rowwise":
             return TensorShard(parameter.row_dim + 1)
-        case "kv rows" if spec.kv_heads % layout.tp == 0:
+        case "colwise_kv" if spec.kv_heads % layout.tp == 0:
             return TensorShard(parameter.row_dim)
-        case "kv rows":  # fewer kv heads than ranks: several ranks use a head, and add to its gradient
+        case "colwise_kv":  # fewer kv heads than ranks: several ranks use a head, and add to its gradient
             return TensorShard(None, partial=True)
-        case "heads" | "tokens":
+        case "per_head" | "replicated_partial":
             return TensorShard(None, partial=layout.tp > 1)
         case "experts":  # whole ones: their number divides by ep
             return TensorShard(0, axis="ep")

@@ -24,13 +24,12 @@ from fivefold.launch.device import (
 )
 from fivefold.launch.handshake import claim
 from fivefold.layout.axes import PLACED
-from fivefold.machines import node as machine
-from fivefold.machines import node as nvml
+from fivefold.machines import node as this_node
 from fivefold.machines.calibrate import device_name
 from fivefold.machines.clock import Clock, timed_collectives
 from fivefold.machines.judge import Examination, RankReport, RingReport, Send, clocks, host_ids, slow_ranks
 from fivefold.machines.node import host_id, node_name
-from fivefold.parallel.control import Control, to_first
+from fivefold.parallel.control import Control, gather_object
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.support.parsing import path_of
 from fivefold.tracing.tracer import against_rank_0
@@ -147,7 +146,7 @@ def joined(job: Job, world: worlds.World) -> list[RankReport]:
         try:
             mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
             mine = examine(job, mesh, world.local_rank == 0)
-            return to_first(mine, RankReport, mesh.world.group) if world.size > 1 else [mine]
+            return gather_object(mine, RankReport, mesh.world.group) if world.size > 1 else [mine]
         finally:
             worlds.leave(world)
 
@@ -163,14 +162,14 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
             dist.barrier(world.group)
 
     together("the comparison of clocks")
-    node = machine.node_name()
+    node = this_node.node_name()
     offset, unsure = against_rank_0(mesh, time.time, node)
     together("matmuls")
     rate = matmul_rate(device, DTYPES[job.train.dtype], _SUSTAINED[device.type])
-    gpu = nvml.look(pci_address(device.index)) if device.type == "cuda" else None
+    gpu = this_node.gpu_state(pci_address(device.index)) if device.type == "cuda" else None
     together("the disk under run.dir")
-    disk = machine.try_disk(path_of(job.run.dir)) if first else None
-    amounts = machine.amounts()
+    disk = this_node.try_disk(path_of(job.run.dir)) if first else None
+    amounts = this_node.amounts()
     if device.type == "cuda":
         amounts["GPU memory"] = torch.cuda.mem_get_info(device)[0]
     report = RankReport(
@@ -180,13 +179,13 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
         device=device_name(device),
         precision=precision_of(job.train.dtype, device),
         rate=rate,
-        versions=machine.versions(device.type == "cuda"),
+        versions=this_node.versions(device.type == "cuda"),
         amounts=amounts,
         ahead=-offset,
         unsure=unsure,
         disk=disk,
         gpu=gpu,
-        host_id=machine.host_id() if device.type == "cuda" else "",
+        host_id=this_node.host_id() if device.type == "cuda" else "",
     )
     return _with_links(report, mesh, together)
 
@@ -228,10 +227,10 @@ def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
         torch.cuda.reset_peak_memory_stats(mesh.device)
     times = []
     for _ in range(_LOOKS):
-        control.from_all(0, int)  # which all ranks leave at almost the same moment
+        control.all_gather_object(0, int)  # which all ranks leave at almost the same moment
         times.append(time.time())
     named = host_id() if mesh.device.type == "cuda" else ""
-    found = control.to_first((node_name(), rate, times, named), tuple[str, float, list[float], str])
+    found = control.gather_object((node_name(), rate, times, named), tuple[str, float, list[float], str])
     reports, cpu = [], mesh.device.type == "cpu"
     for rank, (node, reached, theirs, named) in enumerate(found):
         ahead = min((there - here for there, here in zip(theirs, times, strict=True)), key=abs)

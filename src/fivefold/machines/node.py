@@ -147,7 +147,7 @@ _REASONS = {
 }
 
 
-def look(pci: str, library: Callable[[], Any] = lambda: ctypes.CDLL("libnvidia-ml.so.1")) -> Gpu | None:
+def gpu_state(pci: str, library: Callable[[], Any] = lambda: ctypes.CDLL("libnvidia-ml.so.1")) -> Gpu | None:
     """The GPU at a PCI address such as 0000:17:00.0; None where there is no such library, or it refuses to answer."""
     try:
         nvml = library()

@@ -79,8 +79,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.ops.rows(self.activation(*self.ops.columns(x, self.up)), self.down)
-        return self.ops.rows(self.activation(*self.ops.columns(x, self.gate, self.up)), self.down)
+            return self.ops.row_parallel(self.activation(*self.ops.column_parallel(x, self.up)), self.down)
+        return self.ops.row_parallel(self.activation(*self.ops.column_parallel(x, self.gate, self.up)), self.down)
 
 
 def mixture(spec: ModelSpec, ops: LocalOps, balance: Balance) -> MoE:

@@ -146,7 +146,7 @@ class LocalDispatch:
     host = Host()
     travels = False  # whether tokens go to other ranks
     reads_rows = True  # whether a backward pass reads what the experts here said
-    hand_over: Callable[[], None] = staticmethod(lambda: None)  # called before a wait: something else may run
+    yield_turn: Callable[[], None] = staticmethod(lambda: None)  # called before a wait: something else may run
 
     def adopt(self, model: nn.Module) -> None:
         """Meet the model, on the meta device: ranks that share its experts take theirs here."""
@@ -188,14 +188,14 @@ class LocalDispatch:
         product = Fp8GroupedLinear if self.fp8 else GroupedLinear
 
         def compute() -> Tensor:
-            return product.apply(x, linear.weight, groups.ends, groups.sizes, self.put_off(linear))
+            return product.apply(x, linear.weight, groups.ends, groups.sizes, self.defer_wgrad(linear))
 
         if self.reads_rows or not last:
             return added(compute(), linear.bias, groups)
         shape = x.shape[0], linear.weight.shape[0] // groups.ends.shape[0]
         return added(unread(compute, shape, x, linear.weight, groups.ends), linear.bias, groups)
 
-    def put_off(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
+    def defer_wgrad(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
         """What is asked in a backward pass: where a function goes that computes the weight's gradient; nowhere."""
         return None
 

@@ -92,10 +92,10 @@ class Fp8GroupedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, sizes: Sizes | None, put_off: Callable[[], Any] | None
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, sizes: Sizes | None, defer_wgrad: Callable[[], Any] | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.sizes, ctx.put_off = sizes, put_off
+        ctx.sizes, ctx.defer_wgrad = sizes, defer_wgrad
         return fp8_product(x, weight.unflatten(0, (ends.shape[0], -1)).mT, ends, sizes)
 
     @staticmethod

@@ -53,10 +53,10 @@ class GroupedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, sizes: Sizes | None, put_off: Callable[[], Any] | None
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, sizes: Sizes | None, defer_wgrad: Callable[[], Any] | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.sizes, ctx.put_off = sizes, put_off
+        ctx.sizes, ctx.defer_wgrad = sizes, defer_wgrad
         return product(x, weight.unflatten(0, (ends.shape[0], -1)).mT, ends, sizes)
 
     @staticmethod
@@ -70,7 +70,7 @@ def both_gradients(ctx: Any, gradient: Tensor, times: Callable[..., Tensor]) -> 
     (x, weight, ends), sizes = ctx.saved_tensors, ctx.sizes
     gradient = gradient.contiguous()  # that of a sum has strides of 0, which the kernel refuses
     dx = times(gradient, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
-    if ctx.put_off is not None and (later := ctx.put_off()) is not None:
+    if ctx.defer_wgrad is not None and (later := ctx.defer_wgrad()) is not None:
         later(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
         return dx, None, None, None, None
     return dx, weight_gradient(gradient, x, ends, sizes).flatten(0, 1), None, None, None

@@ -297,12 +297,12 @@ class Tiles:
     mask: Any  # a BlockMask; its module brings the compiler along, and is imported when it is asked for
 
 
-def wanted(device: torch.device, length: int) -> bool:
+def wants_tiles(device: torch.device, length: int) -> bool:
     return device.type == "cuda" and length % _SIDE == 0 and torch.are_deterministic_algorithms_enabled()
 
 
 @lru_cache(maxsize=4)
-def causal(device: torch.device, length: int) -> Tiles:
+def causal_tiles(device: torch.device, length: int) -> Tiles:
     """Below the diagonal a tile is seen whole. Told tile by tile: to look at every score would take gigabytes."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -317,13 +317,13 @@ def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def fit(q: Tensor, tiles: Tiles) -> bool:
+def fit_tiles(q: Tensor, tiles: Tiles) -> bool:
     """Whether `attend` takes it. Outside of a compiled block FlexAttention would hold all scores."""
     known = q.dtype in HALF and q.shape[-1] in _WIDTHS and q.shape[2] == tiles.length
     return known and torch.compiler.is_compiling()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
+def attend_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
     """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]"""
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model import kernels
-from fivefold.model import kernels as deterministic
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
@@ -25,7 +24,7 @@ class AttentionOps(Protocol):
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any: ...
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]: ...
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor: ...
 
@@ -46,12 +45,12 @@ class LocalAttention:
         if sinks:
             return None if positions.documents is None else kernels.document_spans(positions)
         if positions.documents is None:
-            wanted = deterministic.wanted(device, positions.length)
-            return deterministic.causal(device, positions.length) if wanted else None
+            wanted = kernels.wants_tiles(device, positions.length)
+            return kernels.causal_tiles(device, positions.length) if wanted else None
         flashes = device.type == "cuda" and dtype in kernels.HALF
         return kernels.document_spans(positions).packed if flashes else positions.mask()
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones that it has met, no more of them than the window
         holds; [B, heads, tokens, features] each."""
         return tensors
@@ -64,8 +63,8 @@ class LocalAttention:
         if isinstance(mask, Packed):
             return kernels.packed_attention(q, k, v, mask)
         if isinstance(mask, Tiles):
-            if deterministic.fit(q, mask):
-                return deterministic.attend(q, k, v, mask)
+            if kernels.fit_tiles(q, mask):
+                return kernels.attend_tiles(q, k, v, mask)
             mask = None
         grouped = k.shape[1] < q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
@@ -121,25 +120,25 @@ class LocalOps:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""
         return self.norm(q_norm, q), self.norm(k_norm, k)
 
-    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears that read the same input."""
         return tuple(self.product(x, linear) for linear in linears)
 
-    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """A linear that writes into the residual stream."""
         return self.product(x, linear)
 
-    def whole(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears from the residual stream to latents, which are narrow and the same for all heads."""
-        return self.columns(x, *linears)
+        return self.column_parallel(x, *linears)
 
     def spread(self, latents: Tensor) -> Tensor:
         """Latents of this rank's tokens -> of all tokens whose heads it makes of them."""
         return latents
 
-    def up(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears from latents to heads."""
-        return self.columns(x, *linears)
+        return self.column_parallel(x, *linears)
 
     def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
@@ -150,9 +149,9 @@ class LocalOps:
         """What `attend` needs to know of which tokens see which; made once for all layers with such a window."""
         return self.attention.attention_mask(positions, window, sinks, dtype)
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones; [B, heads, tokens, features] each."""
-        return self.attention.with_earlier(*tensors, window=window)
+        return self.attention.extend_kv(*tensors, window=window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]."""

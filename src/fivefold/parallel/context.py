@@ -429,7 +429,7 @@ class Context:
             return LocalAttention().attention_mask(_whole(positions), window, sinks, dtype)
         return PartsMask(self._works(positions, window))
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         return tensors
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:

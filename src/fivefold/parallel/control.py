@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
     raise NotImplementedError(f"{type(value).__name__} is not sent between ranks")  # msgspec asks for this one
 
 
-def from_all(value: T, kind: Any, group: Group = None) -> list[T]:
+def all_gather_object(value: T, kind: Any, group: Group = None) -> list[T]:
     size, mine = _start(value, group)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
@@ -159,7 +159,7 @@ def from_all(value: T, kind: Any, group: Group = None) -> list[T]:
     return _values(boxes, sizes, kind)
 
 
-def to_first(value: T, kind: Any, group: Group = None) -> list[T]:
+def gather_object(value: T, kind: Any, group: Group = None) -> list[T]:
     size, mine = _start(value, group)
     first, longest = dist.get_rank(group) == 0, size.clone()
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
@@ -209,7 +209,7 @@ class Control:
             self.post = post(self.path)
             self.teller.start()
 
-    def from_first(self, value: T, kind: Any) -> T:
+    def broadcast_object(self, value: T, kind: Any) -> T:
         """The value of rank 0, of the type `kind`, on every rank; what the others give is not looked at."""
         if self.size == 1:
             return value
@@ -221,7 +221,7 @@ class Control:
         self._wait({0: key})
         return unpacked(self.post.get(key), kind)
 
-    def to_first(self, value: T, kind: Any) -> list[T]:
+    def gather_object(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in their order, on rank 0; the others get none, and do not wait."""
         if self.size == 1:
             return [value]
@@ -237,9 +237,9 @@ class Control:
         self.announced.clear()
         return found
 
-    def from_all(self, value: T, kind: Any) -> list[T]:
+    def all_gather_object(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in their order, on every rank: for values that are small, or of few ranks."""
-        return self.from_first(self.to_first(value, kind), list[kind])
+        return self.broadcast_object(self.gather_object(value, kind), list[kind])
 
     def close(self) -> None:
         """This rank takes part no more: those who wait for it learn so at once. Rank 0, whose process may have the

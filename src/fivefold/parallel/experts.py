@@ -93,7 +93,7 @@ class SlicedDispatch(LocalDispatch):
         (total,) = kept(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
         return total
 
-    def put_off(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
+    def defer_wgrad(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
         return None if self.later is None else partial(self._put_off, linear)
 
     def _put_off(self, linear: nn.Module) -> PutOff | None:
@@ -188,7 +188,7 @@ class AsyncExchange:
     def pause(self) -> None:
         """Before the wait: let the other half of a pair run. Where the store has what came, nothing is waited for."""
         if self.flying:
-            self.by.hand_over()
+            self.by.yield_turn()
 
     def end(self) -> tuple[Tensor, ...]:
         """What has come."""

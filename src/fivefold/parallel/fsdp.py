@@ -36,7 +36,7 @@ from fivefold.spec.model import ModelSpec
 
 
 class FullySharded(Weights):
-    takes_away = True
+    reshard_after_forward = True
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class FullySharded(Weights):
         with nullcontext() if self.rehearsing else self.reducer.microbatch(last, stage, part):
             yield
 
-    def hear(self, tap: Tap) -> None:
+    def set_grad_hook(self, grad_hook: Tap) -> None:
         """FSDP2 shows gradients where it sums them: a unit's at a time, one behind the other."""
-        super().hear(tap)
+        super().set_grad_hook(grad_hook)
         for name, module in self.units.items():
             module.set_custom_reduce_scatter(Heard(partial(self.heard, name), staged=self.mesh.zero.staged))
 
@@ -128,7 +128,7 @@ class FullySharded(Weights):
             if self.shared(self.held[name]):
                 dist.all_reduce(master.grad, group=self.mesh.ends.group)
 
-    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
+    def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
         for bucket in self.reducer.buckets:

@@ -87,17 +87,17 @@ class Optimizer:
 
         The gradients are gone afterwards, and the new weights are on their way to the model.
         """
-        mirrors: dict[str, Tensor] = {}
+        compute_copies: dict[str, Tensor] = {}
         if rate is not None:
             self.updates += 1
             clip = self.config.clip
             scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
             if self.fused:
-                mirrors = self.weights.mirrors()
-                self._step_fused(rate, scale.float(), mirrors)
+                compute_copies = self.weights.compute_copies()
+                self._step_fused(rate, scale.float(), compute_copies)
             else:
                 self._step_plain(rate, scale)
-        self.weights.publish(rounded=frozenset(mirrors))
+        self.weights.sync_params(rounded=frozenset(compute_copies))
 
     def _step_plain(self, rate: float, scale: Tensor) -> None:
         for decay, names in self.decays:
@@ -110,22 +110,22 @@ class Optimizer:
             states = [[self.kept[name][key] for name, *_ in learning] for key in self.config.states]
             self.config.update([p for _, p, _ in learning], gradients, states, rate, decay, self.updates)
 
-    def _step_fused(self, rate: float, scale: Tensor, mirrors: dict[str, Tensor]) -> None:
+    def _step_fused(self, rate: float, scale: Tensor, compute_copies: dict[str, Tensor]) -> None:
         for decay, names in self.decays:
             for name in names:
                 if (master := self.weights.masters[name]).grad is not None:
-                    states, rounded = [*self.kept[name].values()], mirrors.get(name)
+                    states, rounded = [*self.kept[name].values()], compute_copies.get(name)
                     self.config.fused_update(master, states, scale, rounded, rate, decay, self.updates)
 
     def restore(self, updates: int) -> None:
         """After masters and states have been filled in place: as if `updates` steps had led there."""
         self.updates = updates
-        self.weights.publish()
+        self.weights.sync_params()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """By parameter name the master and the rule's states, as parts of the whole; they share memory with this."""
         local = {n: {"master": master.detach()} | self.kept[n] for n, master in self.weights.masters.items()}
-        return {n: {key: self.weights.globally(n, x) for key, x in states.items()} for n, states in local.items()}
+        return {n: {key: self.weights.as_dtensor(n, x) for key, x in states.items()} for n, states in local.items()}
 
     def resident(self) -> int:
         """Bytes of the states on this rank."""

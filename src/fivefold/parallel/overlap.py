@@ -88,7 +88,7 @@ class PairRunner:
         if failure is not None:
             raise failure
 
-    def hand_over(self) -> None:
+    def yield_turn(self) -> None:
         """Let the other half run, until it is this one's turn again. Outside of pairs this does nothing."""
         if self.halves is None:
             return

@@ -214,13 +214,13 @@ class Pipeline:
 
     def _baton(self) -> PairRunner | None:
         """Where pairs run in turns: there is something to wait for, and weights stay where they are."""
-        if not any(action.joined for action in self.order) or self.weights.takes_away:
+        if not any(action.joined for action in self.order) or self.weights.reshard_after_forward:
             return None
         dispatch = next(iter(self.stages.values())).ops.dispatch
         if not dispatch.travels:
             return None
         baton = PairRunner()
-        dispatch.hand_over = baton.hand_over
+        dispatch.yield_turn = baton.yield_turn
         return baton
 
     def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor], first: bool = False) -> None:

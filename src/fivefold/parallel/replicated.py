@@ -54,14 +54,14 @@ class LocalGrads:
                 master.grad = torch.zeros_like(master)
 
     @torch.no_grad()
-    def publish(self, rounded: frozenset[str]) -> None:
+    def sync_params(self, rounded: frozenset[str]) -> None:
         for master in self.masters.values():
             master.grad = None
-        stale = [name for name in self.mirrors() if name not in rounded]
+        stale = [name for name in self.compute_copies() if name not in rounded]
         if stale:
             torch._foreach_copy_([self.weights[name] for name in stale], [self.masters[name] for name in stale])
 
-    def mirrors(self) -> dict[str, Tensor]:
+    def compute_copies(self) -> dict[str, Tensor]:
         """The model's weights that are rounded copies of their masters."""
         return {name: weight for name, weight in self.weights.items() if weight.dtype != self.masters[name].dtype}
 
@@ -75,7 +75,7 @@ def _widened(gradient: Tensor, master: nn.Parameter) -> Tensor:
 
 
 class Replicated(Weights):
-    takes_away = False
+    reshard_after_forward = False
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class Replicated(Weights):
         else:
             self.unsharded.add(name, gradient)
 
-    def hear(self, tap: Tap) -> None:
-        super().hear(tap)
+    def set_grad_hook(self, grad_hook: Tap) -> None:
+        super().set_grad_hook(grad_hook)
         for name, parameter in self._own():
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
 
@@ -205,13 +205,13 @@ class Replicated(Weights):
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def mirrors(self) -> dict[str, Tensor]:
-        return self.unsharded.mirrors()
+    def compute_copies(self) -> dict[str, Tensor]:
+        return self.unsharded.compute_copies()
 
-    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
+    def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
         for bucket in self.buckets:
             bucket.forget()
-        self.unsharded.publish(rounded)
+        self.unsharded.sync_params(rounded)
         self.unsent = deque(self.forward_order)
         self._send(_AHEAD if self.stage == 2 else len(self.buckets))
 

@@ -59,7 +59,7 @@ class TensorParallel(LocalOps):
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
         if later is not None:
             self.between_graphs(
-                "columns", "rows", "whole", "up"
+                "column_parallel", "row_parallel", "replicated_linear", "up_projection"
             )  # with the names of what they put off, which are a layer's own
 
     def adopt(self, model: nn.Module) -> None:
@@ -117,16 +117,16 @@ class TensorParallel(LocalOps):
 
     # ---- linears -----------------------------------------------------------------------------------------------------
 
-    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [self._of_these_heads(linear, "weight") for linear in linears]
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
         return ColumnParallelFn.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
-    def whole(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Every rank has these weights and, of the same input, the same outputs; under sp those of its tokens."""
         return self._alone(x, *linears)
 
-    def up(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Each rank its heads: `spread` has brought what they read, and adds up its gradient."""
         return self._alone(x, *linears)
 
@@ -158,7 +158,7 @@ class TensorParallel(LocalOps):
             targets.append(Target(f"{self.names[linear]}.weight", rows, linear.weight.shape[0]))
         return Deferral(self.later, tuple(targets))
 
-    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         y = RowParallelFn.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
         return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
 
@@ -212,7 +212,7 @@ class DeferredLocalOps(LocalOps):
         super().__init__(**options)
         self.later, self.axis = later, Axis("tp")
         self.names: dict[nn.Module, str] = {}
-        self.between_graphs("columns", "whole", "up")
+        self.between_graphs("column_parallel", "replicated_linear", "up_projection")
 
     def adopt(self, model: nn.Module) -> None:
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -221,12 +221,12 @@ class DeferredLocalOps(LocalOps):
     def _deferral(self, *linears: nn.Linear) -> Deferral:
         return Deferral(self.later, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
 
-    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         return ColumnParallelFn.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
 
-    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        return self.columns(x, linear)[0]
+    def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return self.column_parallel(x, linear)[0]
 
 
 def ops_of(
@@ -288,8 +288,8 @@ class ColumnParallelFn(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         axis, sp, deferral = ctx.axis, ctx.sp, ctx.deferral
         x, *weights = ctx.saved_tensors
-        put_off = deferral is not None and deferral.collecting
-        gathering = all_gather(x, axis) if sp and not put_off else x
+        defer_wgrad = deferral is not None and deferral.collecting
+        gathering = all_gather(x, axis) if sp and not defer_wgrad else x
         flat = [gradient.flatten(0, 1) for gradient in gradients]
         # The last one first, as autograd would: one rank of this is `LocalOps` to the bit.
         dx = flat[-1] @ weights[-1]
@@ -298,7 +298,7 @@ class ColumnParallelFn(Function):
         dx = dx.unflatten(0, gradients[0].shape[:2])
         reducing = scatter_sequence(dx, axis) if sp else all_reduce(dx, axis)
         for_biases = [g.sum(0) if biased else None for g, biased in zip(flat, ctx.biased, strict=True)]
-        if put_off:
+        if defer_wgrad:
             deferral.leave(lambda: (gather_sequence(x, axis) if sp else x).flatten(0, 1), flat)
             return None, None, None, wait(reducing, axis), *[None] * len(weights), *for_biases
         # The weights' gradients are computed while the input's is summed.

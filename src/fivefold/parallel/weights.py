@@ -28,18 +28,18 @@ class Weights(Protocol):
     mesh: Mesh
     held: dict[str, LocalParam]
     masters: dict[str, nn.Parameter]
-    """By global name, this rank's shard in full precision. `finish` sets `grad` and `publish` deletes it."""
+    """By global name, this rank's shard in full precision. `finish` sets `grad` and `sync_params` deletes it."""
     halves: bool
     """Whether every backward pass must come in two halves, because some passes of this schedule do."""
-    takes_away: bool
+    reshard_after_forward: bool
     """Whether the model's weights are there only while a pass of theirs runs."""
     reducer: Reducer
-    tap: Tap | None = None
+    grad_hook: Tap | None = None
     """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
     number: int = 0
     """The microbatch of the backward pass that runs."""
     rehearsing: bool = False
-    """Whether gradients go to `tap` and nowhere else."""
+    """Whether gradients go to `grad_hook` and nowhere else."""
 
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
         """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
@@ -50,14 +50,14 @@ class Weights(Protocol):
         if not self.heard(name, gradient):
             self.reducer.add(name, gradient)
 
-    def hear(self, tap: Tap) -> None:
-        """From here on `tap` is told of gradients."""
-        self.tap = tap
+    def set_grad_hook(self, grad_hook: Tap) -> None:
+        """From here on `grad_hook` is told of gradients."""
+        self.grad_hook = grad_hook
 
     def heard(self, name: str, gradient: Tensor) -> bool:
-        """Tell `tap`; whether that is all that is to be done."""
-        if self.tap is not None and self.number == 0:
-            self.tap(name, gradient)
+        """Tell `grad_hook`; whether that is all that is to be done."""
+        if self.grad_hook is not None and self.number == 0:
+            self.grad_hook(name, gradient)
         return self.rehearsing
 
     @contextmanager
@@ -77,11 +77,11 @@ class Weights(Protocol):
     def finish(self) -> None:
         """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
 
-    def mirrors(self) -> dict[str, Tensor]:
+    def compute_copies(self) -> dict[str, Tensor]:
         """The model's weights that are rounded copies of this rank's masters, and that nobody else has a part in."""
         return {}
 
-    def publish(self, rounded: frozenset[str] = frozenset()) -> None:
+    def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
         """After the masters have changed: the model's weights follow, at the latest when its forward needs them.
 
         Those that are `rounded` have followed already.
@@ -106,7 +106,7 @@ class Weights(Protocol):
         """The ranks that ZeRO divides it over."""
         return getattr(self.mesh, one.zero_axis)
 
-    def copied_over(self, name: str, whole: bool = False) -> list[str]:
+    def replicate_axes(self, name: str, whole: bool = False) -> list[str]:
         """The axes whose ranks hold the same bits of a master; `whole`: of the weight that the model computes with."""
         one = self.held[name]
         axes = ["replicate"] if self.sharded(one) and not whole else ["replicate", one.zero_axis]
@@ -115,7 +115,7 @@ class Weights(Protocol):
 
     def copies(self, name: str) -> tuple[int, int]:
         """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
-        axes = [getattr(self.mesh, axis) for axis in self.copied_over(name)]
+        axes = [getattr(self.mesh, axis) for axis in self.replicate_axes(name)]
         number = 0
         for axis in axes:
             number = number * axis.size + axis.rank
@@ -131,7 +131,7 @@ class Weights(Protocol):
         zero = self.zero(one)
         return one.share(zero.size, zero.rank) if self.sharded(one) else one.box
 
-    def globally(self, name: str, local: Tensor) -> Tensor:
+    def as_dtensor(self, name: str, local: Tensor) -> Tensor:
         """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp, or of experts
         over ezero x ep."""
         one, mesh = self.held[name], self.mesh

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import put_off
+from fivefold.cost.activations import defer_wgrad
 from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
 from fivefold.cost.memory import Accounting
 from fivefold.cost.step import Case, updating
@@ -97,7 +97,7 @@ class MixedClosed:
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * case.seq // shape.cp
-            found.append(put_off(case.spec, layout, tokens, case.work.wide))
+            found.append(defer_wgrad(case.spec, layout, tokens, case.work.wide))
         kept = self.groups[0].block.kept
         return np.where(self.splits, np.maximum(0.0, np.array(found)[self.of.shape] - kept), 0.0)
 

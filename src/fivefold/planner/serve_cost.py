@@ -460,7 +460,7 @@ def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, dense: 
 
 def _narrow(spec: ModelSpec, tp: int, dense: bool) -> list[Matmul]:
     """The linears that may be in 8 bits: all but routers."""
-    return [one for one in block(spec, tp, dense).matmuls if one.tp != "tokens"]
+    return [one for one in block(spec, tp, dense).matmuls if one.tp != "replicated_partial"]
 
 
 def whole_weights(spec: ModelSpec, precision: str) -> float:

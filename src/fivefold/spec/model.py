@@ -89,7 +89,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             elif isinstance(one, Elementwise) and one.kind == "qk_norm":
                 yield self._qk_norm(layer, one)
             elif isinstance(one, Scores) and self.sinks:
-                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "rows", exact=True)
+                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "colwise", exact=True)
 
     def window_of(self, layer: int) -> int:
         """Of a layer; 0: it sees all tokens before."""
@@ -124,14 +124,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def _parameters(self) -> tuple[Parameter, ...]:
         table = (self.vocab, self.hidden)
-        found = [Parameter("embedding.weight", table, "embedding", BOTTOM, "rows", tied=self.tied)]
+        found = [Parameter("embedding.weight", table, "embedding", BOTTOM, "colwise", tied=self.tied)]
         if self.positions == "learned":
             found.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", BOTTOM))
         for layer in range(self.layers):
             found += self.block_parameters(layer)
         found += self._norm("norm", TOP, self.hidden)
         if not self.tied:
-            found.append(Parameter("head.weight", table, "linear", TOP, "rows"))
+            found.append(Parameter("head.weight", table, "linear", TOP, "colwise"))
         return tuple(found)
 
     def _linear(self, layer: int, one: Matmul) -> Iterator[Parameter]:
@@ -139,7 +139,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shape, stack = (one.rows, one.inputs), one.experts
         yield Parameter(f"{name}.weight", shape, "linear", layer, one.tp, **facts, experts=stack)
         if one.bias:  # of summands it is added once, to their sum
-            rule = "whole" if one.tp == "columns" else one.tp
+            rule = "replicated" if one.tp == "rowwise" else one.tp
             yield Parameter(f"{name}.bias", (one.rows,), "bias", layer, rule, experts=stack)
 
     def _norm(self, name: str, unit: int, width: int) -> Iterator[Parameter]:
@@ -150,8 +150,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _qk_norm(self, layer: int, one: Elementwise) -> Parameter:
         name = f"layers.{layer}.{one.name}.weight"
         if self.qk_norm_over == "head":
-            return Parameter(name, (self.head_dim,), "norm", layer, "heads", exact=True)
-        rule: TensorRule = "rows" if one.name == "attention.q_norm" else "kv rows"
+            return Parameter(name, (self.head_dim,), "norm", layer, "per_head", exact=True)
+        rule: TensorRule = "colwise" if one.name == "attention.q_norm" else "colwise_kv"
         return Parameter(name, (one.width,), "norm", layer, rule, exact=True)
 
     @cached_property

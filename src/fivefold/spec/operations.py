@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 Kind = Literal["embedding", "linear", "norm", "bias"]
 
-# How the tp axis divides a parameter. "kv rows": rows of whole kv heads; where ranks outnumber these heads, every rank
-# holds all of it and uses one head. "heads": every rank holds all of it and applies it to the rank's own heads only.
-# "tokens": the same, and to the rank's own tokens only. "experts": tp does not divide it; ep does, by whole experts.
-TensorRule = Literal["rows", "kv rows", "columns", "heads", "tokens", "whole", "experts"]
+# How the tp axis divides a parameter, in the field's words: "colwise" is column-parallel, each rank with rows of the
+# stored [outputs, inputs]; "rowwise" is row-parallel. "colwise_kv": by whole kv heads; where ranks outnumber these
+# heads, every rank holds all of it and uses one head. "per_head": every rank holds all of it and applies it to its own
+# heads only. "replicated_partial": the same, and to its own tokens only. "experts": tp does not divide it; ep does, by
+# whole experts.
+TensorRule = Literal["colwise", "colwise_kv", "rowwise", "per_head", "replicated_partial", "replicated", "experts"]
 
 # A unit is a part of the decoder: a layer by its number, or what lies below or above the layers. In the order of these
 # numbers forward needs the units, and in the opposite order backward finishes them.
@@ -39,7 +41,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]  # of a weight [..., rows, columns], of a norm or bias [..., rows]
     kind: Kind
     unit: int  # what must have run forward when this parameter is needed
-    tp: TensorRule = "whole"
+    tp: TensorRule = "replicated"
     tied: bool = False  # both ends of the pipeline hold it
     residual: bool = False  # it writes into the residual stream
     experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
@@ -65,7 +67,7 @@ class Parameter(NamedTuple):
         """Whether a schedule that splits backward computes its gradient apart."""
         # A router's is small, and comes with its input's. The head's is taken with the loss: one for each microbatch
         # would wait, as large as the head, and nothing would be left to compute.
-        return self.kind == "linear" and self.tp != "tokens" and self.layer is not None
+        return self.kind == "linear" and self.tp != "replicated_partial" and self.layer is not None
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ class Matmul(NamedTuple):
 
         The stream is whole on every tp rank; with sp, a rank has its tokens of it.
         """
-        return self.tp == "columns" or self.name == "experts.down"
+        return self.tp == "rowwise" or self.name == "experts.down"
 
     @property
     def reads_residual(self) -> bool:
@@ -115,7 +117,7 @@ class Matmul(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether every tp rank has all of its outputs; with sp, those of its tokens."""
-        return self.writes_residual or self.tp == "whole"
+        return self.writes_residual or self.tp == "replicated"
 
 
 class Scores(NamedTuple):
@@ -226,7 +228,7 @@ def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
     yield Elementwise("norm", hidden, True, "attention_norm")
     attention = yield from (_latent if spec.mla else _heads)(spec, tp)
     yield attention
-    yield Matmul("attention", "o", "attention", attention.seen, hidden, "columns", every)
+    yield Matmul("attention", "o", "attention", attention.seen, hidden, "rowwise", every)
     yield from _residual(spec)
     yield Elementwise("norm", hidden, True, "mlp_norm")
     yield from _network(spec, "", spec.ffn, tp) if dense or spec.experts is None else _mixture(spec, tp)
@@ -239,9 +241,9 @@ def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     windowed = sum(spec.window_of(layer) > 0 for layer in range(spec.layers)) / max(1, spec.layers)
     attention = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim, spec.window, windowed)
     bias = spec.bias or spec.qkv_bias
-    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows", bias)
-    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
-    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
+    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise", bias)
+    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias)
+    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias)
     if spec.qk_norm:
         yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
         yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
@@ -256,15 +258,15 @@ def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     mla, heads = spec.mla, spec.heads // tp
     attention = Scores(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
     if mla.q_rank:
-        yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "whole")
+        yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "replicated")
     else:
-        yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows")
-    yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "whole")
+        yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise")
+    yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "replicated")
     if mla.q_rank:
         yield Elementwise("norm", mla.q_rank, True, "attention.q_norm")
-        yield Matmul("attention", "q_up", "q_latent", mla.q_rank, attention.width, "rows")
+        yield Matmul("attention", "q_up", "q_latent", mla.q_rank, attention.width, "colwise")
     yield Elementwise("norm", mla.kv_rank, True, "attention.kv_norm")
-    yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "rows")
+    yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "colwise")
     yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
     return attention
 
@@ -273,10 +275,10 @@ def _network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Op
     """A dense feed-forward network."""
     hidden, ffn, gated = spec.hidden, width // tp, spec.activation.startswith("swiglu")
     if gated:
-        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "rows", spec.bias)
-    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "rows", spec.bias)
+        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "colwise", spec.bias)
+    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "colwise", spec.bias)
     yield Elementwise("swiglu" if gated else "gelu", width)
-    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "columns", spec.bias)
+    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", spec.bias)
 
 
 def _mixture(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
@@ -284,7 +286,7 @@ def _mixture(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
     experts = spec.experts
     assert experts is not None
     hidden, of, every = spec.hidden, (experts.count, experts.top_k), spec.bias
-    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "tokens", every)
+    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "replicated_partial", every)
     gated = spec.activation.startswith("swiglu")
     if gated:
         yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", every, *of)
@@ -306,4 +308,4 @@ def head(spec: "ModelSpec", tp: int = 1) -> Matmul:
 
     The embedding below the blocks is a look-up in a table of this shape.
     """
-    return Matmul("head", "head", "norm", spec.hidden, -(-spec.vocab // tp), "rows")
+    return Matmul("head", "head", "norm", spec.hidden, -(-spec.vocab // tp), "colwise")

@@ -92,7 +92,7 @@ class Replay:
     def __init__(self, engine: Engine, account: Account):
         self.engine, self.account = engine, account
         self.seen: dict[str, Tensor] | None = None  # digests by name, while it listens
-        engine.weights.hear(self._hear)
+        engine.weights.set_grad_hook(self._hear)
 
     def _hear(self, name: str, gradient: Tensor) -> None:
         if self.seen is not None and name not in self.seen:
@@ -113,11 +113,11 @@ class Replay:
             total += found * (2 * crc32(name.encode()) + 1)
         return total
 
-    def rehearse(self, share: DpShare) -> Tensor:
+    def replay_microbatch(self, share: DpShare) -> Tensor:
         """The same number of a rehearsal."""
         self.listen()
         with _disable_current_modes():
-            self.engine.rehearse(share)
+            self.engine.replay_microbatch(share)
             return self.heard()
 
 
@@ -221,7 +221,7 @@ def _same(weight: Tensor, master: Tensor) -> bool:
 
 
 def _lane(engine: Engine, name: str, whole: bool = False) -> Lane:
-    axes = engine.weights.copied_over(name, whole)
+    axes = engine.weights.replicate_axes(name, whole)
     if not engine.job.train.deterministic and not engine.weights.held[name].tp.partial:
         axes = [axis for axis in axes if axis != "tp"]  # each rank has a gradient of its own, and its own rounding
     return lane_of(axes, engine.job.layout)
@@ -280,7 +280,7 @@ class Corruption:
         """`read` gives the part of the step's batch that the dp rank of a number has."""
         if self.replay is not None and self._due(self.watch.replay, step):
             with self.account.of("replay"):
-                self.replayed = self.replay.rehearse(read(self._dp(self.of[self.mesh.world.rank])))
+                self.replayed = self.replay.replay_microbatch(read(self._dp(self.of[self.mesh.world.rank])))
                 self.replay.listen()
         flip_before_forward(self.engine, step)
 
@@ -373,8 +373,8 @@ class Corruption:
     # ---- what one rank alone holds -------------------------------------------------------------------------------
 
     def _lonely(self) -> list[KeptDigests]:
-        mirrors = self.engine.weights.mirrors()
-        copies = [one for one in computed_with(self.engine) if one.name.partition(" ")[0] in mirrors]
+        compute_copies = self.engine.weights.compute_copies()
+        copies = [one for one in computed_with(self.engine) if one.name.partition(" ")[0] in compute_copies]
         return [one for one in (*state_of(self.engine), *copies) if not one.lane]
 
     def _check_shards(self, step: int) -> None:
@@ -416,7 +416,7 @@ class Corruption:
             runs = Runs({one: every[one][1] for one in range(size)}, {one: every[one][2] for one in range(size)})
             if not disagreements(of, runs):
                 return
-            again = [replay.rehearse(read(self._dp(one))) for one in (rank, self.of[rank])]
+            again = [replay.replay_microbatch(read(self._dp(one))) for one in (rank, self.of[rank])]
             more = self._exchanged(torch.stack(again))
         found = verdict(of, Runs(*runs[:2], *({one: more[one][at] for one in range(size)} for at in (0, 1))))
         raise Corrupt(
@@ -438,7 +438,7 @@ class Corruption:
     def _told(self, value: object, kind: object) -> list:  # type: ignore[type-arg]
         """What every rank has to say, when something is wrong."""
         with closing(Control(self.mesh, self.engine.job.train.timeout)) as control:
-            return control.from_all(value, kind)
+            return control.all_gather_object(value, kind)
 
 
 def _rounds_as(device: torch.device) -> str:

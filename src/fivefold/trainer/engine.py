@@ -130,10 +130,10 @@ class RankModel:
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         later, split = WeightGradQueue(), self.schedule.splits
         narrow: Any = {"fp8": job.train.fp8, "fp8_experts": job.train.fp8_experts, "dtype": compute}
-        put_off = later if split else None
+        defer_wgrad = later if split else None
         masked = job.data.document_mask
         self.ops = ops_of(
-            job.model, mesh, put_off, attention=attention, compiled=self.compiled, documents=masked, **narrow
+            job.model, mesh, defer_wgrad, attention=attention, compiled=self.compiled, documents=masked, **narrow
         )
         self.stages = self._stages()
         self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
@@ -192,7 +192,7 @@ class Engine(RankModel):
         # model's weights, gathering those writes the same bits over them.)
         self.copied: torch.cuda.Event | None = None
 
-    def accumulate(self, batch: Batch | DpShare) -> Tensor:
+    def forward_backward(self, batch: Batch | DpShare) -> Tensor:
         """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it.
 
         The batch is given whole, or as this rank's share of it."""
@@ -207,7 +207,7 @@ class Engine(RankModel):
         if self.cold:
             self.cold = False
             with self.pipeline.alone():
-                self.rehearse(share)
+                self.replay_microbatch(share)
         sums: list[Tensor] = []
         if self.loads is not None:
             self.loads.begin()
@@ -217,8 +217,8 @@ class Engine(RankModel):
             self.weights.finish()
         return self._everywhere(sums) / count
 
-    def rehearse(self, share: DpShare) -> None:
-        """Forward and backward passes of a share's first microbatch, before a step: `weights.tap` is told of its
+    def replay_microbatch(self, share: DpShare) -> None:
+        """Forward and backward passes of a share's first microbatch, before a step: `weights.grad_hook` is told of its
         gradients, and nothing else is changed by them."""
         first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
         with self.weights.rehearsal():
@@ -293,9 +293,9 @@ class Engine(RankModel):
 
     def parameters(self) -> dict[str, Tensor]:
         """Full-precision weights of this rank's stages by global name: DTensors where they are sharded."""
-        return {name: self.weights.globally(name, master.detach()) for name, master in self.weights.masters.items()}
+        return {name: self.weights.as_dtensor(name, master.detach()) for name, master in self.weights.masters.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Final gradients, between `accumulate` and `step`."""
+        """Final gradients, between `forward_backward` and `step`."""
         masters = self.weights.masters.items()
-        return {name: self.weights.globally(name, master.grad) for name, master in masters if master.grad is not None}
+        return {name: self.weights.as_dtensor(name, master.grad) for name, master in masters if master.grad is not None}

@@ -93,7 +93,7 @@ class Trainer:
             if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
                 checkpointing.end()
                 if isinstance(error, Corrupt):
-                    checkpointing.distrust(error.suspect)
+                    checkpointing.quarantine(error.suspect)
             raise
         finally:
             self.guard.close()
@@ -205,7 +205,7 @@ class Trainer:
     def _step(self, step: int, batch: Batch | DpShare) -> Step:
         start, others = time.perf_counter(), partial(self._share_of, batch)
         self.corruption.before_forward(step, others)
-        loss = self.engine.accumulate(batch)
+        loss = self.engine.forward_backward(batch)
         first, samples = int(batch.samples.min()), int(batch.samples.max()) + 1
         loss = self._poisoned(loss, step, first // len(batch.samples) + 1)
         self.corruption.before_update(step, others)

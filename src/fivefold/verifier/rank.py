@@ -212,7 +212,7 @@ def compared(rank: Rank, job: Job, reference: Path) -> RankMeasurement:
         batch = make_batch(job, step - 1)
         recorder.begin(batch.samples, target.routing)
         with first if step == 1 else others:
-            loss, norm = engine.accumulate(batch), engine.gradient_norm()
+            loss, norm = engine.forward_backward(batch), engine.gradient_norm()
         if step == 1:
             held = engine.weights.resident()  # when gradients are complete
             measured.held.update(

@@ -27,7 +27,9 @@ def story(rank: int, world: int, job: Job, directory: Path) -> Story:
     directory.mkdir(exist_ok=True)
     run = Run(job, world, directory / "checkpoints")
     policy = run.trainer.policy
-    policy.learn(run.keeper.control.from_first(known(directory) if rank == 0 else KnownDecisions(), KnownDecisions))
+    policy.learn(
+        run.keeper.control.broadcast_object(known(directory) if rank == 0 else KnownDecisions(), KnownDecisions)
+    )
     policy.say, policy.directory = run.said.append, directory if rank == 0 else None
     run.keeper.restore()
     run.trainer.run([run.recorder], checkpointing=run.keeper)
