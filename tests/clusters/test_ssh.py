@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.clusters.deployment import Deployment, Machines
-from fivefold.clusters.torchrun import read_hosts, script
+from fivefold.clusters.torchrun import read_hosts, ssh_script
 from fivefold.job.config import read_job
 from fivefold.support.errors import UserError
 from tests.commands import fivefold
@@ -69,7 +69,7 @@ exit "$code"
 
 def folder_of(tmp_path: Path, *hosts: str) -> Path:
     it = Deployment(read_job(None, [f"layout=dp={len(hosts)}"]), Machines(len(hosts), 1, False), "job.toml")
-    (tmp_path / "run.sh").write_text(script(it, list(hosts), 3))
+    (tmp_path / "run.sh").write_text(ssh_script(it, list(hosts), 3))
     (tmp_path / "bin").mkdir()
     for name, text in {"ssh": SSH, "torchrun": TORCHRUN}.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")

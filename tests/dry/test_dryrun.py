@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fivefold.bench.steps import read
 from fivefold.cli import app
+from fivefold.cost.memory import state_of
 from fivefold.dry import fake
 from fivefold.dry.fake import dry_run
 from fivefold.dry.result import vs_plan
@@ -157,3 +158,10 @@ def test_bad_input_gets_a_sentence(line: str, words: str) -> None:
     result = CliRunner().invoke(app, line.split())
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception)
+
+
+def test_parameters_that_bfloat16_leaves_alone_are_whole_under_zero_3() -> None:
+    """Sinks and norms are no DTensors: fake ones get their memory another way than real ones do."""
+    job = job_of("tiny-oss", "dp=4,zero=3,recompute=full", 64, 8)
+    dry = dry_run(job, 1)
+    assert dry.parameters == state_of(job.model, job.layout, "bfloat16", job.optimizer, zero=1, seq=64).parameters

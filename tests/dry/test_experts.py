@@ -147,8 +147,12 @@ def test_the_planner_says_what_experts_need(
     assert found.planned == dry.traffic
     for name in ("parameters", "gradients", "optimizer"):
         assert figures[name].dry == figures[name].plan, name
-    assert abs(figures["activations at the peak"].difference) < 0.03
-    assert abs(figures["peak"].difference) < 0.03
+    peak = figures["peak"]
+    assert abs(peak.difference) < 0.03
+    room = found.room
+    early, late = room.working - room.late, room.after - room.unmade
+    if abs(early - late) > 0.03 * peak.plan:  # else either moment may be the peak, with other activations
+        assert abs(figures["activations at the peak"].difference) < 0.03
     # A window's kernels compute whole tiles around it.
     assert figures["FLOPs executed"].difference == pytest.approx(0.0, abs=3e-3 if job.model.window else 1e-6)
     assert dry.live == dry.allowed

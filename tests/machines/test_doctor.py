@@ -37,7 +37,7 @@ def planted(rank: int, world: int, folder: str) -> RankReport:
     usual = node.versions
     if rank == 1:
         node.versions = lambda cuda: usual(cuda) | {"torch": "2.11.0"}
-        examine.time = SimpleNamespace(time=lambda: time.time() + 7)  # type: ignore[assignment]
+        examine.time = SimpleNamespace(time=lambda: time.time() + 7, perf_counter=time.perf_counter)  # type: ignore[assignment]
     if rank == 2:
         os.environ["FIVEFOLD_FAULT"] = "slow@rank=2,at=matmul"
     if rank == 3:

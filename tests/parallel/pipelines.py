@@ -111,7 +111,7 @@ def run(case: Job, mesh: Mesh, batch: Batch | None = None) -> Run:
     watched.engine = engine
     for model in engine.stages.values():
         for number, block in model.layers.items():
-            block.attention_norm.register_forward_pre_hook(counting(blocks, number))
+            block.attention.register_forward_pre_hook(counting(blocks, number))
     batch = batch or make_batch(case, 0)
     loss = engine.forward_backward(batch).item()
     gradients = {name: gradient.clone() for name, gradient in gradients_of(engine).items()}

@@ -275,7 +275,7 @@ def test_a_rank_without_tokens_that_stays_away_is_a_hang_with_a_name(judge: Judg
     assert not verdict.passed
     assert verdict.problems[0].startswith("rank 0 gave no answer within 20 s")
     assert verdict.problems[0].endswith("with it hang 1")
-    assert "experts/alltoall.py" in verdict.details  # where it waits for the one that is away
+    assert "parallel/experts.py" in verdict.details  # where it waits for the one that is away
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------

@@ -118,7 +118,11 @@ export PATH="$3"
 @AGENT@
 agent=$!
 (while read -r _; do :; done; kill -TERM "$agent") <&0 > /dev/null 2>&1 &
+watch=$!
 wait "$agent"
+code=$?
+kill "$watch"  # else it would send that signal to whoever gets the number next
+exit "$code"
 END
 quote() { printf "'%s'" "${1//\'/\'\\\'\'}"; }  # as every login shell reads it
 
@@ -147,7 +151,7 @@ stop() {
 }
 trap 'stop "a host has failed"' USR1
 trap 'stop "interrupted"' INT TERM HUP
-exec 9> "$hold/open"
+exec 9<> "$hold/open"  # which waits for nobody
 echo "run $run on ${#hosts[@]} hosts; each writes to $logs/HOST.log"
 
 # By looking once a second: bash may lose the code of a process that ends while a signal interrupts `wait`. 143 is that

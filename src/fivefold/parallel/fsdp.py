@@ -65,7 +65,7 @@ class FullySharded(Weights):
             self.modules += found
             self.roots.append(self.modules[-1])
             self.units |= {_unit(model, one): one for one in found}
-            model.to_empty(device=mesh.device)  # each rank its shards only: nobody ever holds the whole model
+            _materialise(model, self.whole & held.keys(), mesh.device)
             for name, parameter in model.named_parameters():
                 one, local = self.held[name], local_of(parameter)
                 draw(spec, one.parameter, local, seed, self.block(name))
@@ -149,6 +149,17 @@ class FullySharded(Weights):
         for group in _groups(self.modules):
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs
+
+
+def _materialise(model: nn.Module, whole: set[str], device: torch.device) -> None:
+    """Memory for each rank's shards only, since nobody ever holds the whole model; and for the `whole` parameters,
+    which FSDP2 leaves alone. Those get new tensors, because fake ones cannot be swapped."""
+    plain = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(whole)]
+    shapes = [(module, key, module._parameters.pop(key)) for module, key in plain]
+    model.to_empty(device=device)
+    for module, key, shape in shapes:
+        assert shape is not None
+        module.register_parameter(key, nn.Parameter(torch.empty_like(shape, device=device)))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
