@@ -278,13 +278,12 @@ def footprint_of(case: Case, rank: int) -> Footprint:
 
 def _states(case: Case, stages: list[Stage]) -> dict[str, State]:
     """Of a rank with these stages, by the axis that ZeRO divides it over: what tp divides, and its experts."""
-    layout, share, held = case.layout, share_of(case, stages), case.stack.accounting
-    copies = max(layout.size("data"), layout.size("edp") if share.experts else 1)
-    found = {}
-    for axis, count in zip(("zero", "ezero"), share, strict=True):
-        # FSDP2 keeps masters alone of all parameters, also of experts that no other rank has.
-        ranks = copies if layout.zero == 3 else layout.size(axis)
-        found[axis] = held.state(count, count / layout.size(axis), layout.zero if ranks > 1 else 0, ranks)
+    layout, held, found = case.layout, case.stack.accounting, {}
+    for axis, count in zip(("zero", "ezero"), share_of(case, stages), strict=True):
+        own = count / layout.size(axis)
+        # FSDP2 keeps masters alone of all parameters, also of those that no other rank has.
+        sharded = layout.fully_shards(case.spec)
+        found[axis] = held.state(count, own, layout.zero, 2 if sharded else layout.size(axis))
     return found
 
 

@@ -483,7 +483,8 @@ class ExpertClosed(Closed):
 
     def gathered(self) -> Array:
         stack, count = self.case.stack, self.per_block + self.experts_per_block
-        one = count * stack.gradient_bytes
+        summed = self.per_block * (self.of.dp * self.of.cp > 1) + self.experts_per_block * (self.ezero > 1)
+        one = summed * stack.gradient_bytes
         two = np.where(self.of.zero == 2, np.maximum(one, 2 * one - self.block.kept), 0.0)
         return np.where(self.of.zero == 3, count * (2 * stack.weight_bytes + stack.gradient_bytes), two)
 
@@ -518,6 +519,8 @@ def dealt_out(case: Case, of: Choices, fixed: dict[str, Any]) -> tuple[Choices, 
     for ep in [fixed["ep"]] if "ep" in fixed else divisors(own.count):
         # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
         small = held * least[of.zero] / (ep * of.pp) < case.on.accelerator.memory
+        if "zero" not in fixed:
+            small &= (of.zero == 0) | (of.dp * of.cp > 1) | (ranks > ep)  # ZeRO shards what has copies
         mine = np.flatnonzero((ranks % ep == 0) & small) if own.count % ep == 0 else np.zeros(0, dtype=np.int64)
         for kind, name in enumerate(DISPATCHES):
             wanted = fixed.get("dispatch", name) == name and (name == "alltoall" or 1 < ep <= own.top_k)
