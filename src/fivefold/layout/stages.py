@@ -4,6 +4,7 @@ stages_of(spec, layout, seq)      # one Stage each; their layers add up to the m
 schedule_of(spec, layout, seq)    # in which order the ranks do what, with these stages
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -14,9 +15,7 @@ from fivefold.schedules.costs import Costs
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import BOTTOM, TOP, Parameter, block, head
-
-Split = tuple[float, tuple[int, ...]]  # what some stages cost, and the layers of each
+from fivefold.spec.operations import BOTTOM, TOP, BlockOperations, Parameter, block, head
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """
     if stages == 1:
         return (spec.layers,)
-    if 0 < spec.dense_layers < spec.layers:
-        return _partition(spec, stages, seq)
     layer, bottom, top = costs(spec, seq)
+    if any(layer_cost(spec, number, seq) != layer for number in range(spec.layers)):
+        return _partition(spec, stages, seq)
     best: tuple[tuple[float, float], int, int] | None = None
     inner = stages - 2
     for first in range((spec.layers + inner) // (inner + 1) + 1):
@@ -82,31 +81,37 @@ def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """The same for layers that differ: the best split of the last layers over the last stages, for more and more."""
     _, bottom, top = costs(spec, seq)
     before = [0.0, *accumulate(layer_cost(spec, layer, seq) for layer in range(spec.layers))]
-    inf = float("inf")
+    inf, places = float("inf"), range(spec.layers + 1)
 
     def cost(stage: int, start: int, end: int) -> float:
         return before[end] - before[start] + bottom * (stage == 0) + top * (stage == stages - 1)
 
-    def best(most: float) -> Split:
-        """Of stages that take at most that: the least slowest (`most` infinite), or the least sum of squares."""
-        after: list[Split] = [*[(inf, ())] * spec.layers, (0.0, ())]
-        for stage in reversed(range(stages)):
-            row: list[Split] = []
-            for start in range(spec.layers + 1):
-                found: Split = (inf, ())
-                for end in range(start, spec.layers + 1):
-                    own, (rest, sizes) = cost(stage, start, end), after[end]
-                    if own > most * (1 + 1e-12) or rest == inf:
-                        continue
-                    score = max(own, rest) if most == inf else own**2 + rest
-                    if score < found[0]:
-                        found = score, (end - start, *sizes)
-                row.append(found)
-            after = row
-        return after[0]
-
-    slowest, _ = best(inf)
-    return best(slowest)[1]
+    slowest = [*[inf] * spec.layers, 0.0]  # of the stages from one on, by the layer that they start with: the least
+    for stage in reversed(range(stages)):
+        row = []
+        for start in places:
+            # Of more layers the stage takes longer, and those after it less long: the best is where the two meet.
+            meet = bisect_left(places, True, lo=start, key=lambda end: cost(stage, start, end) >= slowest[end])
+            near = {max(start, meet - 1), min(meet, spec.layers)}
+            row.append(min(max(cost(stage, start, end), slowest[end]) for end in near))
+        slowest = row
+    most = slowest[0] * (1 + 1e-12)
+    squares, chosen = [*[inf] * spec.layers, 0.0], []  # likewise, the least sum, and where the stage then ends
+    for stage in reversed(range(stages)):
+        row, ends = [inf] * len(places), [0] * len(places)
+        for start in places:
+            for end in places[start:]:
+                own = cost(stage, start, end)
+                if own > most:
+                    break
+                if own**2 + squares[end] < row[start]:
+                    row[start], ends[start] = own**2 + squares[end], end
+        squares = row
+        chosen.append(ends)
+    found = [0]
+    for ends in reversed(chosen):
+        found.append(ends[found[-1]])
+    return tuple(end - start for start, end in pairwise(found))
 
 
 def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0) -> Schedule:
@@ -129,9 +134,8 @@ def _built(
 def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> Costs:
     """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
     _, bottom, top = costs(spec, seq)
-    scores = block(spec).attention.flops(seq / 2)
     layers = [sum(layer_cost(spec, layer, seq) for layer in stage.layers) for stage in every]
-    seen = [len(stage.layers) * scores for stage in every]
+    seen = [sum(_block(spec, layer).attention.flops(seq / 2) for layer in stage.layers) for stage in every]
     ends = [bottom * stage.first + top * stage.last for stage in every]
     f = [layer + end for layer, end in zip(layers, ends, strict=True)]
     i = [layer + score + end for layer, score, end in zip(layers, seen, ends, strict=True)]
@@ -148,7 +152,11 @@ def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
     return layer_cost(spec, spec.layers - 1, seq), float(spec.hidden), 2.0 * head(spec).size
 
 
+def _block(spec: ModelSpec, layer: int) -> BlockOperations:
+    return block(spec, dense=spec.dense(layer), window=spec.window_of(layer))
+
+
 def layer_cost(spec: ModelSpec, layer: int, seq: int) -> float:
     """Forward FLOPs of a token in one layer."""
-    own = block(spec, dense=spec.dense(layer))
+    own = _block(spec, layer)
     return float(2 * own.active + own.attention.flops(seq / 2))
