@@ -4,7 +4,7 @@ stages_of(spec, layout, seq)      # one Stage each; their layers add up to the m
 schedule_of(spec, layout, seq)    # in which order the ranks do what, with these stages
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -16,6 +16,8 @@ from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BOTTOM, TOP, BlockOperations, Parameter, block, head
+
+HALVINGS = 64  # of an interval: to the last bit of its ends
 
 
 @dataclass(frozen=True)
@@ -78,40 +80,45 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
 
 
 def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
-    """The same for layers that differ: the best split of the last layers over the last stages, for more and more."""
+    """The same for layers that differ: how fast the slowest stage can be, and then the best split of the last layers
+    over the last stages, for more and more of them."""
     _, bottom, top = costs(spec, seq)
     before = [0.0, *accumulate(layer_cost(spec, layer, seq) for layer in range(spec.layers))]
-    inf, places = float("inf"), range(spec.layers + 1)
+    ends = [bottom, *[0.0] * (stages - 2), top]
 
-    def cost(stage: int, start: int, end: int) -> float:
-        return before[end] - before[start] + bottom * (stage == 0) + top * (stage == stages - 1)
+    def furthest(most: float) -> list[int]:
+        """Where each stage ends, at the latest, if none takes longer than that."""
+        found = [0]
+        for own in ends:
+            found.append(bisect_right(before, before[found[-1]] + most - own) - 1)
+        return found
 
-    slowest = [*[inf] * spec.layers, 0.0]  # of the stages from one on, by the layer that they start with: the least
+    least, most = max(ends), before[-1] + max(ends)
+    for _ in range(HALVINGS):
+        middle = (least + most) / 2
+        least, most = (least, middle) if furthest(middle)[-1] == spec.layers else (middle, most)
+    most *= 1 + 1e-12
+    late, early = furthest(most), [spec.layers]
+    for own in reversed(ends):
+        early.insert(0, bisect_left(before, before[early[0]] - most + own))
+    # By the layer that a stage starts with: the least sum of squares from there on, and where the stage then ends.
+    after, chosen = {spec.layers: (0.0, 0)}, []
     for stage in reversed(range(stages)):
-        row = []
-        for start in places:
-            # Of more layers the stage takes longer, and those after it less long: the best is where the two meet.
-            meet = bisect_left(places, True, lo=start, key=lambda end: cost(stage, start, end) >= slowest[end])
-            near = {max(start, meet - 1), min(meet, spec.layers)}
-            row.append(min(max(cost(stage, start, end), slowest[end]) for end in near))
-        slowest = row
-    most = slowest[0] * (1 + 1e-12)
-    squares, chosen = [*[inf] * spec.layers, 0.0], []  # likewise, the least sum, and where the stage then ends
-    for stage in reversed(range(stages)):
-        row, ends = [inf] * len(places), [0] * len(places)
-        for start in places:
-            for end in places[start:]:
-                own = cost(stage, start, end)
+        row = {}
+        for start in range(early[stage], late[stage] + 1):
+            found = (float("inf"), 0)
+            for end in range(max(start, early[stage + 1]), late[stage + 1] + 1):
+                own = before[end] - before[start] + ends[stage]
                 if own > most:
                     break
-                if own**2 + squares[end] < row[start]:
-                    row[start], ends[start] = own**2 + squares[end], end
-        squares = row
-        chosen.append(ends)
-    found = [0]
-    for ends in reversed(chosen):
-        found.append(ends[found[-1]])
-    return tuple(end - start for start, end in pairwise(found))
+                found = min(found, (own**2 + after[end][0], end))
+            row[start] = found
+        after = row
+        chosen.append(row)
+    split = [0]
+    for row in reversed(chosen):
+        split.append(row[split[-1]][1])
+    return tuple(end - start for start, end in pairwise(split))
 
 
 def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0) -> Schedule:
