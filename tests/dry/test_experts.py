@@ -158,6 +158,15 @@ def test_the_planner_says_what_experts_need(
     assert dry.live == dry.allowed
 
 
+@pytest.mark.parametrize(("rank", "allowed"), [(0, 0.01), (1, 1e-6)])
+def test_flops_of_a_rank_are_those_of_its_own_windows(rank: int, allowed: float) -> None:
+    """The first has a layer with a window, whose kernels compute whole tiles around it, and the second one without."""
+    job = job_of("gpt-oss-20b model.layers=2", "pp=2,microbatches=2,split=1,1", 4096, 2)
+    found = vs_plan(job, dry_run(job, rank), Cluster.parse("2xH100"))
+    (flops,) = (figure for figure in found.figures if figure.name == "FLOPs executed")
+    assert flops.difference == pytest.approx(0.0, abs=allowed)
+
+
 @pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank", "imbalance", "allowed"), SWEEP)
 def test_the_planner_knows_the_peak_of_an_uneven_rank(
     model: str, layout: str, seq: int, batch: int, rank: int, imbalance: float, allowed: float

@@ -1,6 +1,7 @@
 """Context parallelism on paper: counts against brute force, bytes against traffic.py, calls against what runs."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -269,3 +270,20 @@ def test_what_cannot_be_is_refused_with_what_can(line: str, words: str) -> None:
     error = CliRunner().invoke(app, ["context", *line.split()]).exception
     assert isinstance(error, UserError)
     assert words in str(error)
+
+
+@pytest.mark.parametrize("kind", [ring, allgather, ulysses])
+def test_a_window_leaves_less_to_compute_and_all_keys_to_send(kind: Callable[[LayerAttention], Method]) -> None:
+    whole, near = (kind(replace(made(131_072, 8, kv_heads=8), window=window)) for window in (0, 128))
+    assert near.work.attention.total < 0.1 * whole.work.attention.total
+    assert (near.sent, near.moving, near.kept) == (whole.sent, whole.moving, whole.kept)
+    assert near.exposed.total >= whole.exposed.total
+    assert kind(replace(made(131_072, 8, kv_heads=8), window=131_072)).work == whole.work
+
+
+def test_a_ring_computes_in_the_steps_that_a_window_reaches() -> None:
+    """Of 16 pieces each query sees its own and the one before: two of the other seven ranks have such a one."""
+    near = replace(made(131_072, 8), window=8192)
+    own, earlier, later = (near.work(zigzag(131_072, 8).calls(side)) for side in SIDES)
+    slower = max(earlier, later, key=lambda work: work.both.total)
+    assert ring(near).work.both.total == pytest.approx(own.both.total + 2 * slower.both.total)

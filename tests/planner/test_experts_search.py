@@ -10,6 +10,7 @@ from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import ep_changes
+from fivefold.planner.explain import neighbours
 from fivefold.planner.plan import plan, question, simulate
 from fivefold.planner.search import evaluate, search
 from fivefold.planner.space import SearchQuery, space
@@ -120,3 +121,28 @@ def test_nothing_fits_is_said_only_after_exact_counts() -> None:
     best = search(case).best
     assert best.fits
     assert best.seconds <= search(case, ep=16, zero=1).best.seconds
+
+
+def test_zero_is_tried_where_only_experts_have_copies() -> None:
+    """Mixtral's experts twice over eight tp ranks do not fit without it."""
+    case = Case(preset("mixtral-8x7b"), Layout(), Cluster.parse("8xH200"), 4096, 8)
+    every = space(SearchQuery(case, {"tp": 8, "recompute": "full", "samples": 1}))
+    found = {(layout.ep, layout.zero) for layout in map(every.layout, range(len(every)))}
+    assert {(4, zero) for zero in (1, 2, 3)} <= found
+    assert (8, 0) in found
+    assert all(layout.has_copies(case.spec) for layout in map(every.layout, range(len(every))) if layout.zero)
+    options = search(case, tp=8, ep=4).options
+    assert {option.layout.zero for option in options} <= {2, 3}
+    assert all(option.fits for option in options)
+    assert "zero=2" in [one.change for one in neighbours(evaluate(replace(case, layout=Layout(tp=8, ep=4, zero=1))))]
+
+
+def test_zero_3_of_experts_alone_needs_whole_weights_where_a_rank_has_both_ends() -> None:
+    """Even if all else has no copies: `Layout.problems` refuses such layouts, and the search does not offer them."""
+    spec = preset("mixtral-8x7b", tied=True)
+    case = Case(spec, Layout(), Cluster.parse("2x8xH200"), 4096, 8)
+    fixed = {"tp": 8, "pp": 2, "recompute": "full", "samples": 1, "schedule": "zb-v"}
+    every = space(SearchQuery(case, fixed))
+    assert len(every)
+    for layout in map(every.layout, range(len(every))):
+        assert not layout.problems(spec, world=16, seq=4096, batch=8)

@@ -7,11 +7,15 @@ import pytest
 from msgspec import structs
 
 from fivefold.accuracy.result import SourceList, truth
+from fivefold.cost.memory import checkpoint_bytes, state, state_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
+from fivefold.optim.adamw import AdamW
+from fivefold.optim.base import OptimizerConfig
 from fivefold.planner.context import context
-from fivefold.planner.plan import fixed_choices, plan, simulate
+from fivefold.planner.goodput import saved_bytes
+from fivefold.planner.plan import as_it_stands, case_of, fixed_choices, plan, simulate
 from fivefold.planner.result import PlanResult
 from fivefold.planner.serve import serve
 from fivefold.render.blocks import Result, to_text
@@ -148,3 +152,38 @@ def test_a_long_pipeline_is_shown_from_its_start_and_its_end_with_the_bubble_of_
     scene = found.scene()
     assert scene is not None
     assert any(getattr(shape, "text", "").startswith("p=4  m=256") for shape in scene.shapes)
+
+
+class Momentum(OptimizerConfig, frozen=True):
+    states = ("momentum",)
+
+
+FP8 = ["model=llama3-8b", "layout=dp=8,zero=3,recompute=full", "train.dtype=bfloat16", "train.fp8=true"]
+PLAIN = ["model=tiny", "layout=dp=2", "train.dtype=float32", "train.batch=8", "data.seq=256"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster"), [([*FP8, "train.batch=64", "data.seq=8192"], "8xH100"), (PLAIN, "2xCPU")]
+)
+@pytest.mark.parametrize("optimizer", [AdamW(), Momentum()], ids=["adamw", "one state"])
+def test_a_job_and_a_question_about_it_are_one_case(
+    changes: list[str], cluster: str, optimizer: OptimizerConfig
+) -> None:
+    """What `launch`, elastic runs and dry runs ask, and what `simulate` does: precision, software, optimizer."""
+    job = structs.replace(read_job(None, changes), optimizer=optimizer)
+    machines = Cluster.parse(cluster)
+    stands, asked = as_it_stands(job, machines), simulate(job, job.layout, machines).option
+    assert stands.case == asked.case
+    assert stands.seconds == asked.seconds
+    assert case_of(job, machines).precision == ("fp8" if job.train.fp8 else "fp32")
+    exact = state(job.model, job.layout, job.train.dtype, optimizer).total
+    assert asked.footprint.state.total == pytest.approx(exact, rel=0.001)
+    assert saved_bytes(asked) == checkpoint_bytes(job.model, job.train.dtype, optimizer)
+
+
+def test_float32_fills_no_device_beyond_its_memory() -> None:
+    found = plan("llama2-70b", "3x8xH100", precision="fp32", batch=48, seq=2048)
+    for option in found.options:
+        needs = option.footprint
+        exact = state_of(option.case.spec, option.layout, "float32", pp=needs.rank, seq=2048).total
+        assert needs.total - needs.state.total + exact < option.case.memory_of(needs.rank)

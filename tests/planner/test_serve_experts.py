@@ -84,6 +84,20 @@ def test_a_window_limits_the_cache() -> None:
     assert held(replica("gpt-oss-20b"), 3, 10_000, 9_000).cache == 3 * whole_cache(spec, 2, 10_000)
 
 
+def test_a_stage_s_cache_and_prefill_are_those_of_its_own_windows() -> None:
+    """Of two stages with a layer each, the second sees all tokens: it holds the fuller cache, and takes longer."""
+    two = Replica(preset("gpt-oss-20b", layers=2, vocab=8), H100, 8, 1, 2)
+    assert [len(stage.layers) for stage in two.stages] == [1, 1]
+    assert held(two, 3, 10_000, 9_000).cache == 3 * two.cache_read(10_000)
+    assert two.cache_read(10_000) == 10_000 / 128 * two.cache_read(10_000, 128)
+    every = replace(two, spec=preset("gpt-oss-20b", layers=2, vocab=8, window_period=1))
+    none = replace(two, spec=preset("gpt-oss-20b", layers=2, vocab=8, window=0, window_period=1))
+    prefills = [one.prefill(65_536).latency for one in (every, two, none)]
+    assert prefills == sorted(set(prefills))
+    steps = [one.step(64, 65_536).total for one in (every, two, none)]
+    assert steps[0] < steps[1] == steps[2]  # tokens wait for the slower stage
+
+
 def test_many_heads_over_one_latent_wait_for_the_tensor_cores() -> None:
     own = replica("deepseek-v3", 1, 8, ep=8)
     few = replica("deepseek-v2-lite")

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from fivefold.cost.block import layer_kind
 from fivefold.cost.footprint import footprint
 from fivefold.cost.stack import FIVEFOLD, ON_CPUS, Overlap
-from fivefold.cost.step import Case, costs, estimate, stage_passes
+from fivefold.cost.step import Case, costs, estimate, rank_flops, stage_passes
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.mixed import divided, groups_of
@@ -126,3 +127,35 @@ def test_more_backward_never_makes_a_step_faster() -> None:
         for how in ("none", "selective", "full")
     ]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "tp=2,pp=2,sp,recompute=full", "cp=4,pp=2", "cp=4,cp_kind=ulysses,pp=2"])
+def test_a_stage_takes_what_the_windows_of_its_own_layers_leave_it(layout: str) -> None:
+    """One layer that sees 128 tokens and one that sees all 65,536: attention is where they differ."""
+    one = replace(case(f"{layout},microbatches=2", batch=2, seq=65_536), spec=preset("gpt-oss-20b", layers=2))
+    one = replace(one, layout=structs.replace(one.layout, split=(1, 1)))
+    narrow, wide = (one.work.of(layer_kind(one.spec, layer)).block for layer in (0, 1))
+    first, last = stage_passes(one)
+    assert first.forward.attention == narrow.forward.attention
+    assert last.forward.attention == wide.forward.attention > 10 * narrow.forward.attention
+    assert first.forward.gemm == narrow.forward.gemm == wide.forward.gemm
+    # Closed forms, which only prune, have the mean.
+    mean = one.work.block
+    assert mean.forward.attention == pytest.approx((narrow.forward.attention + wide.forward.attention) / 2)
+    assert mean.inputs.attention == pytest.approx((narrow.inputs.attention + wide.inputs.attention) / 2)
+
+
+def test_pairs_of_stages_play_each_layer_as_long_as_it_takes() -> None:
+    layout = "dp=4,pp=2,ep=4,schedule=dualpipe-v,microbatches=8"
+    one = replace(case(layout, batch=32, seq=65_536), spec=preset("gpt-oss-20b", layers=4))
+    one = replace(one, layout=structs.replace(one.layout, split=(1, 1, 1, 1)))
+    forward = [sum(segment.compute for segment in halves[0]) for halves in one.durations.segments]
+    assert forward[1] > 2 * forward[0]
+    assert forward[2] < forward[1]
+
+
+def test_a_rank_s_flops_are_those_of_its_own_layers() -> None:
+    spec, layout = preset("gpt-oss-20b", layers=2, vocab=1), Layout(pp=2, split=(1, 1))
+    narrow, wide = (rank_flops(spec, layout, 4096, 1, pp=pp) for pp in (0, 1))
+    each = 3.5 * 4 * (4096 / 2 - 128) * spec.heads * spec.head_dim
+    assert wide - narrow == pytest.approx(4096 * (each + 3 * 2 * spec.hidden))  # the last one has a head of one word

@@ -72,7 +72,10 @@ def test_flops_and_caches_count_what_is_seen_and_kept() -> None:
     latent = block(spec).attention
     assert latent.flops(100) == 2 * 100 * 4 * (40 + 32)
     assert (latent.cached, block(spec, 2).attention.cached) == (48, 48)  # whole on every tp rank
-    slides = block(preset("tiny-oss")).attention  # two of four layers see 10 keys
-    assert slides.flops(100) == 4 * 55 * 128
-    assert slides.flops(5) == 4 * 5 * 128
-    assert preset("tiny-oss").flops_per_token(8, "causal") < preset("tiny-oss").flops_per_token(8)
+    oss = preset("tiny-oss")
+    slides, sees_all = (block(oss, window=oss.window_of(layer)).attention for layer in (0, 1))
+    assert (slides.flops(100), slides.flops(5)) == (4 * 10 * 128, 4 * 5 * 128)
+    assert sees_all.flops(100) == 4 * 100 * 128
+    assert oss.windows == {10: 2, 0: 2}
+    assert oss.flops_per_token(100) - 6 * oss.matmul_parameters == 3 * (2 * slides.flops(100) + 2 * sees_all.flops(100))
+    assert oss.flops_per_token(8, "causal") < oss.flops_per_token(8)

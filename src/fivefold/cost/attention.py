@@ -236,6 +236,7 @@ class LayerAttention:
     samples: int = 1  # sequences, which travel and are computed together
     narrow: int = NARROW  # bytes of what is computed with, and of sums
     wide: int = WIDE
+    window: int = 0  # keys that a query sees, at most; 0: all before it. All keys travel nevertheless
 
     @property
     def ranks(self) -> int:
@@ -271,6 +272,7 @@ class LayerAttention:
         for call in calls:
             rows = math.ceil(call.queries / tile) * tile
             keys = call.computed(tile) / rows  # that a query is computed with, on average
+            keys = min(keys, self.window) if self.window else keys
             kernel = Both(*self.device.attention(name, self.samples, heads, self.head_dim, rows, keys))
             parts = self.samples * call.queries * heads * self.head_dim * merged
             found.append(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
@@ -312,9 +314,13 @@ def ring(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
     queries = case.size(case.heads)
     own, earlier, later = (case.work(split.calls(side)) for side in SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
+    # A window reaches back over so many pieces: of an early piece ranks before this one hold them, of a late one those
+    # after it. In the other steps nothing is computed.
+    reach = math.ceil(case.window / split.piece) if case.window else c
+    busy = [step for step in range(1, c) if min(step, c - step) <= reach]
     forward, backward, waits = 0.0, case.send(wide), 0.0
     for step in range(c):
-        behind = (slower if step else own).both
+        behind = (slower if step in busy else own if not step else KernelTime()).both
         # While a rank works with some keys they travel on, and so does the gradient of those of the step before.
         ahead, back = case.send(narrow * (step < c - 1)), case.send(narrow * (step < c - 1), wide * (step > 0))
         late = max(0.0, ahead - behind.forward), max(0.0, back - behind.backward)
@@ -323,7 +329,7 @@ def ring(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
         "ring",
         split,
         ((CpMessages("send", c - 1, narrow),), (CpMessages("send", c - 1, narrow), CpMessages("send", c, wide))),
-        plus(own, times(slower, c - 1)),
+        plus(own, times(slower, len(busy))),
         Both(forward, backward),
         kept=_kept(case, case.kv_heads),
         buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients

@@ -51,6 +51,20 @@ class PassTimes(NamedTuple):
     weights: Seconds
 
 
+NO_PASSES = PassTimes(NOTHING, NOTHING, NOTHING)
+
+
+class LayerKind(NamedTuple):
+    """Layers of a kind take as long as each other."""
+
+    dense: bool  # without experts, in a model that has some
+    window: int  # 0: its queries see all tokens before
+
+
+def layer_kind(spec: ModelSpec, layer: int) -> LayerKind:
+    return LayerKind(spec.experts is not None and spec.dense(layer), spec.window_of(layer))
+
+
 @dataclass(frozen=True)
 class BlockCost:
     """A microbatch of `samples` sequences under a layout, on a device, with a stack."""
@@ -65,6 +79,7 @@ class BlockCost:
     precision: str = "bf16"
     imbalance: float = 1.0  # of experts: the fullest rank against the mean
     dense: bool = False  # of the first layers of a model with experts, those without
+    window: int | None = None  # of its layer; None: the mean of all layers, for closed forms, which only prune
 
     @property
     def tokens(self) -> int:
@@ -78,7 +93,17 @@ class BlockCost:
     @cached_property
     def operations(self) -> BlockOperations:
         """Of a block on one tp rank."""
-        return block(self.spec, self.layout.tp, self.dense)
+        return block(self.spec, self.layout.tp, self.dense, self.window or 0)
+
+    def of(self, kind: LayerKind) -> "BlockCost":
+        """The same of layers of a kind."""
+        if kind not in self._kinds:
+            self._kinds[kind] = replace(self, dense=kind.dense, window=kind.window)
+        return self._kinds[kind]
+
+    @cached_property
+    def _kinds(self) -> dict[LayerKind, "BlockCost"]:
+        return {}
 
     @cached_property
     def mixture(self) -> MoEBlock | None:
@@ -160,6 +185,10 @@ class BlockCost:
     @cached_property
     def _attention(self) -> tuple[float, float]:
         """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
+        if self.window is None:
+            kinds = [(self.of(LayerKind(self.dense, window)), n) for window, n in self.spec.windows.items()]
+            forward, backward = (sum(one._attention[at] * (n / self.spec.layers) for one, n in kinds) for at in (0, 1))
+            return forward, backward
         if self._over_ranks is not None:
             work = self._over_ranks.work
             parts = work.both if self.stack.merges else work.attention
@@ -179,7 +208,9 @@ class BlockCost:
         wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
         heads = self.operations.attention[:3]
-        case = attention.LayerAttention(self.seq, *heads, self.device, wires, whole, partial, *sizes)
+        case = attention.LayerAttention(
+            self.seq, *heads, self.device, wires, whole, partial, *sizes, window=self.window or 0
+        )
         return _method(self.layout.cp_kind, case)
 
     @cached_property

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from fivefold.cost.activations import MixtureMemory, SavedActivations, defer_wgrad, kept
 from fivefold.cost.kernels import plus, times
-from fivefold.cost.memory import Accounting, State
+from fivefold.cost.memory import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.cost.step import Case, message, repeating, share_of
@@ -278,14 +278,12 @@ def footprint_of(case: Case, rank: int) -> Footprint:
 
 def _states(case: Case, stages: list[Stage]) -> dict[str, State]:
     """Of a rank with these stages, by the axis that ZeRO divides it over: what tp divides, and its experts."""
-    layout, stack, share = case.layout, case.stack, share_of(case, stages)
-    held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
-    copies = max(layout.size("data"), layout.size("edp") if share.experts else 1)
-    found = {}
-    for axis, count in zip(("zero", "ezero"), share, strict=True):
-        # FSDP2 keeps masters alone of all parameters, also of experts that no other rank has.
-        ranks = copies if layout.zero == 3 else layout.size(axis)
-        found[axis] = held.state(count, count / layout.size(axis), layout.zero if ranks > 1 else 0, ranks)
+    layout, held, found = case.layout, case.stack.accounting, {}
+    for axis, count in zip(("zero", "ezero"), share_of(case, stages), strict=True):
+        own = count / layout.size(axis)
+        # FSDP2 keeps masters alone of all parameters, also of those that no other rank has.
+        sharded = layout.fully_shards(case.spec)
+        found[axis] = held.state(count, own, layout.zero, 2 if sharded else layout.size(axis))
     return found
 
 
@@ -304,9 +302,10 @@ def _moments(
     if spec.vocab > 1 and last:
         final = blocks[plain(spec, spec.layers - 1)]
         block_left = final.share.total * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
-        around = 4.0 * spec.hidden * work.tokens / (layout.tp if layout.sp else 1) + ends + block_left
-        yield "the loss", Transient(around + loss_held(spec, layout, stack, work.tokens))
+        gathered_here = ends + block_left
+        yield "the loss", Transient(loss_held(spec, layout, stack, work.tokens) + gathered_here)
         if layout.zero == 2 and layout.size("data") > 1:
+            around = loss_around(spec, layout, work.tokens) + gathered_here
             yield "the head's gradient", _summed_head(case, final, table, around, lazy)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
@@ -337,8 +336,18 @@ def _summed_head(case: Case, final: BlockMemory, table: float, around: float, la
     return worst._replace(bytes=worst.bytes + table * stack.gradient_bytes)
 
 
+def loss_around(spec: ModelSpec, layout: Layout, tokens: int) -> float:
+    """Bytes of the residual stream at the last norm, of which sp leaves a rank its part."""
+    return 4.0 * spec.hidden * tokens / (layout.tp if layout.sp else 1)
+
+
 def loss_held(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
-    """Bytes at the loss's peak. In one pass: a slice's logits, or what is left of them when its gradients are taken."""
+    """Bytes at the loss's peak: of the stream around it, and its own."""
+    return loss_around(spec, layout, tokens) + _logits_held(spec, layout, stack, tokens)
+
+
+def _logits_held(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
+    """In one pass: a slice's logits, or what is left of them when its gradients are taken."""
     own, narrow, peak = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
     if not stack.one_pass:
         gathered = stack.gathers_logits and layout.tp > 1

@@ -7,17 +7,18 @@ per tp rank, in bytes per parameter:
   0       c            a           s
   1       c            a           s/N
   2       c            a/N         s/N
-  3       a/N          a/N         2a/N     (FSDP2 keeps the full-precision weights themselves in shards)
+  3       a/N          a/N         m/N      (FSDP2 keeps the full-precision weights themselves in shards)
 
-c is the compute dtype's size, a the accumulation dtype's (4, or 8 in float64), s is 2a for AdamW's two moments and a
-more where a full-precision master is kept beside a bfloat16 weight. In bfloat16, parameters that are never rounded
-(norms, sinks) are their own masters: c is a, and s is 2a; stage 3 does not shard them.
+c is the compute dtype's size, a the accumulation dtype's (4, or 8 in float64), m what the optimizer's states take (2a
+for AdamW's two moments), s is m and a more where a full-precision master is kept beside a bfloat16 weight. Where c is
+a, the weights are the masters: also in bfloat16 those of parameters that are never rounded (norms, sinks), which stage
+3 does not shard. `Accounting` is this table, and whoever counts state reads it.
 """
 
 import math
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,7 +33,6 @@ from fivefold.support.text import bytes_text, si
 
 ADAMW = AdamW()
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-MIXED = BYTES["float32"] * (1 + len(AdamW.states))  # bytes per parameter, of mixed precision: master and two moments
 
 
 def dtype_of(wide: int) -> str:
@@ -59,28 +59,43 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Accounting:
-    """Bytes per parameter, of mixed precision with AdamW. Two have names, because people mean different ones."""
+    """Bytes per parameter. Two have names, because people mean different ones."""
 
-    weight: int = 2
-    gradient: int = 4
-    optimizer: int = MIXED  # master weight and states
+    weight: int  # in compute
+    gradient: int
+    master: int  # beside the weight; 0: the weight is as wide, and is the master itself
+    states: int  # of the optimizer
     sharded_masters: bool = True  # ZeRO 3 keeps the master as its only copy, and gathers compute weights from it
 
-    def state(self, whole: float, share: float, zero: int, ranks: int) -> State:
+    @classmethod
+    def of(cls, dtype: str, optimizer: OptimizerConfig = ADAMW) -> "Accounting":
+        """This code's: gradients are added up, and masters and states kept, in float32 at least."""
+        compute, full = BYTES[dtype], wide_bytes(dtype)
+        return cls(compute, full, full if compute < full else 0, full * len(optimizer.states))
+
+    @property
+    def saved(self) -> int:
+        """What a checkpoint has: masters and states."""
+        return (self.master or self.weight) + self.states
+
+    def held(self, weights: Any, gradients: Any, owned: Any, sharded: bool = False) -> State:
+        """Of so many weights to compute with and gradients, where `owned` parameters are updated here; `sharded`: the
+        weights are those of ZeRO 3. Also for arrays."""
+        if sharded and self.sharded_masters:
+            return State((self.master or self.weight) * weights, self.gradient * gradients, self.states * owned)
+        return State(self.weight * weights, self.gradient * gradients, (self.master + self.states) * owned)
+
+    def state(self, whole: Any, share: Any, zero: int, ranks: int) -> State:
         """Of a rank that computes with `whole` parameters and owns `share` of them, with `ranks` to shard over."""
         if zero == 3 and ranks > 1:
-            if self.sharded_masters:
-                return State(4 * share, self.gradient * share, (self.optimizer - 4) * share)
-            return State(self.weight * share, self.gradient * share, self.optimizer * share)
-        gradients = share if zero == 2 else whole
-        owned = share if zero else whole
-        return State(self.weight * whole, self.gradient * gradients, self.optimizer * owned)
+            return self.held(share, share, share, sharded=True)
+        return self.held(whole, share if zero == 2 else whole, share if zero else whole)
 
 
 # The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,
 # 16.6 and 1.88 GB with stages 0 to 3.
-PAPER = Accounting(weight=2, gradient=2, optimizer=12, sharded_masters=False)
-OURS = Accounting(weight=2, gradient=4)  # this code's: gradients are added up in float32
+PAPER = Accounting(weight=2, gradient=2, master=4, states=8, sharded_masters=False)
+OURS = Accounting.of("bfloat16")  # this code's, with AdamW: gradients are added up in float32
 
 
 def paper(parameters: float, zero: int, ranks: int) -> State:
@@ -115,38 +130,37 @@ def state_of(
     gradients of a single microbatch that no other rank or stage has a part in stay in the dtype they come in, as they
     do on a GPU.
     """
-    compute, full, states = BYTES[dtype], wide_bytes(dtype), len(optimizer.states)
+    rounded, unrounded = Accounting.of(dtype, optimizer), Accounting.of(dtype_of(wide_bytes(dtype)), optimizer)
     stages = stages_of(spec, layout, seq or spec.context)
     mine = [stages[number] for number in layout.placement.of_rank[pp]]
     # An embedding that both ends share on one rank is there once.
     here = [one for one in held(spec, layout, tp, ep).values() if any(stage.holds(one.parameter) for stage in mine)]
     states_of = []
     for axis, exact, place in (("zero", False, zero), ("zero", True, zero), ("ezero", False, ezero)):
-        parts = [one for one in here if one.zero_axis == axis and (compute < full and one.parameter.exact) == exact]
-        ranks, wide = layout.size(axis), full if exact else compute
+        parts = [one for one in here if one.zero_axis == axis and (rounded.master > 0 and one.parameter.exact) == exact]
+        ranks, each = layout.size(axis), unrounded if exact else rounded
         whole = sum(one.size for one in parts)
         owned = sum(math.prod(map(len, one.share(ranks, place))) for one in parts)
         padded = sum(one.share_size(ranks) for one in parts)
-        if layout.fully_shards(spec) and exact:
-            states_of.append(State(full * whole, full * whole, states * full * whole))
-            continue
         if layout.fully_shards(spec):
-            states_of.append(State(full * padded, full * padded, states * full * owned))
+            states_of.append(
+                each.held(whole, whole, whole) if exact else each.held(padded, padded, owned, sharded=True)
+            )
             continue
         stage = layout.zero if ranks > 1 else 0
         gradients = {0: whole, 1: padded * ranks, 2: padded}[stage]
-        masters, master = owned if stage else whole, full if wide < full else 0
-        state = State(wide * whole, full * gradients, (states * full + master) * masters)
+        state = each.held(whole, gradients, owned if stage else whole)
         if narrow and ranks == layout.microbatches == 1:
             final = [one for one in parts if not one.tp.partial and not (one.parameter.tied and layout.pp > 1)]
-            state = state._replace(gradients=state.gradients - (full - wide) * sum(one.size for one in final))
+            less = (each.gradient - each.weight) * sum(one.size for one in final)
+            state = state._replace(gradients=state.gradients - less)
         states_of.append(state)
     return State(*map(sum, zip(*states_of, strict=True)))
 
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
     """Of all ranks together: masters and the optimizer's states."""
-    return spec.parameter_count * wide_bytes(dtype) * (1 + len(optimizer.states))
+    return spec.parameter_count * Accounting.of(dtype, optimizer).saved
 
 
 def host_memory() -> int:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct, structs
 
+from fivefold.cost.memory import Accounting
 from fivefold.hardware.accelerators import Software, software
 from fivefold.layout.axes import PLACED
 from fivefold.optim.adamw import AdamW
@@ -143,8 +144,15 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
         return self.but(**held, peak_logit_bytes=logits, logit_bytes=moved)
 
     def optimizing_with(self, optimizer: OptimizerConfig) -> "SoftwareProfile":
-        states = len(optimizer.states)
-        return self.but(states=states, state_bytes=4 * (1 + states))
+        """The same with another optimizer's states, before or after `computing_in`."""
+        states, each = len(optimizer.states), self.accounting
+        return self.but(states=states, state_bytes=each.master + states * max(4, each.weight))
+
+    @property
+    def accounting(self) -> Accounting:
+        """Bytes per parameter. Weights of four bytes and more are the masters themselves."""
+        master = min(4, self.state_bytes) if self.weight_bytes < 4 else 0
+        return Accounting(self.weight_bytes, self.gradient_bytes, master, self.state_bytes - master)
 
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""

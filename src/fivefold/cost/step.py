@@ -4,6 +4,7 @@ case = Case(spec, layout, cluster, seq=8192, batch=2048)
 estimate(case).seconds
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -11,11 +12,11 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.block import BlockCost, PassTimes, Seconds, hidden
+from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, hidden, layer_kind
 from fivefold.cost.collectives import Rows, even_rows
 from fivefold.cost.kernels import Device, plus, times
 from fivefold.cost.links import Topology
-from fivefold.cost.moe import ParamShare, Travel, plain_layers, stage_share
+from fivefold.cost.moe import ParamShare, Travel, stage_share
 from fivefold.cost.stack import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -49,10 +50,10 @@ class Travelled(NamedTuple):
 STAYED = Travelled()
 
 
-def stage_halves(stage: Stage, work: BlockCost, dense: BlockCost, held: float) -> tuple[Segments, Segments]:
-    """`dense` is the work of a block without experts; what is sent without overlap (`held`) ends either pass."""
+def stage_halves(stage: Stage, work: BlockCost, held: float) -> tuple[Segments, Segments]:
+    """What is sent without overlap (`held`) ends either pass."""
     spec = work.spec
-    blocks = [block_halves(dense if spec.dense(layer) else work) for layer in stage.layers]
+    blocks = [block_halves(work.of(layer_kind(spec, layer))) for layer in stage.layers]
     below = [_plain(work.bottom)] if stage.first else []
     above = [_plain(work.top)] if stage.last and spec.vocab > 1 else []
     every = [*below, *blocks, *above]
@@ -300,9 +301,8 @@ def stage_passes(case: Case) -> list[PassTimes]:
     for stage in case.stages:
         work = case.work_of(case.layout.placement.owner[stage.index])
         ends = [work.bottom] * stage.first + [work.top] * (stage.last and case.spec.vocab > 1)
-        few = plain_layers(case.spec, stage)
-        plain = [times(replace(work, dense=True).block, few)] if few else []
-        found.append(plus(times(work.block, len(stage.layers) - few), *plain, *ends))
+        kinds = Counter(layer_kind(case.spec, layer) for layer in stage.layers)
+        found.append(plus(NO_PASSES, *(times(work.of(kind).block, count) for kind, count in kinds.items()), *ends))
     return found
 
 
@@ -348,10 +348,7 @@ def pairs_overlap(case: Case) -> bool:
 
 def _halves(case: Case, held: float) -> tuple[tuple[Segments, Segments], ...]:
     works = [case.work_of(rank) for rank in case.layout.placement.owner]
-    dense = {id(work): replace(work, dense=True) for work in works}
-    return tuple(
-        stage_halves(stage, work, dense[id(work)], held) for stage, work in zip(case.stages, works, strict=True)
-    )
+    return tuple(stage_halves(stage, work, held) for stage, work in zip(case.stages, works, strict=True))
 
 
 def closed_form(case: Case, ranks: list[float]) -> float:
@@ -454,9 +451,8 @@ def rank_flops(
     mine = [stages[number] for number in layout.placement.of_rank[pp]]
     layers = [layer for stage in mine for layer in stage.layers]
     found = 3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in mine) * tokens
-    for dense in (True, False):
-        if count := sum(spec.dense(layer) == dense for layer in layers):
-            found += count * tokens * _each(spec, layout, seq, block(spec, layout.tp, dense))
+    for kind, count in Counter((spec.dense(layer), spec.window_of(layer)) for layer in layers).items():
+        found += count * tokens * _each(spec, layout, seq, block(spec, layout.tp, *kind))
     if spec.experts is None:
         return found
     sparse = [layer for layer in layers if not spec.dense(layer)]

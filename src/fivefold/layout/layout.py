@@ -343,9 +343,12 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def fully_shards(self, spec: ModelSpec) -> bool:
-        """Whether parameters are sharded (ZeRO 3): there is somebody to share the dense ones with, or experts."""
-        copies = max(self.size("data"), self.size("edp") if spec.experts is not None else 1)
-        return self.zero == 3 and copies > 1
+        """Whether parameters are sharded (ZeRO 3)."""
+        return self.zero == 3 and self.has_copies(spec)
+
+    def has_copies(self, spec: ModelSpec) -> bool:
+        """Whether ranks hold the same parameters, which ZeRO can shard: dense ones, or those of experts."""
+        return self.size("data") > 1 or (spec.experts is not None and self.size("edp") > 1)
 
     def _world(self, world: int | None, ranks_by: str) -> Iterator[str]:
         if world is not None and world != self.world:

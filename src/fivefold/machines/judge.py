@@ -17,7 +17,7 @@ import msgspec
 
 from fivefold.cost.kernels import Device
 from fivefold.cost.links import Topology
-from fivefold.cost.memory import wide_bytes
+from fivefold.cost.memory import checkpoint_bytes
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
@@ -297,7 +297,8 @@ def _disks(all_: Examination) -> Iterator[str]:
         if disk.error:
             yield f"disk: run.dir={all_.job.run.dir} cannot be written on {all_.who([rank])}: {disk.error}"
     well = {rank: disk for rank, disk in found.items() if not disk.error}
-    job, each = all_.job, checkpoint_bytes(all_.job)
+    job = all_.job
+    each = checkpoint_bytes(job.model, job.train.dtype, job.optimizer)
     needed = (job.checkpoint.keep + 1) * each if job.checkpoint.save and not job.checkpoint.url else 0
     if well and (free := min(disk.free for disk in well.values())) < needed:
         yield (
@@ -308,11 +309,6 @@ def _disks(all_: Examination) -> Iterator[str]:
         yield from _slow(
             all_, f"disk: {what}", {rank: getattr(one, way) for rank, one in well.items()}, DISK, rate_text
         )
-
-
-def checkpoint_bytes(job: Job) -> int:
-    """Of one checkpoint: masters and the optimizer's states."""
-    return job.model.parameter_count * wide_bytes(job.train.dtype) * (1 + len(job.optimizer.states))
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from msgspec import structs
 
 from fivefold.cost.activations import MixtureMemory, kept
 from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
-from fivefold.cost.memory import Accounting
 from fivefold.cost.moe import MoEBlock, Travel, block_share
 from fivefold.cost.step import Case, updating
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
@@ -97,7 +96,7 @@ class BlockArrays(NamedTuple):
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             kept=mine,
             whole=again + work.passing_bytes + work.exchange_bytes,
-            logits=loss_held(case.spec, layout, case.stack, work.tokens) + 4 * case.spec.hidden * work.tokens,
+            logits=loss_held(case.spec, layout, case.stack, work.tokens),
             message=float(work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)),
         )
 
@@ -208,8 +207,7 @@ class Closed:
         return allocated * (1 + FRAGMENTATION) + CONTEXT
 
     def _state(self) -> Array:
-        stack, of = self.case.stack, self.of
-        held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+        of, held = self.of, self.case.stack.accounting
         owned = self.parameters / (of.dp * of.cp)
         found = np.zeros(len(of.tp))
         for stage in range(4):
@@ -297,7 +295,7 @@ class DenseCost(NamedTuple):
             plain_kept=mine[1],
             again=everything[0] - mine[0],
             passing=2 * stream + work.exchange_bytes - everything[2],
-            logits=loss_held(case.spec, layout, case.stack, work.tokens) + 4 * case.spec.hidden * work.tokens,
+            logits=loss_held(case.spec, layout, case.stack, work.tokens),
             message=float(stream),
         )
 
@@ -475,8 +473,7 @@ class ExpertClosed(Closed):
         return rate[self.placed.at], latency[self.placed.at]
 
     def _state(self) -> Array:
-        stack, of = self.case.stack, self.of
-        held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+        of, held = self.of, self.case.stack.accounting
         found = np.zeros(len(of.tp))
         for count, ranks in ((self.parameters, of.dp * of.cp), (self.experts, self.ezero)):
             for stage in range(4):
@@ -486,7 +483,8 @@ class ExpertClosed(Closed):
 
     def gathered(self) -> Array:
         stack, count = self.case.stack, self.per_block + self.experts_per_block
-        one = count * stack.gradient_bytes
+        summed = self.per_block * (self.of.dp * self.of.cp > 1) + self.experts_per_block * (self.ezero > 1)
+        one = summed * stack.gradient_bytes
         two = np.where(self.of.zero == 2, np.maximum(one, 2 * one - self.block.kept), 0.0)
         return np.where(self.of.zero == 3, count * (2 * stack.weight_bytes + stack.gradient_bytes), two)
 
@@ -515,13 +513,14 @@ def dealt_out(case: Case, of: Choices, fixed: dict[str, Any]) -> tuple[Choices, 
     assert case.spec.experts is not None
     own, ranks = case.spec.experts, of.dp * of.cp * of.tp
     indices, eps, kinds = [], [], []
-    stack = case.stack  # bytes of a parameter that no number of ranks divides, by ZeRO stage
-    weight, whole = stack.weight_bytes, stack.weight_bytes + stack.gradient_bytes
-    least = np.array([whole + stack.state_bytes, whole, weight, 0])
+    # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
+    least = np.array([case.stack.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
     held = block_share(case.spec, 1, 1).experts * (case.spec.layers - case.spec.dense_layers)
     for ep in [fixed["ep"]] if "ep" in fixed else divisors(own.count):
         # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
         small = held * least[of.zero] / (ep * of.pp) < case.on.accelerator.memory
+        if "zero" not in fixed:
+            small &= (of.zero == 0) | (of.dp * of.cp > 1) | (ranks > ep)  # ZeRO shards what has copies
         mine = np.flatnonzero((ranks % ep == 0) & small) if own.count % ep == 0 else np.zeros(0, dtype=np.int64)
         for kind, name in enumerate(DISPATCHES):
             wanted = fixed.get("dispatch", name) == name and (name == "alltoall" or 1 < ep <= own.top_k)

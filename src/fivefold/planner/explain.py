@@ -97,7 +97,7 @@ def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
                     changes["microbatches"] = layout.dp * layout.microbatches // dp
                 yield f"{axis}={other}", structs.replace(layout, **changes)
     for zero in range(4):
-        if abs(zero - layout.zero) == 1 and layout.size("data") > 1:
+        if abs(zero - layout.zero) == 1 and layout.has_copies(case.spec):
             yield f"zero={zero}", structs.replace(layout, zero=zero)
     for recompute in ("none", "selective", "full"):
         if recompute != layout.recompute:

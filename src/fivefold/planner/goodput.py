@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.cost.memory import checkpoint_bytes
 from fivefold.planner.search import Option
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import SECONDS, misfit, within
@@ -177,7 +176,7 @@ class Input(NamedTuple):
 
 def saved_bytes(option: Option) -> int:
     """Of one checkpoint, all ranks together."""
-    return checkpoint_bytes(option.case.spec, "float64" if option.case.precision == "fp64" else "bfloat16")
+    return option.case.spec.parameter_count * option.case.stack.accounting.saved
 
 
 def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float = TIMEOUT) -> Failures:

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from fivefold.cost.activations import defer_wgrad
 from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
-from fivefold.cost.memory import Accounting
 from fivefold.cost.step import Case, updating
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -81,8 +80,7 @@ class MixedClosed:
 
     @cached_property
     def bytes_of_a_parameter(self) -> Array:
-        stack, data = self.wish.case.stack, self.of.dp * self.of.cp
-        held = Accounting(stack.weight_bytes, stack.gradient_bytes, stack.state_bytes)
+        held, data = self.wish.case.stack.accounting, self.of.dp * self.of.cp
         found = np.zeros(len(data))
         for stage in range(4):
             at = self.of.zero == stage

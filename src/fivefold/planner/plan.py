@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fivefold.cost.moe import imbalance_for
-from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step import Case
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
@@ -131,20 +130,25 @@ def option_of(case: Case, layout: str | Layout, imbalance: float | None = None) 
     return _given(replace(case, imbalance=imbalance_for(case.spec, imbalance)), layout)
 
 
-def case_of(job: Job, cluster: Cluster) -> Case:
-    """The job, as the planner asks."""
-    precision = precision_of(job.train.dtype)
-    stack = FIVEFOLD.optimizing_with(job.optimizer).computing_in(precision)
+def case_of(job: Job, cluster: Cluster, precision: str = "", software: str = "fivefold") -> Case:
+    """A job as the planner asks: its model, layout, sizes and optimizer, in its precision or another, as a software
+    runs it on these devices."""
+    precision = precision or ("fp8" if job.train.fp8 else precision_of(job.train.dtype))
+    stack = software_of(software, cluster.groups[0].accelerator)
+    stack = stack.optimizing_with(job.optimizer).computing_in(precision)
     return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
 
 
 def as_it_stands(job: Job, cluster: Cluster) -> Option:
     """A job's own layout on a cluster."""
-    case = case_of(job, cluster)
-    case = replace(case, imbalance=imbalance_for(case.spec))
-    for group in cluster.groups:
-        group.accelerator.rate(case.precision)  # raises with the rates that there are
-    return _given(case, job.layout)
+    return option_of(_rated(case_of(job, cluster)), job.layout)
+
+
+def _rated(case: Case) -> Case:
+    """Raises where a device has no rate for the precision, with those that there are."""
+    for group in case.cluster.groups:
+        group.accelerator.rate(case.precision)
+    return case
 
 
 def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -211,12 +215,9 @@ def _question(
         else:
             batch = usual_batch(spec, seq, machines.world).value
     checked("batch", batch, within(1, SEQUENCES))
-    device = machines.groups[0].accelerator
-    precision = precision_of(precision) or ("fp32" if device.is_cpu else "bf16")
-    for group in machines.groups:
-        group.accelerator.rate(precision)  # raises with the rates that there are
-    stack = software_of(software, device).computing_in(precision)
-    return job, kept, Case(spec, Layout(), machines, seq, batch, precision, stack)
+    precision = precision_of(precision) or ("fp32" if machines.groups[0].accelerator.is_cpu else "bf16")
+    case = _rated(case_of(job, machines, precision, software))
+    return job, kept, replace(case, layout=Layout(), seq=seq, batch=batch)
 
 
 def _written(cluster: Cluster, given: str | Path | Cluster) -> str:

@@ -23,10 +23,13 @@ and a block of plain PyTorch takes it `Software.host`.
 
 import math
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from fivefold.cost.block import LayerKind, layer_kind
 from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
 from fivefold.cost.kernels import Device, plus, remade, times
 from fivefold.cost.links import NCCL_BASE, Kind, Topology, flagged
@@ -304,15 +307,15 @@ class Replica:
         rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
         return plus(logits, rest)
 
-    def cache_read(self, context: float) -> float:
-        """Bytes that one GPU reads for one sequence in one block, and holds of it. A latent has no heads that tp could
-        divide: every rank of tp has all of it."""
-        own = self.block.attention
+    def cache_read(self, context: float, window: int = 0) -> float:
+        """Bytes that one GPU reads for one sequence in one block with such a window, and holds of it. A latent has no
+        heads that tp could divide: every rank of tp has all of it."""
+        own = self.block.attention._replace(window=window)
         return float(own.cached * self.cache_bytes * own.keys(context))
 
-    def attend(self, rows: int, context: float) -> Parts:
+    def attend(self, rows: int, context: float, window: int = 0) -> Parts:
         """Of a block: one query of each of `rows` sequences."""
-        read = self.device.stream(rows * self.cache_read(context), 0)
+        read = self.device.stream(rows * self.cache_read(context, window), 0)
         if self.spec.mla is None:
             return Parts(cache=read)
         own, mla = self.block.attention, self.spec.mla
@@ -320,18 +323,18 @@ class Replica:
         work = flops / (self.device.peak() * getattr(self.device.reached, ATTENTION))
         return Parts(compute=work) if work > read else Parts(cache=read)
 
-    @property
-    def _kinds(self) -> tuple[bool, bool]:
-        """Whether blocks are without experts, of the usual kind and of the first ones; the same where all are alike."""
-        return False, bool(self.spec.experts and self.spec.dense_layers)
+    @cached_property
+    def _kinds(self) -> list[Counter[LayerKind]]:
+        """How many layers of each kind every stage has."""
+        return [Counter(layer_kind(self.spec, layer) for layer in stage.layers) for stage in self.stages]
 
-    def _loads(self, with_experts: Parts, without: Parts, bottom: Parts, top: Parts) -> list[Parts]:
+    def _loads(self, layer: Callable[[LayerKind], Parts], bottom: Parts, top: Parts) -> list[Parts]:
         """Of every stage, by what a block of each kind takes, and the ends."""
+        each = {kind: layer(kind) for kind in set().union(*self._kinds)}
         found = []
-        for stage in self.stages:
-            few = plain_layers(self.spec, stage)
-            blocks = times(with_experts, len(stage.layers) - few), times(without, few)
-            found.append(plus(*blocks, *[bottom] * stage.first, *[top] * stage.last))
+        for stage, kinds in zip(self.stages, self._kinds, strict=True):
+            blocks = (times(each[kind], count) for kind, count in kinds.items())
+            found.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
         return found
 
     def step(self, batch: int, context: float) -> Parts:
@@ -341,9 +344,11 @@ class Replica:
         every stage reads its weights once for each group.
         """
         rows, busy = math.ceil(batch / (self.pp * self.dp)), min(self.dp, batch)
-        attend = self.attend(rows, context)
-        mixed, plain = (plus(self.rows(rows, dense, busy), attend) for dense in self._kinds)
-        loads = self._loads(mixed, plain, self._bottom(rows), self._top(rows))
+
+        def layer(kind: LayerKind) -> Parts:
+            return plus(self.rows(rows, kind.dense, busy), self.attend(rows, context, kind.window))
+
+        loads = self._loads(layer, self._bottom(rows), self._top(rows))
         found = plus(*loads)
         # The last stage sends its tokens back to the first; a group waits where the one before it is not yet through.
         send = self.collective("send", "pp", 2.0 * rows * self.spec.hidden)
@@ -370,17 +375,18 @@ class Replica:
         rows = math.ceil(tokens / chunks)
         own = self.block.attention
         dim = (own.head_dim + own.v_dim) / 2
-        attend, _ = self.device.attention(ATTENTION, count, own.heads, dim, prompt, prompt / 2)
         earlier = remade(spec, rows * (chunks - 1) // 2, self.tp)[-1:] if chunks > 1 else []  # keys and values
         again = sum(self.matmul(*up, self.precision).total for up in earlier)
         # Without CUDA graphs the host launches every chunk.
         least = 0.0 if self.graphs else software().host * chunks
-        mixed, plain = (
-            Parts(compute=max(least, (self.rows(rows, dense, busy).total + again) * chunks + attend))
-            for dense in self._kinds
-        )
+
+        def layer(kind: LayerKind) -> Parts:
+            keys = own._replace(window=kind.window).keys(prompt / 2)
+            attend, _ = self.device.attention(ATTENTION, count, own.heads, dim, prompt, keys)
+            return Parts(compute=max(least, (self.rows(rows, kind.dense, busy).total + again) * chunks + attend))
+
         bottom, top = times(self._bottom(rows), chunks), self._top(count)
-        spent = [load.total for load in self._loads(mixed, plain, bottom, top)]
+        spent = [load.total for load in self._loads(layer, bottom, top)]
         sends = (self.pp - 1) * self.collective("send", "pp", 2.0 * rows * spec.hidden)
         return sum(spent) / chunks + (chunks - 1) / chunks * max(spent) + sends, max(spent)
 
@@ -420,7 +426,7 @@ def held(replica: Replica, batch: int, tokens: int, prompt: int) -> ServingMemor
     found = []
     for stage in replica.stages:
         weights, activations = stage_weights(replica, stage), stream + logits * stage.last
-        cache = each * len(stage.layers) * replica.cache_read(tokens)
+        cache = each * sum(replica.cache_read(tokens, spec.window_of(layer)) for layer in stage.layers)
         found.append(ServingMemory(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
     return max(found, key=lambda one: one.total)
 
@@ -474,7 +480,8 @@ def whole_weights(spec: ModelSpec, precision: str) -> float:
 def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
     """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
     own = block(spec).attention
-    return spec.layers * own.cached * cache_bytes * own.keys(tokens)
+    keys = sum(count * own._replace(window=window).keys(tokens) for window, count in spec.windows.items())
+    return own.cached * cache_bytes * keys
 
 
 def memory_limit(device: Device) -> float:

@@ -172,7 +172,9 @@ def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
             if left or pp > wish.case.spec.layers + 2 or batch % dp or dp != wish.fixed.get("dp", dp):
                 continue
             fitting = [index for index in mine if batch // dp % shapes[index].samples == 0]
-            zeros = wish.free("zero", [0, 1, 2, 3] if dp * cp > 1 else [0])
+            # Of experts there may be copies where there are none of the rest; `dealt_out` knows for which ep.
+            shared = dp * cp * (tp if wish.case.spec.experts is not None else 1) > 1
+            zeros = wish.free("zero", [0, 1, 2, 3] if shared else [0])
             rest = list(product(fitting, zeros, pipelines[:1] if pp == 1 else pipelines))
             rows = np.array(rest, dtype=np.int64).reshape(-1, 3)
             axes = np.broadcast_to([tp, pp, cp, dp], (len(rows), 4))
@@ -194,8 +196,9 @@ def legal(wish: SearchQuery, of: Choices) -> Choices:
             fine &= (of.pp == held.p) & (of.microbatches == held.m)
     fine &= of.pp * chunks <= wish.case.spec.layers + 2
     if wish.case.spec.tied:  # `Layout.problems` says why
-        bent = np.array([one.both_ends for one in wish.pipelines])[of.pipeline]
-        fine &= ~(bent & (of.pp > 1) & (of.zero > 1) & (of.dp * of.cp > 1))
+        bent = np.array([one.both_ends for one in wish.pipelines])[of.pipeline] & (of.pp > 1)
+        three = (of.zero == 3) & (of.dp * of.cp * (of.tp if wish.case.spec.experts is not None else 1) > 1)
+        fine &= ~(bent & (three | (of.zero == 2) & (of.dp * of.cp > 1)))
     if "microbatches" in wish.fixed:
         fine &= of.microbatches == wish.fixed["microbatches"]
     return Choices(*(column[fine] for column in of))

@@ -79,14 +79,18 @@ def _state(option: Option) -> Shortcut:
     ranks, share = layout.size("zero"), case.spec.parameter_count / (layout.tp * layout.pp)
     zero = layout.zero if ranks > 1 else 0
     textbook = PAPER.state(share, share / ranks, zero, ranks).total
-    wide = case.stack.gradient_bytes
+    each = case.stack.accounting
     why = _because(
-        f"gradients are added up in {wide} bytes, and not in {NARROW}" if wide != NARROW else "",
-        "ZeRO 3 has the 4-byte master as a weight's only copy, without 2 bytes beside it" if zero == 3 else "",
+        f"gradients are added up in {each.gradient} bytes, and not in {NARROW}" if each.gradient != NARROW else "",
+        "" if each.master else f"weights have {each.weight} bytes, and no master beside them",
+        f"the optimizer's states have {each.states} bytes, and not {PAPER.states}"
+        if each.states != PAPER.states else "",
+        "ZeRO 3 has the 4-byte master as a weight's only copy, without 2 bytes beside it"
+        if zero == 3 and each.master else "",
         "at the peak not all gradients exist" if needs.gradients < 0.99 * needs.state.gradients else "",
         f"embedding, head and layers do not divide evenly over pp; this is rank {needs.rank}" if layout.pp > 1 else "",
         f"experts are dealt out over ep={layout.ep}, and ZeRO shards their copies only" if layout.ep > 1 else "",
-    )
+    )  # fmt: skip
     exact = needs.state.parameters + needs.gradients + needs.state.optimizer
     over = " / (t p)" if layout.tp * layout.pp > 1 else ""
     return Shortcut("state", f"{ZERO[zero]} bytes x P{over}", textbook, exact, "GB", why)
@@ -138,9 +142,9 @@ def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         return
     size = NARROW * case.spec.parameter_count / (layout.tp * layout.pp)
     times, sharded = (3, True) if layout.zero == 3 else (2, False)
-    wide = case.stack.gradient_bytes
+    each = case.stack.accounting
     why = _because(
-        f"gradients travel in {wide} bytes, weights in {NARROW}" if wide != NARROW else "",
+        f"gradients travel in {each.gradient} bytes, weights in {each.weight}" if each.gradient != NARROW else "",
         f"for each of {layout.microbatches} microbatches weights are gathered twice and gradients scattered"
         if sharded and layout.microbatches > 1 else "",
         f"ZeRO 2 sums gradients after each of {layout.microbatches} microbatches" if layout.zero == 2 else "",

@@ -10,6 +10,7 @@ built to it, the initialiser draws by it, the planner counts with it.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Literal
@@ -94,6 +95,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def window_of(self, layer: int) -> int:
         """Of a layer; 0: it sees all tokens before."""
         return 0 if self.window_period > 1 and (layer + 1) % self.window_period == 0 else self.window
+
+    @cached_property
+    def windows(self) -> Counter[int]:
+        """How many layers have each window."""
+        return Counter(map(self.window_of, range(self.layers)))
 
     def dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""
@@ -192,7 +198,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         the name of its convention.
         """
         keys = seq if attention == "full" else seq / 2
-        return 6 * self.matmul_parameters + 3 * self.layers * round(block(self).attention.flops(keys))
+        scores = sum(
+            count * round(block(self, window=window).attention.flops(keys)) for window, count in self.windows.items()
+        )
+        return 6 * self.matmul_parameters + 3 * scores
 
     # ---- validation ----------------------------------------------------------------------------------------------
 

@@ -128,8 +128,7 @@ class Scores(NamedTuple):
     head_dim: int  # of queries and keys; values are padded to it, where theirs is less
     v_dim: int
     cached: int  # numbers that a token leaves for later ones
-    window: int = 0  # the most keys that a query sees,
-    windowed: float = 0.0  # in this share of the layers
+    window: int = 0  # the most keys that a query sees; 0: all before it
 
     @property
     def width(self) -> int:
@@ -147,8 +146,8 @@ class Scores(NamedTuple):
         return self.heads * self.v_dim
 
     def keys(self, keys: float) -> float:
-        """What a query sees of so many keys, averaged over the layers; a causal mask leaves half of a sequence."""
-        return keys + self.windowed * (min(keys, self.window) - keys)
+        """What a query sees of so many keys; a causal mask leaves half of a sequence."""
+        return min(keys, self.window) if self.window else keys
 
     def flops(self, keys: float) -> float:
         """Forward FLOPs of a query that has so many keys before it."""
@@ -215,19 +214,20 @@ class BlockOperations:
 
 
 @lru_cache(maxsize=4096)
-def block(spec: "ModelSpec", tp: int = 1, dense: bool = False) -> BlockOperations:
+def block(spec: "ModelSpec", tp: int = 1, dense: bool = False, window: int = 0) -> BlockOperations:
     """A block on one of `tp` ranks. Where these outnumber the kv heads, several ranks work with the same one.
 
-    In a model with experts it is a block that has some, or (`dense`) one of the first that have none.
+    In a model with experts it is a block that has some, or (`dense`) one of the first that have none. `window` is that
+    of its layer: layers differ in it, and in nothing but what their queries see.
     """
-    return BlockOperations(tuple(_block(spec, tp, dense)))
+    return BlockOperations(tuple(_block(spec, tp, dense, window)))
 
 
-def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
+def _block(spec: "ModelSpec", tp: int, dense: bool, window: int) -> Iterator[Operation]:
     hidden, every = spec.hidden, spec.bias
     yield Elementwise("norm", hidden, True, "attention_norm")
     attention = yield from (_latent if spec.mla else _heads)(spec, tp)
-    yield attention
+    yield attention._replace(window=window)
     yield Matmul("attention", "o", "attention", attention.seen, hidden, "rowwise", every)
     yield from _residual(spec)
     yield Elementwise("norm", hidden, True, "mlp_norm")
@@ -238,8 +238,7 @@ def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
 def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     """Queries, keys and values of the stream."""
     heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
-    windowed = sum(spec.window_of(layer) > 0 for layer in range(spec.layers)) / max(1, spec.layers)
-    attention = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim, spec.window, windowed)
+    attention = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim)
     bias = spec.bias or spec.qkv_bias
     yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise", bias)
     yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias)

@@ -107,8 +107,7 @@ def _bases(spec: ModelSpec, world: int) -> Iterator[Layout]:
             continue
         schedules = [name for name in CATALOGUE if name != "naive"] if axes.pp > 1 else ["1f1b"]
         for ep in divisors(axes.size("stage")) if spec.experts is not None else [1]:
-            dealt = Layout(**degrees, ep=ep)
-            shares = axes.size("data") > 1 or (spec.experts is not None and dealt.size("edp") > 1)
+            shares = Layout(**degrees, ep=ep).has_copies(spec)
             sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in divisors(axes.dp) if copies > 1]
             for schedule, (zero, replicate) in product(schedules, sharded if shares else [(0, 1)]):
                 yield msgspec.structs.replace(
