@@ -1,18 +1,83 @@
-"""`fivefold truth`: the planner against published, measured runs."""
+"""`fivefold list` and `fivefold accuracy`: models and accelerators that are known, and how far off the planner is."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fivefold.cli.progress import counting_bar
+from fivefold.cli.options import Json, Output, Picture, command, counting_bar
+from fivefold.cli.unknown import Explaining
+from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 
-SHORT = "Compare the planner with measured runs.  [dim]fivefold truth[/]"
+LIST = "List models or accelerators, or show one.  [dim]fivefold list models llama3-8b[/]"
+ACCURACY = "Compare the planner with measured runs.  [dim]fivefold accuracy[/]"
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="What is known by name.")
 
 
-def truth(
+@command(app, "models", "The presets, or one model.  [dim]fivefold list models llama3-8b[/]", TEXTS)
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this one: a preset, a Hugging Face config.json or its directory.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Sequence length for the FLOPs; default: each model's context.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """List the models that Fivefold knows by name, or show all that follows from the numbers of one.
+
+    FLOPs are those of one training token, forward and backward, without
+    recomputation. Attention is counted in full (as PaLM does) and as the causal
+    half (as newer reports do).
+
+    [dim]Examples:[/]
+
+      fivefold list models
+
+      fivefold list models --seq 8192 --json
+
+      fivefold list models llama3-8b
+
+      fivefold list models path/to/config.json
+    """
+    from fivefold.spec import presets
+
+    if name is None:
+        show(presets.models(seq=seq), as_json, output)
+        return
+    from fivefold.planner.training import model
+
+    show(model(name, seq=seq), as_json, output)
+
+
+@command(app, "accelerators", "What clusters are made of.  [dim]fivefold list accelerators H100[/]", TEXTS)
+def accelerators(
+    name: Annotated[str | None, typer.Argument(help="Show this one with all its figures.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """List the accelerators that Fivefold plans for: memory, dense rates, links, and the source of every figure.
+
+    Another one needs no code: `fivefold calibrate -o mine.toml` measures the device
+    at hand, and `--cluster 2x8xmine.toml` plans for it.
+
+    [dim]Examples:[/]
+
+      fivefold list accelerators
+
+      fivefold list accelerators MI300X
+
+      fivefold list accelerators --json
+    """
+    from fivefold.hardware import cluster
+
+    show(cluster.accelerators(name), as_json, output)
+
+
+def accuracy(
     data: Annotated[Path | None, typer.Option(help="A directory of CSV files; default: those of the package.")] = None,
     rows: Annotated[str, typer.Option(help="Show one source row by row: llama3, torchtitan, ...")] = "",
     sources: Annotated[bool, typer.Option("--sources", help="Show what is assumed of each source, and why.")] = False,
@@ -31,10 +96,8 @@ def truth(
     write: Annotated[
         bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Draw predicted against measured: .svg, .png.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every row's prediction.")] = False,
+    output: Picture = None,
+    as_json: Json = False,
 ) -> None:
     """Predict published training runs, and show how far off the planner is.
 
@@ -46,29 +109,26 @@ def truth(
 
     [dim]Examples:[/]
 
-      fivefold truth
+      fivefold accuracy
 
-      fivefold truth --rows llama3
+      fivefold accuracy --rows llama3
 
-      fivefold truth --data my-runs/ --json
+      fivefold accuracy --data my-runs/ --json
 
-      fivefold truth --leave-out
+      fivefold accuracy --leave-out
 
-      fivefold truth --coverage
+      fivefold accuracy --coverage
 
-      fivefold truth --sweeps --leave-out
+      fivefold accuracy --sweeps --leave-out
 
-      fivefold truth --fit --write
+      fivefold accuracy --fit --write
     """
     from fivefold.accuracy import result as comparing
     from fivefold.accuracy.result import SourceList
-    from fivefold.render.blocks import check_writable, show
-    from fivefold.render.paint import PICTURES
 
     if sources:
-        show(SourceList(), as_json)
+        show(SourceList(), as_json, output)
         return
-    check_writable(output, *PICTURES)
     if write and not (fit or coverage):
         raise UserError("--write keeps what --fit or --coverage finds; give one of them too")
     others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows, "-o": output}
@@ -88,7 +148,6 @@ def _by_itself(
     """--coverage or --sweeps, which have tables of their own."""
     from fivefold.accuracy.coverage import coverage as ranges
     from fivefold.accuracy.sweeps import sweeps as comparing
-    from fivefold.render.blocks import show
 
     name = "--coverage" if coverage else "--sweeps"
     leave_out = bool(others["--leave-out"]) and not coverage
