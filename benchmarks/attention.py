@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import alone
+from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.render.blocks import show
 from fivefold.support.dtypes import dtype_of
@@ -45,5 +45,7 @@ def attention(
     )
 
 
+app = program(attention)
+
 if __name__ == "__main__":
-    alone(attention)
+    main(app)

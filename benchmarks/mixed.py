@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import alone
+from fivefold.cli import main, program
 from fivefold.cli.bench import Changes, Rounds, measured
 from fivefold.cli.options import Json
 
@@ -43,5 +43,7 @@ def mixed(
     measured(lambda told: mixed(changes or [], ranks, slow, microbatches, rounds, quick, told), as_json, output)
 
 
+app = program(mixed, (".csv", ".json"))
+
 if __name__ == "__main__":
-    alone(mixed, (".csv", ".json"))
+    main(app)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import alone
+from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.render.blocks import show
 
@@ -44,5 +44,7 @@ def overlap(
     show(measure(OverlapShape(pp, microbatches, hidden, layers, seq, batch, link, rounds, injected)), as_json, output)
 
 
+app = program(overlap)
+
 if __name__ == "__main__":
-    alone(overlap)
+    main(app)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import alone
+from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.render.blocks import show
 
@@ -40,5 +40,7 @@ def pipeline(
     show(measure(PipelineShape(pp, microbatches, hidden, layers, seq, batch, rounds)), as_json, output)
 
 
+app = program(pipeline)
+
 if __name__ == "__main__":
-    alone(pipeline)
+    main(app)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import alone
+from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.render.blocks import show
 
@@ -25,5 +25,7 @@ def plan(
     show(measure(rounds), as_json, output)
 
 
+app = program(plan)
+
 if __name__ == "__main__":
-    alone(plan)
+    main(app)

@@ -1,6 +1,6 @@
 """`python -m benchmarks.schedules`: how long building, checking and simulating pipeline schedules takes."""
 
-from fivefold.cli import alone
+from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.render.blocks import show
 
@@ -17,5 +17,7 @@ def schedules(output: Output = None, as_json: Json = False) -> None:
     show(measure_all(), as_json, output)
 
 
+app = program(schedules)
+
 if __name__ == "__main__":
-    alone(schedules)
+    main(app)

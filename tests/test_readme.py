@@ -64,11 +64,11 @@ def test_the_readme_has_commands() -> None:
 
 # What makes a measurement of seconds one of an instant, and leaves it the same measurement.
 SMALLER = {
-    "fivefold curve": "train.batch=4 data.seq=32 data.path=tokens train.steps=2 model.layers=1",
+    "fivefold verify --curve": "train.batch=4 data.seq=32 data.path=tokens train.steps=2 model.layers=1",
     "fivefold trace": "train.batch=4 data.seq=32 data.path=tokens",
-    "fivefold bench attention": "--hidden 64 --seq 16 --batch 1 --rounds 1",
+    "python -m benchmarks.attention": "--hidden 64 --seq 16 --batch 1 --rounds 1",
     "fivefold bench checkpoint": "model.layers=1 data.seq=16 train.batch=1 --rounds 1 --steps 1",
-    "fivefold bench overhead": "model.hidden=64 model.heads=2 model.kv_heads=1 model.ffn=96 model.vocab=256 --rounds 1",
+    "fivefold bench peers --overhead": "model.hidden=64 model.heads=2 model.kv_heads=1 model.vocab=256 --rounds 1",
     "fivefold bench train": "--steps 1",
     "fivefold dryrun": "model.layers=2",
     "fivefold generate": "-n 4",

@@ -111,8 +111,8 @@ def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
         return ComparisonResult(case, RoundTimes({system: [1.0] for system in case.systems}), losses, MACHINE)
 
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
-    for words in ("peers", "scaling"):
-        result = CliRunner().invoke(app, ["bench", words, *TINY])
+    for words in (["peers"], ["peers", "--scaling"]):
+        result = CliRunner().invoke(app, ["bench", *words, *TINY])
         assert result.exit_code == 1
         assert "differ" in result.output
 
@@ -126,7 +126,7 @@ def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypat
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
     monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(app, ["bench", "scaling", "-o", "x.json", "--ranks", "16", *LARGER])
+    result = CliRunner().invoke(app, ["bench", "peers", "--scaling", "-o", "x.json", "--ranks", "16", *LARGER])
     assert result.exit_code == 1
     assert "x.json was not written: No space left on device" in result.output
     assert "dp=4,tp=2,pp=2     16  1.250  1.250      1.00" in result.output
@@ -187,8 +187,8 @@ def test_a_comparison_has_one_world() -> None:
         ("train tiny train.device=cpu --against eager", "with train.compile=auto the job is not compiled here itself"),
         ("train tiny train.deterministic=true --against deterministic", "leave one of the two out"),
         ("peers layout.tp=2", "several are measured with: --ranks 2"),
-        ("scaling train.batch=3 --batch 5", "say the same thing twice"),
-        ("overhead -o /proc/x.json", "/proc/x.json cannot be written: No such file"),
+        ("peers --scaling train.batch=3 --batch 5", "say the same thing twice"),
+        ("peers --overhead -o /proc/x.json", "/proc/x.json cannot be written: No such file"),
         ("peers --only tp model.kv_heads=1", "DTensor tp=2: it splits whole heads, and model.kv_heads=1 is not"),
     ],
 )

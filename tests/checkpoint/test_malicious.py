@@ -99,12 +99,12 @@ def evil(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
 
 COMMANDS = {
     "ls": ["checkpoint", "ls", "RUN"],
-    "show": ["checkpoint", "show", "RUN"],
-    "verify": ["checkpoint", "verify", "RUN"],
+    "inspect": ["inspect", "RUN"],
+    "verify": ["checkpoint", "ls", "--verify", "RUN"],
     "reshard": ["checkpoint", "reshard", "RUN", "--layout", "tp=2", "-o", "OUT"],
     "generate": ["generate", "RUN", "--tokens", "72,101", "-n", "2"],
-    "export": ["export", "hf", "RUN", "-o", "OUT"],
-    "import": ["import", "hf", "RUN", "-o", "OUT"],
+    "export": ["hf", "export", "RUN", "-o", "OUT"],
+    "import": ["hf", "import", "RUN", "-o", "OUT"],
 }
 
 
@@ -118,7 +118,7 @@ def test_no_command_runs_what_is_in_a_checkpoint(evil: tuple[Path, Path], tmp_pa
         assert done.exit_code == 1
         assert "damaged" in done.stdout
         assert "sound" not in done.stdout
-    elif command == "show":  # which reads the table, and no numbers
+    elif command == "inspect":  # which reads the table, and no numbers
         assert done.exception is None or isinstance(done.exception, UserError), done.output
     elif command != "ls":  # which looks at sizes
         assert isinstance(done.exception, UserError), done.output

@@ -26,8 +26,8 @@ def here(*words: object) -> str:
 
 def test_it_is_listed_verified_and_shown(old: Path) -> None:
     assert [row["complete"] for row in json.loads(here("checkpoint", "ls", old, "--json"))["checkpoints"]] == [True]
-    assert json.loads(here("checkpoint", "verify", old, "--json"))["sound"]
-    shown = json.loads(here("checkpoint", "show", old, "--json"))
+    assert json.loads(here("checkpoint", "ls", "--verify", old, "--json"))["sound"]
+    shown = json.loads(here("inspect", old, "--json"))["checkpoint"]
     assert (shown["version"], shown["step"], len(shown["tensors"])) == (1, 2, len(STATE))
     embedding = next(row for row in shown["tensors"] if row["name"] == "model.embedding.weight")
     assert embedding == {"name": "model.embedding.weight", "shape": [257, 4], "dtype": "float32", "pieces": 2}
@@ -56,6 +56,6 @@ def test_it_says_and_exports_what_its_copy_in_the_present_format_does(old: Path,
     said = [here("generate", run, "--tokens", "72,101", "-n", "6", "--json") for run in (old, tmp_path / "new")]
     assert said[0] == said[1]
     for run in ("old", "new"):
-        here("export", "hf", tmp_path / run, "-o", tmp_path / f"{run}-hf")
+        here("hf", "export", tmp_path / run, "-o", tmp_path / f"{run}-hf")
     first, second = ((tmp_path / f"{run}-hf" / "model.safetensors").read_bytes() for run in ("old", "new"))
     assert first == second

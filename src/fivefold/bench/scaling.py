@@ -1,4 +1,4 @@
-"""`fivefold bench scaling`: layouts from one rank to many, each beside one process, and the simulator's prediction."""
+"""`fivefold bench peers --scaling`: layouts from one rank to many, each beside one process and its prediction."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -72,20 +72,20 @@ def _root(
     pass
 
 
-def alone(function: Callable[..., None], writes: tuple[str, ...] = TEXTS) -> None:
-    """Run a function as a program of its own, as commands are run."""
-    program = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
-    command(program, function.__name__, "", writes)(function)
-    main(program)
+def program(function: Callable[..., None], writes: tuple[str, ...] = TEXTS) -> typer.Typer:
+    """A program of one function, which `main` runs as it runs the commands."""
+    one = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+    command(one, function.__name__, "", writes)(function)
+    return one
 
 
-def main(program: typer.Typer = app) -> None:
+def main(wanted: typer.Typer | None = None) -> None:
     """Run; bad input ends in a sentence per problem and exit code 2, a run that broke in 1, or 3 for want of a peer."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _speak_notes(console)
     keep_freed_memory()
     try:
-        program()
+        (wanted or app)()
     except (UserError, ModuleNotFoundError) as error:
         for problem in error.problems if isinstance(error, UserError) else _missing(error):
             console.print(_error(problem))

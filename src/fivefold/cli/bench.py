@@ -69,9 +69,7 @@ def train(
     ] = 2.0,
     accelerator: Annotated[
         str | None,
-        typer.Option(
-            help="With --cases: plan for this, a name or a file of fivefold calibrate; else the device's."
-        ),
+        typer.Option(help="With --cases: plan for this, a name or a file of fivefold calibrate; else the device's."),
     ] = None,
     device: Annotated[str, typer.Option(help="With --cases: auto, cpu or cuda.")] = "auto",
     dtype: Annotated[

@@ -18,9 +18,7 @@ SHORT = "Compare ZeRO stages, kinds of cp, schedules.  [dim]fivefold compare sch
 app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Choices, side by side.")
 
 
-@command(
-    app, "zero", "Bytes by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS
-)
+@command(app, "zero", "Bytes by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS)
 def zero(
     model: Annotated[str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.")],
     ranks: Annotated[int, typer.Option(min=1, help="Ranks to shard over (dp x cp).")] = 64,
