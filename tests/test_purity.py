@@ -63,7 +63,7 @@ NEED_TORCH = {
     "bench checkpoint": "", "bench peers": "", "bench train": "tiny",
 }  # fmt: skip
 NEED_NOTHING = {
-    "plan": "tiny --cluster 2xCPU --batch 8 --seq 64 --layout dp=2 --html {}/plan.html", "serve": "tiny",
+    "plan": "tiny --cluster 2xCPU --batch 8 --seq 64 --layout dp=2 --html {}/plan.html", "serve": "tiny --prompt 64",
     "goodput": "tiny", "accuracy": "--sources", "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch",
     "list models": "", "list accelerators": "", "draw": "1f1b --pp 2 -m 2 --html {}/s.html",
     "compare schedules": "", "compare zero": "tiny", "compare cp": "--seq 4096 --cp 2", "compare mixed": "--help",

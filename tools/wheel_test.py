@@ -29,7 +29,7 @@ WORKS = {
     "list accelerators": "",
     "list models": "",
     "plan": "tiny --cluster 2xCPU --batch 8 --seq 64 --html plan.html",
-    "serve": "tiny --cluster 1xH100",
+    "serve": "tiny --cluster 1xH100 --prompt 64",
     "ui": "--help",
 }
 NEED_TORCH = {

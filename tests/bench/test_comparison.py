@@ -60,14 +60,14 @@ def test_a_limit_has_what_ranks_repeat_and_bubbles_and_nothing_that_is_sent() ->
 
 
 def test_one_process_beside_a_bare_loop_and_hugging_face() -> None:
-    found = invoke("overhead", "--rounds", "1")
+    found = invoke("peers", "--overhead", "--rounds", "1")
     assert found["agree"] is True
 
 
 @pytest.mark.slow
 def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch) -> None:
     monkeypatch.setattr("fivefold.machines.calibrate.ROUNDS", 1)
-    found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")
+    found = invoke("peers", "--scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "pp=2,microbatches=4"]
@@ -82,7 +82,7 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch)
 
 
 def test_experts_are_a_fraction_of_one_process_beside_the_limit_and_their_real_load() -> None:
-    found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "ep", "model.experts.ffn=32")
+    found = invoke("peers", "--scaling", "--rounds", "1", "--batch", "4", "--only", "ep", "model.experts.ffn=32")
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "dp=2,ep=2", "dp=2,ep=2,dispatch=allgather"]
@@ -162,20 +162,20 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
-        ("scaling --ranks 1", "leaves nothing to compare"),
-        ("scaling --ranks 3 --least 3", "no power of two is among them"),
-        ("scaling --only dp,ep", "nearest: --only dp"),
+        ("peers --scaling --ranks 1", "leaves nothing to compare"),
+        ("peers --scaling --ranks 3 --least 3", "no power of two is among them"),
+        ("peers --scaling --only dp,ep", "nearest: --only dp"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
-        ("overhead train.dtype=bfloat16", "comparisons are in float32"),
-        ("overhead model.activation=gelu", "Hugging Face has no such model"),
-        ("overhead model.tied=true", "must not be tied"),
-        ("overhead -o .", "cannot be written: Is a directory"),
+        ("peers --overhead train.dtype=bfloat16", "comparisons are in float32"),
+        ("peers --overhead model.activation=gelu", "Hugging Face has no such model"),
+        ("peers --overhead model.tied=true", "must not be tied"),
+        ("peers --overhead -o .", "cannot be written: Is a directory"),
         ("peers --only ,", "--only names nothing"),
         ("train tiny run.dir=/proc/x", "cannot be made: No such file"),
         ("train tiny run.dir=/etc/passwd", "is not a directory that can be written to"),
         ("train tiny layout.recompute=full model.dropout=0.1 --against hf", "model.dropout=0.1 is Fivefold's alone"),
         ("peers optimizer.clip=0", "all systems clip"),
-        ("overhead -o /nowhere/at/all.json", "there is no directory /nowhere/at"),
+        ("peers --overhead -o /nowhere/at/all.json", "there is no directory /nowhere/at"),
         ("train tiny-moe --against hf train.balance_loss=0.1", "Fivefold's alone here"),
         ("train tiny --rounds 0", "--rounds=0 must be at least 1"),
         ("train tiny train.fp8=true --against fp8", "leave one of the two out"),

@@ -207,7 +207,7 @@ def test_serving() -> None:
         ("plan llama3-8b run.cluster=8xB200 --cluster 8xH100", "run.cluster=8xB200 and cluster=8xH100 say the same"),
         ("serve llama3-8b layout.tp=8", "layout.tp=8 would be ignored: serving reads settings of the model"),
         ("plan gpt2-124m --seq 4096", "longer than the 1024 learned positions"),
-        ("plan llama3-8b --batch 128 -o plan.yaml", "should end in .json"),
+        ("plan llama3-8b --batch 128 -o plan.yaml", "should end in .toml"),
         ("plan llama3-8b --layout dp=8 layout.zero=3", "would be ignored: write --layout dp=8,zero=3"),
         ("dryrun llama3-8b --layout dp=8 layout.zero=3", "would be ignored: write --layout dp=8,zero=3"),
         ("plan llama3-8b --layout dp=8 --batch 8 -o step.svg", "has one pipeline stage"),

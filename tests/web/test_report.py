@@ -99,7 +99,7 @@ def test_a_model_of_a_file_is_one_more_choice(tmp_path: Path) -> None:
     ff.report(ff.plan(tmp_path / "job.toml", "2xCPU", software="nemo", **SMALL), tmp_path / "plan.html")
     page = held(tmp_path / "plan.html")["views"][0]["payload"]
     assert page["question"]["layers"] == 3
-    assert page["question"]["model"] in [one["name"] for one in page["choices"]["list", "models"]]
+    assert page["question"]["model"] in [one["name"] for one in page["choices"]["models"]]
     assert page["question"]["software"] in page["choices"]["software"]
 
 

@@ -31,7 +31,7 @@ from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
 from fivefold.support.progress import shown, silenced
 
-DRAWN = (*TEXTS, *PICTURES)  # endings of a result that has a picture
+DRAWN = (*PICTURES, *TEXTS)  # endings of a result that has a picture
 PAGE = (".html", ".htm")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -32,7 +32,7 @@ PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8
 SERVE = "Choose how to serve a model.  [dim]fivefold serve llama3-70b --cluster 8xH100[/]"
 GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cluster 2048x8xH100 --tokens 15.6T[/]"
 
-WRITES = (*DRAWN, ".toml", ".md", ".html")
+WRITES = (".toml", ".md", ".html", *DRAWN)
 
 
 def plan(

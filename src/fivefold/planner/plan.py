@@ -71,7 +71,7 @@ def plan(
     checked("top", top, within(1, SEQUENCES))
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
-    if wrong := layout_changes(changes, "--fix "):
+    if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
         raise UserError(wrong)
     job, kept, case = _question(model, cluster, changes, batch, seq, precision, software, tokens)
     case = replace(case, imbalance=imbalance_for(case.spec, imbalance))

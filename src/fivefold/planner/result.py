@@ -85,7 +85,7 @@ class PlanResult(Result):
         }
         if self.given is None:
             return shown
-        return shown | {"layout": figures(self.given, self.price) | self.step.more()}
+        return shown | {"layout": simulated(self.given, self.price) | {"advice": self.step.advice or None}}
 
     def scene(self) -> Scene:
         return overview(self.explained)
@@ -102,7 +102,7 @@ class PlanResult(Result):
         yield Text(
             f"{case.spec.name} ({si(case.spec.parameter_count, 4)} parameters) on {case.cluster}: {case.batch} "
             f"sequences of {case.seq:,} tokens per step, {case.precision}, {case.stack.name}; "
-            f"{self.evaluated:,} layouts evaluated, {self.fitting:,} fit"
+            + ("one layout" if self.unsearched else f"{self.evaluated:,} layouts evaluated, {self.fitting:,} fit")
         )
         if self.batch_from:
             yield Text(self.batch_from)
@@ -168,11 +168,7 @@ class SimulateResult(Result):
         return self.option.estimate.simulation
 
     def to_dict(self) -> dict[str, Any]:
-        return figures(self.option) | self.more()
-
-    def more(self) -> dict[str, Any]:
-        """What is said of a layout that was given, and of no other."""
-        return {"memory_limit_bytes": self.option.limit, "advice": self.advice or None}
+        return simulated(self.option) | {"advice": self.advice or None}
 
     def scene(self) -> Scene | None:
         """Of the whole step: its simulation may leave out what repeats itself."""
@@ -211,6 +207,11 @@ class SimulateResult(Result):
             yield Text(
                 f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s in which the pipeline does {many}"
             )
+
+
+def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
+    """What is said of a layout that was given, but for the advice."""
+    return figures(option, price) | {"memory_limit_bytes": option.limit}
 
 
 def _mesh(found: PlanResult) -> Scene:
