@@ -85,7 +85,7 @@ def overlapped() -> overlap.OverlapResult:
     times = RoundTimes({overlap.IN_TURN: [2.0, 2.2], overlap.IN_TURNS: [1.5, 1.6]})
     simulated = {overlap.IN_TURN: 2.0, overlap.IN_TURNS: 1.4}
     return overlap.OverlapResult(
-        shape, times, simulated, 0.6, True, str(overlap.Wires(100.0)), Machine(2, "2.13", "Neoverse")
+        shape, times, simulated, 0.6, True, str(overlap.WireDelay(100.0)), Machine(2, "2.13", "Neoverse")
     )
 
 
