@@ -169,7 +169,7 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --overhead train.dtype=bfloat16", "comparisons are in float32"),
         ("peers --overhead model.activation=gelu", "Hugging Face has no such model"),
         ("peers --overhead model.tied=true", "must not be tied"),
-        ("peers --overhead -o .", "cannot be written: Is a directory"),
+        ("peers --overhead -o .", ". should end in .json or .csv"),
         ("peers --only ,", "--only names nothing"),
         ("train tiny run.dir=/proc/x", "cannot be made: No such file"),
         ("train tiny run.dir=/etc/passwd", "is not a directory that can be written to"),

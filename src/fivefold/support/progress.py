@@ -50,14 +50,14 @@ def bar(title: str) -> Iterator[Report]:
 def late_bar(title: str, after: float = 1.0) -> Iterator[Report]:
     """A bar for a person who has waited for so many seconds."""
     start = time.monotonic()
-    shown: Report = quiet
+    drawn: Report = quiet
     with ExitStack() as stack:
 
         def report(done: int, total: int) -> None:
-            nonlocal shown
-            if shown is quiet and time.monotonic() - start > after and sys.stderr.isatty() and shown():
-                shown = stack.enter_context(bar(title))
-            shown(done, total)
+            nonlocal drawn
+            if drawn is quiet and time.monotonic() - start > after and sys.stderr.isatty() and shown():
+                drawn = stack.enter_context(bar(title))
+            drawn(done, total)
 
         yield report
 

@@ -41,7 +41,7 @@ class InspectResult(Result):
         yield from map(Text, self.notes)
 
     def scene(self) -> Scene | None:
-        return self.run and self.run.scene()
+        return self.run.scene() if self.run else None
 
     def drawn(self, name: str) -> Scene | None:
         """The load of its experts, if the file's name has that word; else its loss by step."""
