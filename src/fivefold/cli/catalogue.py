@@ -131,9 +131,10 @@ def accuracy(
         return
     if write and not (fit or coverage):
         raise UserError("--write keeps what --fit or --coverage finds; give one of them too")
-    others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows, "-o": output}
+    others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
+    others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
     if coverage or sweeps:
-        _by_itself(data, others, coverage, sweeps, write, as_json)
+        _by_itself(data, others, coverage, sweeps, write, output, as_json)
         return
     with counting_bar() as progress:
         found = comparing.truth(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
@@ -143,7 +144,13 @@ def accuracy(
 
 
 def _by_itself(
-    data: Path | None, others: dict[str, object], coverage: bool, sweeps: bool, write: bool, as_json: bool
+    data: Path | None,
+    others: dict[str, object],
+    coverage: bool,
+    sweeps: bool,
+    write: bool,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
     """--coverage or --sweeps, which have tables of their own."""
     from fivefold.accuracy.coverage import coverage as ranges
@@ -159,4 +166,4 @@ def _by_itself(
         found = held or comparing(data, leave_out=leave_out, progress=progress)
     if held and write:
         held.write()
-    show(found, as_json)
+    show(found, as_json, output)

@@ -170,10 +170,11 @@ def serve(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Choose how to serve a model on a cluster: copies, tp and ep of each, and the sequences at a time.
+    """Choose how to serve a model on a cluster: the layouts of lowest latency and of highest throughput, and why.
 
-    Prints tokens per second, the time to the first token and between tokens, and the
-    memory of weights and cache. With --ttft and --tpot, the fastest that keeps them.
+    Prints both beside each other, and what lies between them: sequences at a time, seconds
+    to the first token and for each one after it, tokens per second, cache and memory of
+    a GPU, and what bounds them. --ttft and --tpot leave out what takes longer.
 
     [dim]Examples:[/]
 
