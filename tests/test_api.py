@@ -125,9 +125,9 @@ def test_bad_arguments_are_sentences(call, said: str) -> None:
 
 
 def test_serving_asks_the_same_from_python_as_from_the_command_line() -> None:
-    from fivefold.cli.plan import plan
+    from fivefold.cli.plan import serve as of_the_command_line
     from fivefold.planner.serve import serve
 
-    command, function = inspect.signature(plan).parameters, inspect.signature(serve).parameters
+    command, function = inspect.signature(of_the_command_line).parameters, inspect.signature(serve).parameters
     assert command["prompt"].default == function["prompt"].default
     assert command["answer"].default == function["output"].default

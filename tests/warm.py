@@ -27,7 +27,7 @@ def _two_steps(dtype: str) -> None:
         measure(alone, job("dp=1", dtype=dtype), reference)
 
 
-CliRunner().invoke(app, ["models"])
+CliRunner().invoke(app, ["list", "models"])
 typer.main.get_command = cache(typer.main.get_command)
 typer.main.get_command(app)  # the tree of all commands
 if not Path("/dev/nvidia0").exists():  # autograd starts a thread for each GPU, and a process with threads is not forked

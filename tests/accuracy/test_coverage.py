@@ -1,4 +1,4 @@
-"""`fivefold truth --coverage`: one's own runs against the ranges of plans, and what was said when sources were new."""
+"""`fivefold accuracy --coverage`: one's own runs against plans' ranges, and what was said when sources were new."""
 
 import json
 import shutil
@@ -39,10 +39,10 @@ def test_one_s_own_runs_are_held_against_the_ranges_of_plans(mine: Path) -> None
 
 
 def test_what_does_not_go_with_coverage_is_refused(mine: Path) -> None:
-    ran = CliRunner().invoke(app, ["truth", "--coverage", "--fit"])
+    ran = CliRunner().invoke(app, ["accuracy", "--coverage", "--fit"])
     assert isinstance(ran.exception, UserError)
     assert "leave --fit out" in str(ran.exception)
-    ran = CliRunner().invoke(app, ["truth", "--write"])
+    ran = CliRunner().invoke(app, ["accuracy", "--write"])
     assert "--fit or --coverage" in str(ran.exception)
 
 

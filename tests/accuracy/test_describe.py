@@ -33,7 +33,7 @@ def test_the_page_s_example_runs_and_prints_what_it_shows(tmp_path: Path, capsys
     result = truth(tmp_path)
     assert [(row.refused, row.fits) for row in result.results] == [("", True)] * 2
     assert all(abs(row.error or 1.0) < 0.25 for row in result.results)
-    shown = re.search(r"\$ fivefold truth --data my-runs/\n(.*?)```", page, re.DOTALL)
+    shown = re.search(r"\$ fivefold accuracy --data my-runs/\n(.*?)```", page, re.DOTALL)
     assert shown is not None
     assert [" ".join(map(str, row)) for row in result.software] == [
         "march Megatron-Core, without overlap False march.toml, from 'megatron-core'"

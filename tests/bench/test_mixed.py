@@ -1,4 +1,4 @@
-"""`fivefold bench mixed`: all systems train the same, each row has its prediction. Not how fast they are."""
+"""`python -m benchmarks.mixed`: all systems train the same, each row has its prediction. Not how fast they are."""
 
 import csv
 import json
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.mixed import app
 from typer.testing import CliRunner
 
 from fivefold.bench import slow
 from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, RoundTimes
 from fivefold.bench.mixed import EVEN, SYSTEMS, MixedBenchResult, MixedRun, plans
-from fivefold.cli import app
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.machines.result import RankSpeed, RanksResult, at_pace
 from fivefold.render.blocks import to_text
@@ -75,7 +75,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) 
 def test_every_system_trains_the_same_on_unequal_ranks(tmp_path) -> None:
     words = ["--ranks", "2", "--slow", "2", "--rounds", "1", "--microbatches", "4", "--quick"]
     path = tmp_path / "mixed.csv"
-    done = CliRunner().invoke(app, ["bench", "mixed", *words, *TINY, "-o", str(path), "--json"])
+    done = CliRunner().invoke(app, [*words, *TINY, "-o", str(path), "--json"])
     assert done.exit_code == 0, done.output + str(done.exception)
     found = json.loads(done.stdout)
     assert found["agree"] is True
@@ -99,7 +99,7 @@ def test_every_system_trains_the_same_on_unequal_ranks(tmp_path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_a_rank_starts(words, sentence) -> None:
-    done = CliRunner().invoke(app, ["bench", "mixed", *words])
+    done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, UserError)
     assert sentence in str(done.exception)
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.pipeline import app
 from typer.testing import CliRunner
 
 from fivefold.bench.pipeline import SCHEDULES, PipelineResult, PipelineShape, measure
-from fivefold.cli import app
 from fivefold.support.errors import UserError
 
 pytestmark = pytest.mark.skipif(
@@ -74,7 +74,7 @@ def test_all_problems_are_named_before_any_process_starts() -> None:
 
 
 def test_the_command_prints_json() -> None:
-    words = "bench pipeline --hidden 64 --layers 4 --seq 8 --batch 2 --microbatches 2 --rounds 1 --json"
+    words = "--hidden 64 --layers 4 --seq 8 --batch 2 --microbatches 2 --rounds 1 --json"
     run = CliRunner().invoke(app, words.split())
     assert run.exit_code == 0, run.output
     assert [row["schedule"] for row in json.loads(run.stdout)["schedules"]] == list(SCHEDULES)

@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 def refused(directory: Path, said: str) -> None:
     """By every command that takes such a directory."""
-    for words in (["import", "hf", str(directory), "-o", str(directory.parent / "run")],
+    for words in (["hf", "import", str(directory), "-o", str(directory.parent / "run")],
                   ["generate", str(directory), "--tokens", "1,2", "-n", "1"]):  # fmt: skip
         start = time.monotonic()
         done = CliRunner().invoke(app, words)

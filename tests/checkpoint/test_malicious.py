@@ -36,12 +36,12 @@ def fresh(tmp_path: Path) -> Path:
 
 COMMANDS = {
     "ls": ["checkpoint", "ls", "RUN"],
-    "show": ["checkpoint", "show", "RUN"],
-    "verify": ["checkpoint", "verify", "RUN"],
+    "inspect": ["inspect", "RUN"],
+    "verify": ["checkpoint", "ls", "--verify", "RUN"],
     "reshard": ["checkpoint", "reshard", "RUN", "--layout", "tp=2", "-o", "OUT"],
     "generate": ["generate", "RUN", "--tokens", "72,101", "-n", "2"],
-    "export": ["export", "hf", "RUN", "-o", "OUT"],
-    "import": ["import", "hf", "RUN", "-o", "OUT"],
+    "export": ["hf", "export", "RUN", "-o", "OUT"],
+    "import": ["hf", "import", "RUN", "-o", "OUT"],
 }
 
 

@@ -272,10 +272,10 @@ def test_commands_take_urls(tokens: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "run" / "checkpoints").exists()
     for command, sign in {
         f"checkpoint ls {url}/run": "step-00000002",
-        f"checkpoint show {url}/run": "tiny after step 2",
-        f"checkpoint verify {url}/run": "step-00000002  sound",
+        f"inspect {url}/run": "tiny after step 2",
+        f"checkpoint ls --verify {url}/run": "step-00000002  sound",
         f"generate {url}/run --tokens 1,2 -n 2": "1 2",
-        f"export hf {url}/run -o hf": "tiny after step 2",
+        f"hf export {url}/run -o hf": "tiny after step 2",
         f"checkpoint reshard {url}/run --layout tp=2 -o {url}/two": f"checkpoint.url={url} run.name=two",
         f"checkpoint reshard {url}/two --layout dp=1 -o back": "fivefold train back/job.toml",
     }.items():

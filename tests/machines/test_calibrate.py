@@ -1,4 +1,4 @@
-"""`fivefold calibrate` and `fivefold bench steps`: what they measure is what the planner reads."""
+"""`fivefold calibrate` and `fivefold bench train --cases`: what they measure is what the planner reads."""
 
 import csv
 import json
@@ -112,7 +112,7 @@ def test_bad_cases_are_refused_with_all_their_problems() -> None:
 def test_steps_are_measured_and_kept(tmp_path) -> None:
     path = tmp_path / "steps.csv"
     words = ["tiny,layers=1,seq=16,microbatches=2", "--steps", "2", "--warm", "0", "--device", "cpu"]
-    done = CliRunner().invoke(app, ["bench", "steps", *words, "--csv", str(path), "--json"])
+    done = CliRunner().invoke(app, ["bench", "train", "--cases", *words, "-o", str(path), "--json"])
     assert done.exit_code == 0, done.output
     [one] = read(path)
     [row] = json.loads(done.stdout)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fivefold.cli.job_args import split
+from fivefold.cli.options import split
 from fivefold.job.config import read_job
 from fivefold.launch import faults
 from fivefold.machines import doctor as front

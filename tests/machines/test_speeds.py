@@ -114,7 +114,7 @@ def test_ranks_are_measured_at_once_and_written_for_the_planner(tmp_path, monkey
     assert (device.name, device.inside.name) == ("CPU", "measured")
     assert device.across == device.inside
     planned = CliRunner().invoke(
-        app, ["simulate", "tiny", "--layout", "pp=2,microbatches=4", "--batch", "4", "--seq", "64", "-c", "ranks.toml"]
+        app, ["plan", "tiny", "--layout", "pp=2,microbatches=4", "--batch", "4", "--seq", "64", "-c", "ranks.toml"]
     )
     assert planned.exit_code == 0, planned.output + str(planned.exception)
 

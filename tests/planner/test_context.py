@@ -228,7 +228,7 @@ def test_degrees_go_as_far_as_there_are_ranks() -> None:
 
 
 def say(line: str) -> str:
-    result = CliRunner().invoke(app, ["context", *line.split()])
+    result = CliRunner().invoke(app, ["compare", "cp", *line.split()])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -267,7 +267,7 @@ def test_the_command_speaks() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(line: str, words: str) -> None:
-    error = CliRunner().invoke(app, ["context", *line.split()]).exception
+    error = CliRunner().invoke(app, ["compare", "cp", *line.split()]).exception
     assert isinstance(error, UserError)
     assert words in str(error)
 

@@ -1,4 +1,4 @@
-"""Training steps of this code on one H200, measured by `fivefold bench steps`, against the planner."""
+"""Training steps of this code on one H200, measured by `fivefold bench train --cases`, against the planner."""
 
 from fivefold.accuracy.coverage import h200_steps
 from fivefold.cost.footprint import footprint

@@ -50,13 +50,13 @@ def test_the_command_and_what_it_refuses() -> None:
         return str(CliRunner().invoke(app, line.split()).exception)
 
     ran = CliRunner().invoke(
-        app, ["context", "--lengths", "4096", "--model", "llama3.2-1b", "--cluster", "2xH100", "--json"]
+        app, ["compare", "cp", "--lengths", "4096", "--model", "llama3.2-1b", "--cluster", "2xH100", "--json"]
     )
     assert [row["cp"] for row in json.loads(ran.stdout)["lengths"][0]["by_cp"]] == [1, 2]
-    assert "leave one of them out" in refusal("context --lengths 4096 --cp 2")
-    assert "or give --lengths" in refusal("context --seq 4096")
-    assert "belongs to --lengths" in refusal("context --seq 4096 --cp 2 --kernels peak")
-    assert "did you mean 'flash3'" in refusal("context --lengths 4096 --kernels flash4")
-    assert "seq=0" in refusal("context --lengths many")
+    assert "leave one of them out" in refusal("compare cp --lengths 4096 --cp 2")
+    assert "or give --lengths" in refusal("compare cp --seq 4096")
+    assert "belongs to --lengths" in refusal("compare cp --seq 4096 --cp 2 --kernels peak")
+    assert "did you mean 'flash3'" in refusal("compare cp --lengths 4096 --kernels flash4")
+    assert "seq=0" in refusal("compare cp --lengths many")
     with pytest.raises(UserError, match="give one group"):
         lengths([4096], "llama3.2-1b", "8xH100+8xA100")

@@ -222,11 +222,14 @@ def test_a_slower_device_takes_that_much_longer() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("mixed llama3-8b --cluster 8xH100", "devices of one kind; give several, or how much slower half of them is"),
-        ("mixed llama3-8b --cluster 8xH100+8xA100 --slower 2", "is mixed as it is"),
-        ("mixed llama3-8b --cluster 8xH100 --slower x", "--slower x is not a list of numbers"),
-        ("mixed llama3-8b --cluster 8xH100 --slower 0.5", "slower=0.5 must be at least 1"),
-        ("mixed llama3-8b --cluster 8xH100+8xA100 --layout dp=2,tp=8 --batch 64", "one pipeline stage"),
+        (
+            "compare mixed llama3-8b --cluster 8xH100",
+            "devices of one kind; give several, or how much slower half of them",
+        ),
+        ("compare mixed llama3-8b --cluster 8xH100+8xA100 --slower 2", "is mixed as it is"),
+        ("compare mixed llama3-8b --cluster 8xH100 --slower x", "--slower x is not a list of numbers"),
+        ("compare mixed llama3-8b --cluster 8xH100 --slower 0.5", "slower=0.5 must be at least 1"),
+        ("compare mixed llama3-8b --cluster 8xH100+8xA100 --layout dp=2,tp=8 --batch 64", "one pipeline stage"),
     ],
 )
 def test_what_cannot_be_compared_is_said(line: str, words: str) -> None:

@@ -21,11 +21,11 @@ def test_every_preset_says_where_its_numbers_come_from() -> None:
 
 
 def test_a_model_is_shown_by_name_and_an_unknown_one_is_answered_with_the_nearest(tmp_path) -> None:
-    shown = fivefold("models", "llama3-8b", "--seq", "8192", cwd=tmp_path)
+    shown = fivefold("list", "models", "llama3-8b", "--seq", "8192", cwd=tmp_path)
     assert shown.returncode == 0
     for text in ("8,030,261,248", "meta-llama/Meta-Llama-3", "144.54", "57.91B"):
         assert text in shown.stdout, text
-    refused = fivefold("models", "llama-3-8b", cwd=tmp_path)
+    refused = fivefold("list", "models", "llama-3-8b", cwd=tmp_path)
     assert refused.returncode == 2
     assert "did you mean 'llama3-8b'" in refused.stderr
     table = model("llama3-8b", seq=8192).to_dict()
@@ -35,7 +35,7 @@ def test_a_model_is_shown_by_name_and_an_unknown_one_is_answered_with_the_neares
 
 
 def test_experts_have_a_line_for_each_number_and_a_part_of_their_own(tmp_path) -> None:
-    shown = fivefold("models", "tiny-deepseek", cwd=tmp_path).stdout
+    shown = fivefold("list", "models", "tiny-deepseek", cwd=tmp_path).stdout
     assert "1,055,424 parameters, 613,056 of them active for a token" in shown
     assert [line.split() for line in shown.splitlines() if line.startswith("experts top")] == [
         ["experts", "top", "k", "2"], ["experts", "top", "groups", "2"]

@@ -292,10 +292,10 @@ def test_a_token_waits_for_prefills_beside_its_step() -> None:
 
 
 def test_the_command_takes_an_imbalance() -> None:
-    line = "plan tiny-moe --cluster 8xH100 --inference --prompt 64 --answer 16 --json --imbalance"
+    line = "serve tiny-moe --cluster 8xH100 --prompt 64 --answer 16 --json --imbalance"
     even, uneven = (json.loads(CliRunner().invoke(app, [*line.split(), value]).output) for value in ("1", "4"))
     assert (even["service"]["imbalance"], uneven["service"]["imbalance"]) == (1.0, 4.0)
-    result = CliRunner().invoke(app, ["plan", "tiny", "--inference", "--imbalance", "2"])
+    result = CliRunner().invoke(app, ["serve", "tiny", "--imbalance", "2"])
     assert isinstance(result.exception, UserError)
     assert "tiny has none" in str(result.exception)
 

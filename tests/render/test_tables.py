@@ -36,6 +36,7 @@ from fivefold.planner.training import model
 from fivefold.render.blocks import Result, Table, to_text
 from fivefold.schedules.result import PublishedResult, compare
 from fivefold.spec.presets import models
+from fivefold.trainer.inspect import InspectResult
 from fivefold.web.report import Report
 from tests.layers import modules, pure_modules
 from tests.render import by_hand
@@ -116,6 +117,9 @@ LAYOUT = "dp=2,tp=4,pp=4,sp,microbatches=16"
 MAKERS: dict[str, Callable[[], Result]] = {
     "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100"),
     "PlanResult on unlike nodes": lambda: ff.plan("llama3-8b", "4x8xH100+4x8xA100-80", batch=512, seq=4096, price=2.5),
+    "PlanResult of a layout that fits nowhere": lambda: ff.plan(
+        "llama3-70b", "8xH100", layout="dp=4,pp=2,microbatches=4"
+    ),
     "PlanResult of a layout": lambda: ff.plan("llama3-70b", "8x8xH100", layout="dp=2,tp=8,pp=4,sp,microbatches=64"),
     "SimulateResult": lambda: ff.simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
     "Decision": lambda: decide(ff.plan("tiny", "2xCPU", batch=16, seq=128), "fivefold plan tiny"),
@@ -181,6 +185,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "CheckpointCheck": by_hand.checked,
     "TrainResult": by_hand.trained,
     "ExpertsResult": by_hand.loaded,
+    "InspectResult": lambda: InspectResult(by_hand.trained(), by_hand.loaded(), by_hand.held(), ("a note",)),
     "CalibrationResult": by_hand.calibrated,
     "RanksResult": by_hand.speeds,
     "DoctorResult": by_hand.examined,

@@ -1,24 +1,18 @@
-"""`draw`, `schedules` and the benchmark, as a user types them."""
+"""`draw`, `compare schedules` and the benchmark, as a user types them."""
 
 import json
 from pathlib import Path
 
 import pytest
-import typer
+from benchmarks import schedules as benchmark
 from typer.testing import CliRunner
 
 from fivefold.bench import planner as benchmark_module
 from fivefold.bench.planner import ScheduleCase
-from fivefold.cli.bench import app as bench
-from fivefold.cli.schedules import draw, schedules
+from fivefold.cli import app
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.text import save
 from fivefold.support.errors import UserError
-
-app = typer.Typer()
-app.command()(draw)
-app.command()(schedules)
-app.add_typer(bench, name="bench")
 
 
 def run(command: str) -> str:
@@ -87,13 +81,13 @@ def test_several_schedules_print_a_list() -> None:
 
 
 def test_schedules_is_a_table_of_all_of_them() -> None:
-    output = run("schedules --pp 4 --microbatches 8")
+    output = run("compare schedules --pp 4 --microbatches 8")
     assert all(name in output for name in CATALOGUE)
     assert "interleaved needs m >= p" in output
 
 
 def test_schedules_prints_json() -> None:
-    result = json.loads(run("schedules --pp 4 --microbatches 8 --json"))
+    result = json.loads(run("compare schedules --pp 4 --microbatches 8 --json"))
     by_name = {row["schedule"]: row for row in result["schedules"]}
     assert list(by_name) == list(CATALOGUE)
     makespans = {name: by_name[name]["makespan"] for name in ("1f1b", "zb-h1", "zb-h2", "zb-v")}
@@ -103,23 +97,25 @@ def test_schedules_prints_json() -> None:
 
 
 def test_schedules_says_which_are_refused_and_why() -> None:
-    assert "dualpipe-v is refused: dualpipe-v needs at least 2p=8" in run("schedules --pp 4 --microbatches 6")
-    rows = json.loads(run("schedules --pp 4 --microbatches 6 --json"))["schedules"]
+    assert "dualpipe-v is refused: dualpipe-v needs at least 2p=8" in run("compare schedules --pp 4 --microbatches 6")
+    rows = json.loads(run("compare schedules --pp 4 --microbatches 6 --json"))["schedules"]
     assert "at least 2p=8" in next(row["refused"] for row in rows if row["schedule"] == "dualpipe-v")
 
 
 def test_the_published_rates_are_a_table() -> None:
-    rows = [line.split() for line in run("schedules --published").splitlines()[1:]]
+    rows = [line.split() for line in run("compare schedules --published").splitlines()[1:]]
     assert len(rows) == 12
     assert all(row[-1] == row[-2] for row in rows)
-    assert len(json.loads(run("schedules --published --json"))) == 4
+    assert len(json.loads(run("compare schedules --published --json"))) == 4
 
 
-def test_the_benchmark_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ScheduleCase("interleaved", 16, 128, 4) in benchmark_module.CASES
     monkeypatch.setattr(benchmark_module, "CASES", (ScheduleCase("interleaved", 2, 4, 2), ScheduleCase("zb-h1", 4, 8)))
-    assert "interleaved  2  4  2" in run("bench schedules")
-    rows = json.loads(run("bench schedules --json"))
+    benchmark.schedules()
+    assert "interleaved  2  4  2" in capsys.readouterr().out
+    benchmark.schedules(as_json=True)
+    rows = json.loads(capsys.readouterr().out)
     assert [row["compute_actions"] for row in rows] == [32, 96]
 
 
@@ -156,12 +152,12 @@ def test_the_benchmark_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         ("draw 1f1b --pp 4 -m 8 --memory 3", "1f1b takes no memory limit"),
         ("draw 1f1b zb-h1 --pp 4 -m 8 --memory 3", "1f1b takes no memory limit"),
         ("draw auto --pp 4 -m 8 --memory 0", "--memory=0 must be at least 1"),
-        ("schedules --pp 0", "--pp=0 must be at least 1"),
-        ("schedules -m 0", "--microbatches=0 must be at least 1"),
-        ("schedules --chunks 0", "--chunks=0 must be at least 1"),
-        ("schedules --slow 9=2", "rank 9 cannot be slowed: ranks are 0 to 3"),
-        ("schedules --published --pp 99", "--published prints the paper's own cases"),
-        ("schedules --published --no-overlap", "--published prints the paper's own cases"),
+        ("compare schedules --pp 0", "--pp=0 must be at least 1"),
+        ("compare schedules -m 0", "--microbatches=0 must be at least 1"),
+        ("compare schedules --chunks 0", "--chunks=0 must be at least 1"),
+        ("compare schedules --slow 9=2", "rank 9 cannot be slowed: ranks are 0 to 3"),
+        ("compare schedules --published --pp 99", "--published prints the paper's own cases"),
+        ("compare schedules --published --no-overlap", "--published prints the paper's own cases"),
         ("draw 1f1b --pp 4 -m 8 --sends blocking --no-overlap", "deadlocks"),
     ],
 )
@@ -204,13 +200,13 @@ def test_a_file_that_cannot_be_written_gets_a_sentence(tmp_path: Path) -> None:
 
 
 def test_times_per_stage_that_fit_some_schedules_are_explained_once() -> None:
-    output = " ".join(run("schedules --times f=1:1:1.5:1").split())
+    output = " ".join(run("compare schedules --times f=1:1:1.5:1").split())
     assert output.count("f has 4 times, and there are 8 stages") == 1
     assert "interleaved, bfs, zb-v, v-half, v-min, dualpipe-v are refused: f has 4 times" in output
 
 
 def test_the_table_says_what_it_was_made_for() -> None:
-    output = run("schedules --pp 4 -m 9 --chunks 3 --times comm=0.1,bytes=1048576,bandwidth=1e9 --slow 1=1.5")
+    output = run("compare schedules --pp 4 -m 9 --chunks 3 --times comm=0.1,bytes=1048576,bandwidth=1e9 --slow 1=1.5")
     assert "p=4, m=9, N=5, f=1,i=1,w=1,comm=0.1,bytes=1048576,bandwidth=1000000000" in output
     chunks = {line.split()[0]: line.split()[1] for line in reversed(output.splitlines()) if line.strip()}
     assert (chunks["1f1b"], chunks["interleaved"]) == ("1", "3")
@@ -218,7 +214,7 @@ def test_the_table_says_what_it_was_made_for() -> None:
 
 
 def test_sends_are_per_rank_and_microbatch() -> None:
-    row = next(line.split() for line in run("schedules --pp 4 -m 8").splitlines() if line.startswith("1f1b"))
+    row = next(line.split() for line in run("compare schedules --pp 4 -m 8").splitlines() if line.startswith("1f1b"))
     assert row[6] == "1.5"
 
 

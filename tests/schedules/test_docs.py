@@ -4,19 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from fivefold.cli.schedules import draw, schedules
+from fivefold.cli import app
 from fivefold.schedules.registry import build
 from fivefold.schedules.text import read_text
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
-COMMANDS = sorted(set(re.findall(r"fivefold ((?:draw|schedules) [^`\n]*--[^`\n]*)", PAGE)))
-
-app = typer.Typer()
-app.command()(draw)
-app.command()(schedules)
+COMMANDS = sorted(set(re.findall(r"fivefold ((?:draw|compare schedules) [^`\n]*--[^`\n]*)", PAGE)))
 
 
 def test_there_are_commands_on_the_page() -> None:

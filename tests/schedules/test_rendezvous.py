@@ -241,7 +241,7 @@ def test_a_file_with_an_early_receive_is_refused_with_its_line_and_the_cure(tmp_
     where = "line 8" if suffix == "txt" else "ranks[0][0]"
     sentence = f"{path}, {where}: rendezvous: {CIRCLE}"
     layout = f"pp=2,schedule={path},microbatches=4"
-    for command in (f"draw {path}", f"simulate llama3-8b --batch 4 --layout {layout}"):
+    for command in (f"draw {path}", f"plan llama3-8b --batch 4 --layout {layout}"):
         result = CliRunner().invoke(app, command.split())
         assert isinstance(result.exception, UserError)
         assert str(result.exception).startswith(sentence)

@@ -126,7 +126,7 @@ def test_what_the_trainer_does_not_do_is_refused(tmp_path: Path) -> None:
 COMMANDS = {
     "train": "train model=tiny layout={layout} --nproc 2 run.dir={runs}",
     "verify": "verify model=tiny --layout {layout}",
-    "simulate": "simulate llama3-8b --layout {layout} --batch 4",
+    "plan": "plan llama3-8b --layout {layout} --batch 4",
     "dryrun": "dryrun tiny --layout {layout}",
 }
 
@@ -147,13 +147,13 @@ def test_a_bad_file_gets_sentences_before_anything_starts(by_hand: Path, command
     assert not (by_hand.parent / "runs").exists()
 
 
-def test_draw_simulate_and_plan_take_a_file(by_hand: Path) -> None:
+def test_draw_and_plan_take_a_file(by_hand: Path) -> None:
     assert json.loads(run(["draw", by_hand, "--json"]))["schedule"] == "by hand"
     layout = f"pp=2,schedule={by_hand},microbatches=4"
-    simulate = ["simulate", "llama3.2-1b", "--cluster", "2xH100", "--batch", "4", "--json", "--layout"]
-    found = json.loads(run([*simulate, layout]))
+    given = ["plan", "llama3.2-1b", "--cluster", "2xH100", "--batch", "4", "--json", "--layout"]
+    found = json.loads(run([*given, layout]))["layout"]
     assert found["layout"] == layout
-    named = json.loads(run([*simulate, "pp=2,schedule=zb-h1,microbatches=4"]))
+    named = json.loads(run([*given, "pp=2,schedule=zb-h1,microbatches=4"]))["layout"]
     assert found["step_seconds"] != named["step_seconds"]
     fixed = ["plan", "llama3.2-1b", "--cluster", "8xH100", "--batch", "16", "--json", "--fix"]
     plan = json.loads(run([*fixed, f"schedule={by_hand}"]))

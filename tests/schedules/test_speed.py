@@ -27,7 +27,7 @@ def test_the_cost_grows_linearly(name: str) -> None:
 
 def test_schedules_need_neither_torch_nor_numpy() -> None:
     program = (
-        "import sys, fivefold.schedules, fivefold.schedules.draw, fivefold.cli.schedules;"
+        "import sys, fivefold.schedules, fivefold.schedules.draw, fivefold.cli.draw;"
         "print(*{'torch', 'numpy', 'PIL'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"

@@ -31,7 +31,7 @@ def test_ranks_are_lost_and_come_back(tokens: Path, tmp_path: Path) -> None:  # 
     assert 12 <= more.step < 40
     # A run's directory goes on as well, loses a rank, fails while it is told to grow, and grows in the next start.
     faults = "lose@rank=3,step=42,until=45;raise@rank=1,at=write,start=1"
-    done = fivefold("resume", "runs/run", "train.steps=60", "--nproc", "4", "--elastic", "checkpoint.every=100",
+    done = fivefold("train", "runs/run", "train.steps=60", "--nproc", "4", "--elastic", "checkpoint.every=100",
                     cwd=tmp_path, env={"FIVEFOLD_FAULT": faults})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "rank 3 is back: 4 of 4 are here" in done.stderr

@@ -167,11 +167,15 @@ def test_the_command_reads_a_run_that_draws_its_own_picture(tokens: Path, tmp_pa
     assert "fullest expert" in trained.stdout
     assert "by expert" in trained.stdout
     assert (tmp_path / "runs/run/load.svg").read_text().startswith("<svg")
-    shown = fivefold("experts", "runs/run", "--json", cwd=tmp_path)
-    table = json.loads(shown.stdout)
+    shown = fivefold("inspect", "runs/run", "--json", "-o", "mine-load.svg", cwd=tmp_path)
+    table = json.loads(shown.stdout)["experts"]
+    assert (tmp_path / "mine-load.svg").read_text() == (tmp_path / "runs/run/load.svg").read_text()
+    plain = fivefold("inspect", "runs/run", cwd=tmp_path).stdout
+    assert "by expert" in plain
+    assert "any other reads it" in plain  # of its checkpoint
     assert [one["step"] for one in table["steps"]] == [1, 3]
     assert table["dropped"] == 0
-    assert fivefold("experts", "runs/none", cwd=tmp_path).returncode == 2
+    assert fivefold("inspect", "runs/none", cwd=tmp_path).returncode == 2
 
 
 def on_ranks(rank: int, world: int, job: Job) -> tuple[list[Load | None], dict[str, list[float]], float, int]:

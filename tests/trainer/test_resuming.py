@@ -13,7 +13,7 @@ from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
 from fivefold.job.resume_rules import changes, refusals
 from fivefold.support.errors import UserError
-from fivefold.trainer.resuming import run_named, run_to_resume, stored_job
+from fivefold.trainer.resuming import run_named, stored_job
 from fivefold.trainer.run import finished
 from tests.commands import Command, fivefold, start
 
@@ -151,27 +151,15 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
         run_named("runs/run")
 
 
-def test_resume_says_what_it_was_given(folder: Path, monkeypatch) -> None:
+def test_a_run_that_is_named_without_its_place_is_found(folder: Path, monkeypatch) -> None:
     monkeypatch.chdir(folder)
-    for name in ("b.txt", "own.toml"):
-        Path(name).write_text("")
-    for word, said in {
-        None: "resume takes the directory of a run, for example: fivefold resume runs/run",
-        "run": "there is no run run; did you mean 'runs/run'?",
-        "runs/rum": "runs/rum; did you mean 'runs/run'?",
-        "nosuch": "there is no run nosuch; known: runs/run",
-        "b.txt": "b.txt is a file, and resume takes the directory of a run",
-        "own.toml": "'fivefold train own.toml' trains a job file",
-        "runs/run/job.toml": "runs/run/job.toml is the job of a run; 'fivefold resume runs/run' goes on with it",
-    }.items():
-        with pytest.raises(UserError) as error:
-            run_to_resume(word)
-        assert said in str(error.value)
-    assert run_to_resume("runs/run") == Path("runs/run")
-    assert "error: there is no run run; did" in fivefold("resume", "run").stderr
-    usage = fivefold("resume", "--help").stdout
-    assert "RUN [KEY=VALUE]..." in usage
-    assert "JOB.toml" not in usage
+    said = "error: there is neither a run nor a job file run; did you mean 'runs/run'?\n"
+    assert fivefold("train", "run").stderr == said
+    assert run_named("demo") is None  # an example of the package, though runs/demo may be there
+    Path("runs/demo").mkdir()
+    Path("runs/demo/job.toml").touch()
+    assert run_named("demo") is None
+    assert run_named("nosuch") is None  # a job file of that name may be meant, which is looked for next
 
 
 def test_a_job_goes_on_in_its_own_directory_where_a_newer_one_of_its_name_is_anothers(

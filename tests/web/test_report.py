@@ -185,7 +185,7 @@ def test_a_run_s_report_names_no_place_and_no_host(tmp_path: Path) -> None:
     log(folder, [["error: rank 0 (pp 0): cannot read /data/of/mine/shard-3.bin: it is cut short"]])
     facts = {"data": str(tmp_path / "corpus"), "ranks": 2}
     (folder / "environment.json").write_text(json.dumps(facts))
-    ff.report(tmp_path / "runs", tmp_path / "run.html", f"fivefold report run {tmp_path}/runs")
+    ff.report(tmp_path / "runs", tmp_path / "run.html", f"fivefold inspect {tmp_path}/runs")
     text = (tmp_path / "run.html").read_text()
     for secret in (str(tmp_path), "/data/of/mine", f"rank 0 on {socket.gethostname()}"):
         assert secret not in text, secret
@@ -208,7 +208,7 @@ def test_a_run_s_report_names_no_place_however_it_is_spelt(tmp_path: Path) -> No
     ]
     log(folder, [said])
     (folder / "environment.json").write_text(json.dumps({"data": f"file://{home}/my corpus", f"{home}/k": 1}))
-    ff.report(home, tmp_path / "run.html", f"fivefold report run '{home}'")
+    ff.report(home, tmp_path / "run.html", f"fivefold inspect '{home}'")
     text = (tmp_path / "run.html").read_text()
     for secret in ("jane", "of: us", str(tmp_path), "my runs/", "corpus/", "file:", "Users"):
         assert secret not in json.dumps(held(tmp_path / "run.html")), secret
@@ -338,28 +338,46 @@ def test_the_result_of_verify_has_the_form_that_is_read() -> None:
         assert shown(result.to_dict())["proofs"][0]["losses"] == [{"layout": 1.0, "reference": 1.0}]
 
 
-def test_the_commands_write_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["tiny", "--cluster", "2xCPU", "--batch", "8", "--seq", "64"]
-    said = CliRunner().invoke(app, ["report", "plan", *words, "--json"])
-    assert json.loads(said.stdout)["file"] == "plan.html"
-    said = CliRunner().invoke(app, ["plan", *words, "--top", "12", "--html", "other.html"])
-    assert "written to other.html" in said.stdout
+    said = CliRunner().invoke(app, ["plan", *words, "--html", "plan.html"])
+    assert "written to plan.html" in said.stdout
+    ff.report(ff.plan(*QUESTION, **SMALL), "other.html")
     assert held(tmp_path / "plan.html")["views"] == held(tmp_path / "other.html")["views"]
 
 
-def test_draw_writes_the_page_of_report_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["1f1b", "--pp", "2", "--microbatches", "2"]
-    said = CliRunner().invoke(app, ["draw", *words, "-o", "drawn.html"])
-    assert "written to drawn.html" in said.stdout
-    CliRunner().invoke(app, ["report", "schedule", *words])
+    words = ["draw", "1f1b", "--pp", "2", "--microbatches", "2"]
+    assert "written to drawn.html" in CliRunner().invoke(app, [*words, "--html", "drawn.html"]).stdout
+    ff.report(ff.draw("1f1b", pp=2, microbatches=2), "schedule.html")
     assert held(tmp_path / "drawn.html")["views"] == held(tmp_path / "schedule.html")["views"]
+    assert "the page is --html x.html" in str(CliRunner().invoke(app, [*words, "-o", "x.html"]).exception)
 
 
-def test_report_verify_takes_a_file_or_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_writes_the_page_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v.json").write_text(json.dumps(proof()))
-    assert "verify.html" in CliRunner().invoke(app, ["report", "verify", "v.json"]).stdout
-    for words in ([], ["v.json", "--layout", "dp=2"]):
-        assert "give either" in str(CliRunner().invoke(app, ["report", "verify", *words]).exception)
+    assert "written to v.html" in CliRunner().invoke(app, ["verify", "v.json", "--html", "v.html"]).stdout
+    assert held(tmp_path / "v.html")["views"][0]["name"] == "verify"
+    for words, said in {
+        ("v.json",): "v.json is for --html",
+        ("v.json", "--html", "v.html", "--layout", "dp=2"): "--layout says what to prove, and v.json is a proof",
+        (".", "--html", "v.html"): ". is a directory",
+        ("--curve", "--html", "v.html"): "--html belongs to a proof",
+        ("--curve", "--all", "--jobs", "2"): "--all, --jobs belongs to a proof",
+    }.items():
+        assert said in str(CliRunner().invoke(app, ["verify", *words]).exception), words
+
+
+def test_inspect_writes_the_page_of_a_run_and_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "other"):
+        a_run(tmp_path / "runs" / name)
+    said = CliRunner().invoke(app, ["inspect", "runs/demo", "--html", "run.html"])
+    assert "demo: written to run.html" in said.stdout
+    assert "loss" in said.stdout
+    said = CliRunner().invoke(app, ["inspect", "runs", "--html", "all.html", "--json"])
+    assert set(json.loads(said.stdout)["title"].split(", ")) == {"demo", "other"}
+    assert "is neither" in str(CliRunner().invoke(app, ["inspect", "nowhere", "--html", "x.html"]).exception)

@@ -1,4 +1,4 @@
-"""The Truth view: rows, ranges and errors are those of `fivefold truth`; the null model's rows make its error."""
+"""The Truth view: rows, ranges and errors are those of `fivefold accuracy`; the null model's rows make its error."""
 
 from statistics import fmean
 from typing import Any

@@ -118,7 +118,7 @@ def shares_of(accelerator: str) -> str:
     return "" if accelerator in known() else LIKE.get(accelerator, "")
 
 
-SOURCE = "fitted by `fivefold truth --fit` to the runs in accuracy/data"
+SOURCE = "fitted by `fivefold accuracy --fit` to the runs in accuracy/data"
 
 
 MOST = 100  # rows of a source: a larger one is sampled, because its errors are alike

@@ -1,4 +1,4 @@
-"""What `fivefold truth` found: errors by source, sweeps, and rows; for people and as JSON."""
+"""What `fivefold accuracy` found: errors by source, sweeps, and rows; for people and as JSON."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""`fivefold bench attention`: one attention block, tensor-parallel over real ranks, against one process.
+"""`python -m benchmarks.attention`: one attention block, tensor-parallel over real ranks, against one process.
 
 measure(Shape(tp=2, hidden=512, heads=8, kv_heads=8, seq=256, batch=4, dtype="float32", rounds=15))
 

@@ -1,4 +1,4 @@
-"""One rank of `fivefold bench attention`: the block alone and together, in turns."""
+"""One rank of `python -m benchmarks.attention`: the block alone and together, in turns."""
 
 import torch
 from torch import Tensor

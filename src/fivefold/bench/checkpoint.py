@@ -84,7 +84,8 @@ def measure(
 
 
 # ---- recovery -------------------------------------------------------------------------------------------------------
-# `fivefold bench recovery`: how long ranks that are started anew take to get their state, from memory and from disk.
+# `fivefold bench checkpoint --recovery`: how long ranks that are started anew take to get their state, from memory and
+# from disk.
 #
 #     measure(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
 #

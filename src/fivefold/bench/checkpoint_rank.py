@@ -135,7 +135,7 @@ def quietly() -> Iterator[None]:
 
 
 # ---- recovery rank --------------------------------------------------------------------------------------------------
-# One rank of `fivefold bench recovery`.
+# One rank of `fivefold bench checkpoint --recovery`.
 
 
 def _made(rank: Rank, job: Job, directory: str, memory: str) -> Checkpoints:

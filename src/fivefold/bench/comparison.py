@@ -1,4 +1,4 @@
-"""`fivefold bench overhead` and `peers`: the same training step by several systems, in turns, in one run.
+"""`fivefold bench peers --overhead` and `peers`: the same training step by several systems, in turns, in one run.
 
     peers(["model.layers=4"], ranks=2, rounds=7, only="tp,pp").seconds
 

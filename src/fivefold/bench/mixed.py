@@ -1,4 +1,4 @@
-"""`fivefold bench mixed`: ranks of unequal speed, and what a split by speed and a schedule made for it gain.
+"""`python -m benchmarks.mixed`: ranks of unequal speed, and what a split by speed and a schedule made for it gain.
 
 Half of the ranks are slowed (`bench.slow`). All are measured while they run (`calibrate --ranks`), the planner divides
 the layers and predicts every step from those speeds alone, and then the steps are timed in turns, in one run.

@@ -1,4 +1,4 @@
-"""One rank of `fivefold bench mixed`: on a core of its own, slowed if it is to be."""
+"""One rank of `python -m benchmarks.mixed`: on a core of its own, slowed if it is to be."""
 
 import os
 from pathlib import Path

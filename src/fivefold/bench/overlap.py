@@ -1,4 +1,4 @@
-"""`fivefold bench overlap`: joined pairs whose halves run in turns, against one half after the other.
+"""`python -m benchmarks.overlap`: joined pairs whose halves run in turns, against one half after the other.
 
 measure(Shape(pp=2, microbatches=6, hidden=128, layers=8, seq=256, batch=12, link=100.0, rounds=5))
 

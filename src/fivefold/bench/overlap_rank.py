@@ -1,4 +1,4 @@
-"""One rank of `fivefold bench overlap`."""
+"""One rank of `python -m benchmarks.overlap`."""
 
 import time
 from collections import defaultdict

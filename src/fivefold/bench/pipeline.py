@@ -1,4 +1,4 @@
-"""`fivefold bench pipeline`: each schedule against its ideal, and against torch.distributed.pipelining, in one run.
+"""`python -m benchmarks.pipeline`: each schedule against its ideal, and against torch.distributed.pipelining, in turns.
 
 measure(Shape(pp=2, microbatches=8, hidden=384, layers=8, seq=256, batch=8, rounds=7))
 

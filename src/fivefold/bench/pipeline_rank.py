@@ -1,4 +1,4 @@
-"""One rank of `fivefold bench pipeline`."""
+"""One rank of `python -m benchmarks.pipeline`."""
 
 import time
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""`fivefold bench plan`: how long the planner's whole search takes, on one core, in this process."""
+"""`python -m benchmarks.plan`: how long the planner's whole search takes, on one core, in this process."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def empty_caches() -> None:
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
-# `fivefold bench schedules`: the time to build, check and simulate schedules.
+# `python -m benchmarks.schedules`: the time to build, check and simulate schedules.
 #
 # The cost per action must not grow with their size.
 

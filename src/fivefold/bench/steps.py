@@ -1,4 +1,4 @@
-"""`fivefold bench steps`: how long training steps take on one device, and how long the planner says they take.
+"""`fivefold bench train --cases`: how long training steps take on one device, and how long the planner says they take.
 
     cases("llama3-8b,layers=4/8,seq=4096,recompute=none/full")      # four of them
 
@@ -7,8 +7,7 @@ combinations are cases.
 """
 
 import csv
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -25,7 +24,6 @@ from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.render.blocks import check_writable
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -137,10 +135,10 @@ def cases(word: str) -> list[StepCase]:
 
 
 def measure(
-    words: list[str], steps: int, warm: float, file: Path | None, name: str | None, device: str, dtype: str, told: Told
-) -> RowsResult:
-    """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's."""
-    check_writable(file)
+    words: list[str], steps: int, warm: float, name: str | None, device: str, dtype: str, told: Told
+) -> Iterator[RowsResult]:
+    """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's. After
+    each of them, what has been measured, so that it is not lost."""
     problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm, within(0, 3600))])]
     for option, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
         if value not in known:
@@ -152,12 +150,10 @@ def measure(
     for number, case in enumerate(wanted, start=1):
         told(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
         timed += processes.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
-        if file is not None:  # after each case, so that what was measured is not lost
-            write(file, timed, " ".join(["fivefold", *sys.argv[1:]]))
-    if accelerator is None:
-        with suppress(UserError):
-            accelerator = find_accelerator(timed[0].device)
-    return result(timed, accelerator)
+        if accelerator is None:
+            with suppress(UserError):
+                accelerator = find_accelerator(timed[0].device)
+        yield result(timed, accelerator)
 
 
 def predicted(case: StepCase, accelerator: Accelerator) -> float:
@@ -165,16 +161,8 @@ def predicted(case: StepCase, accelerator: Accelerator) -> float:
     return estimate(Planned(case.spec, case.layout, cluster, case.seq, case.batch)).seconds
 
 
-def write(path: Path, timed: Sequence[Timed], command: str) -> None:
-    with path.open("w", newline="") as file:
-        file.write(f"# {command}\n")
-        writer = csv.DictWriter(file, list(timed[0].row), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(one.row for one in timed)
-
-
 def read(path: Path) -> list[Timed]:
-    """What `write` has written."""
+    """The rows of a CSV file that `-o` has written."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     # An empty cell is a figure that a case without enough memory does not have.

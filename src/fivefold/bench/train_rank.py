@@ -1,4 +1,4 @@
-"""One turn of `fivefold bench train`, or one case of `fivefold bench steps`, in a process of its own."""
+"""One turn of `fivefold bench train`, or one case of `fivefold bench train --cases`, in a process of its own."""
 
 import math
 import os

@@ -1,8 +1,8 @@
 """The catalogue: what each accelerator can do at best, and the links of the node it usually sits in.
 
 Every number is a ceiling taken from the maker's papers; how much of it a kernel or a collective reaches is the
-planner's business. Every entry says where its figures come from (`fivefold accelerators` prints it), and an assumption
-is called one.
+planner's business. Every entry says where its figures come from (`fivefold list accelerators` prints it), and an
+assumption is called one.
 """
 
 import json
@@ -23,7 +23,7 @@ from fivefold.support.text import did_you_mean, either
 #     achieved("H100").gemm      # of the peak rate, in a large bf16 GEMM
 #
 # The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in `efficiency.toml` beside this file:
-# fitted to published runs by `fivefold truth --fit`, or measured on a device by `fivefold calibrate`; it says which.
+# fitted to published runs by `fivefold accuracy --fit`, or measured on a device by `fivefold calibrate`; it says which.
 
 
 FILE = Path(__file__).with_name("efficiency.toml")
@@ -80,7 +80,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 def write(tables: dict[str, dict[str, Any]], path: Path = FILE) -> None:
     """The file anew: these tables, and of the others what it had."""
-    lines = ["# Made by `fivefold truth --fit` and `fivefold calibrate`; each table says by which."]
+    lines = ["# Made by `fivefold accuracy --fit` and `fivefold calibrate`; each table says by which."]
     for name, table in sorted((known() | tables).items()):
         key = f'"{name}"' if re.search(r"[^\w-]", name) else name
         lines += ["", f"[{key}]"]

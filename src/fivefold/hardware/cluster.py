@@ -389,7 +389,7 @@ class AcceleratorList(Result):
             for device in self.devices
         ]
         heads = ["name", ">GB", ">TB/s", *(f">{precision}" for precision in _LISTED), "in a node", "between nodes"]
-        caption = "Memory and its bandwidth, dense TFLOP/s by precision, links: `fivefold accelerators H100` shows one"
+        caption = "Memory and its bandwidth, dense TFLOP/s, links; `fivefold list accelerators H100` shows one"
         yield Table(heads, rows, "Accelerators", caption)
         sources = [(device.name, f"{'. '.join(SOURCES[device.name])}.") for device in self.devices]
         yield Table(["name", "~its figures are from"], sources, "Sources")

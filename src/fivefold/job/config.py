@@ -439,13 +439,18 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
 
 def _found(path: Path) -> Path:
     """The file; where there is none, the example or recipe of that name that comes with the package."""
-    name = path.name.removesuffix(".toml") + ".toml"
-    homes = [home for home in (EXAMPLES, RECIPES) if path.parent in (Path(), Path(home.name))]
-    example = next((home / name for home in homes if os.path.isfile(home / name)), None)
+    example = installed(path)
     if os.path.isfile(path) or example is None:
         return path
     warnings.warn(Note(f"there is no file {path} here; the job is Fivefold's own example {example}"), stacklevel=3)
     return example
+
+
+def installed(path: Path) -> Path | None:
+    """The job of that name that comes with the package."""
+    name = path.name.removesuffix(".toml") + ".toml"
+    homes = [home for home in (EXAMPLES, RECIPES) if path.parent in (Path(), Path(home.name))]
+    return next((home / name for home in homes if os.path.isfile(home / name)), None)
 
 
 def _read_job(path: Path) -> Table:

@@ -3,7 +3,7 @@
     step_range(case)             # Range(low=0.88, high=1.24), as factors of the predicted step time; or None
     step_range(case).around(10)  # (8.8, 12.4)
 
-`interval.toml`, beside this file, has the widths. `fivefold truth --coverage --write` makes it from runs that the
+`interval.toml`, beside this file, has the widths. `fivefold accuracy --coverage --write` makes it from runs that the
 constants had not seen. Kinds of cases differ in width: each trait of a case has a factor.
 """
 
@@ -113,7 +113,7 @@ def memory_range() -> Range:
 
 def write(found: Bands, path: Path = FILE) -> None:
     lines = [
-        "# Made by `fivefold truth --coverage --write`. low, high: logarithms of measured over predicted, between",
+        "# Made by `fivefold accuracy --coverage --write`. low, high: logarithms of measured over predicted, between",
         f"# which {SHARE:.0%} of the cases of an unseen source should lie; covered: how many did, sources left out;",
         "# factors: how much wider that is, by trait.",
     ]

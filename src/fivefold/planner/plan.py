@@ -23,7 +23,7 @@ from fivefold.layout.layout import Layout
 from fivefold.planner.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
 from fivefold.planner.mixed import groups_of, merged
 from fivefold.planner.result import PlanResult, SimulateResult
-from fivefold.planner.search import SURVIVORS, By, Option, evaluate, search
+from fivefold.planner.search import SURVIVORS, By, Option, Ranking, evaluate, search
 from fivefold.planner.training import batch_of, budget_of, training_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import precision_of
@@ -70,7 +70,7 @@ def plan(
     checked("top", top, within(1, SEQUENCES))
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
-    if wrong := layout_changes(changes, "--fix "):
+    if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
         raise UserError(wrong)
     job, kept, case = _question(model, cluster, changes, batch, seq, precision, software, tokens)
     case = replace(case, imbalance=imbalance_for(case.spec, imbalance))
@@ -80,8 +80,17 @@ def plan(
     free = batch is None and tokens is None and kept is not None and "train.batch" not in kept
     given = _given(case, layout) if layout is not None else None
     fixed = fixed_choices(fix)
-    found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed)
-    chosen = simplest(found.options) if by == "throughput" else found.best
+    unsearched = ""
+    try:
+        found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed)
+    except UserError as error:
+        if given is None:
+            raise
+        found, unsearched = (
+            Ranking((given,), 0, 0),
+            "; ".join(error.problems),
+        )  # what was given can be timed all the same
+    chosen = simplest(found.options) if by == "throughput" and not unsearched else found.best
     explained = given or chosen
     return PlanResult(
         case=case,
@@ -97,6 +106,8 @@ def plan(
         by=by,
         fixed=fixed,
         batch_from=usual_batch(case.spec, case.seq, case.cluster.world).why if free else "",
+        unsearched=unsearched,
+        nearest=nearest_fit(given) if given and not given.fits else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""What `fivefold plan` and `fivefold simulate` found: tables and sentences for people, the same figures as JSON."""
+"""What `plan` and `simulate` found: tables and sentences for people, the same figures as JSON."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from fivefold.render.blocks import Block, Cell, Drawing, Result, Table, Text
 from fivefold.render.scene import Scene
 from fivefold.schedules.draw import LEFT_OUT, legend, picture, timeline
 from fivefold.schedules.simulate import Simulation, simulate
+from fivefold.support.errors import UserError
 from fivefold.support.text import si
 
 DRAWN = 1024  # passes of a pipeline that a terminal can show
@@ -43,6 +44,17 @@ class PlanResult(Result):
     by: By = "throughput"
     fixed: dict[str, Any] = field(default_factory=dict)  # choices that were not free
     batch_from: str = ""  # where the batch is from that nobody gave
+    unsearched: str = ""  # why there is no choice beside the given layout, which then stands in its place
+    nearest: Neighbour | None = None  # where the given layout does not fit: what does, if anything
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return self.given is None or self.given.fits
+
+    @property
+    def step(self) -> "SimulateResult":
+        """One step of the explained layout."""
+        return SimulateResult(self.explained, self.nearest)
 
     @property
     def explained(self) -> Option:
@@ -71,13 +83,15 @@ class PlanResult(Result):
             "options": [figures(option, self.price) for option in self.options],
             "neighbours": [one.to_dict() for one in self.neighbours],
         }
-        return shown | ({"layout": figures(self.given, self.price)} if self.given else {})
+        if self.given is None:
+            return shown
+        return shown | {"layout": simulated(self.given, self.price) | {"advice": self.step.advice or None}}
 
     def scene(self) -> Scene:
         return overview(self.explained)
 
     def drawn(self, name: str) -> Scene:
-        """The picture that a file's name asks for: of memory, of traffic, of the mesh; else memory and time."""
+        """The picture that a file's name asks for: memory, traffic, the mesh, the step's timeline; else an overview."""
         for word, scene in PICTURES.items():
             if word in name.lower():
                 return scene(self)
@@ -88,11 +102,14 @@ class PlanResult(Result):
         yield Text(
             f"{case.spec.name} ({si(case.spec.parameter_count, 4)} parameters) on {case.cluster}: {case.batch} "
             f"sequences of {case.seq:,} tokens per step, {case.precision}, {case.stack.name}; "
-            f"{self.evaluated:,} layouts evaluated, {self.fitting:,} fit"
+            + ("one layout" if self.unsearched else f"{self.evaluated:,} layouts evaluated, {self.fitting:,} fit")
         )
         if self.batch_from:
             yield Text(self.batch_from)
-        yield _ranking(options if self.chosen in options else (*options, self.chosen), self.chosen)
+        if advice := self.given and self.step.advice:
+            yield Text(f"{advice}; what follows is the step of a device with more memory", "bad")
+        if not self.unsearched:
+            yield _ranking(options if self.chosen in options else (*options, self.chosen), self.chosen)
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds
             over = options[0].case.wires.across("tp") and not self.chosen.case.wires.across("tp")
@@ -111,9 +128,11 @@ class PlanResult(Result):
             yield Text(f"{_stages(option)}; hosts are numbered as in {self.training.hosts(option)}")
         yield from (_times(option), _memory(option), _traffic(option))
         if self.given:
-            if not self.given.fits:
-                yield Text(too_large(self.given), "bad")
-            yield Text(f"\nthe planner's choice, {self.chosen.layout}, {difference(self.given, self.chosen)}")
+            yield from self.step.timeline()
+            if self.unsearched:
+                yield Text(f"\nno layout to compare it with: {self.unsearched}")
+            else:
+                yield Text(f"\nthe planner's choice, {self.chosen.layout}, {difference(self.given, self.chosen)}")
         if self.hint:
             yield Text(self.hint)
         # Those that run, the fastest first; then those that do not fit or cannot run.
@@ -174,6 +193,10 @@ class SimulateResult(Result):
         if self.option.case.groups:
             yield Text(_stages(self.option))
         yield from (_times(self.option), _memory(self.option))
+        yield from self.timeline()
+
+    def timeline(self) -> Iterator[Block]:
+        """Who computes what when, where the pipeline has several stages."""
         if simulation := self.simulation:
             estimate, many = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
             if simulation.schedule.m * simulation.schedule.p <= DRAWN:
@@ -186,13 +209,19 @@ class SimulateResult(Result):
             )
 
 
-def simulated(option: Option) -> dict[str, Any]:
-    """What `simulate` says of a layout, but for its advice."""
-    return figures(option) | {"memory_limit_bytes": option.limit}
+def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
+    """What is said of a layout that was given, but for the advice."""
+    return figures(option, price) | {"memory_limit_bytes": option.limit}
 
 
 def _mesh(found: PlanResult) -> Scene:
     return MeshResult(found.layout, found.case.cluster).scene() or found.scene()
+
+
+def _step(found: PlanResult) -> Scene:
+    if (scene := found.step.scene()) is None:
+        raise UserError(f"{found.layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")
+    return scene
 
 
 # By a word in the file's name.
@@ -200,6 +229,7 @@ PICTURES: dict[str, Callable[[PlanResult], Scene]] = {
     "memory": lambda found: memory(found.explained, found.neighbours),
     "traffic": lambda found: sent(found.explained),
     "mesh": _mesh,
+    "step": _step,
 }
 
 
@@ -262,7 +292,7 @@ def _range_sentence(option: Option, steps: int | None = None) -> str:
     text = f"{IN_WORDS}: {times} {unit} per step, {rates} tokens/s, MFU {shares}"
     if steps is not None:
         text += f", {' to '.join(length(steps * seconds / DAY) for seconds in (low, high))}"
-    return f"{text} (`fivefold truth --coverage`)"
+    return f"{text} (`fivefold accuracy --coverage`)"
 
 
 def _device(option: Option) -> str:

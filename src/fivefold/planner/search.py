@@ -196,7 +196,7 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
     if len(case.cluster.groups) > 1 and case.spec.experts is not None:
         raise UserError(
             f"{case.spec.name} has experts, which are not searched over the unlike nodes of {case.cluster}; give one "
-            "group of nodes, or a layout to 'fivefold simulate'"
+            "group of nodes, or a --layout to time"
         )
     if len(case.cluster.groups) > 1:
         return _search_mixed(case, by, top, fixed)

@@ -15,7 +15,9 @@ from rich.text import Text as RichText
 
 from fivefold.render.paint import save
 from fivefold.support.errors import UserError
+from fivefold.support.files import write
 from fivefold.support.parsing import path_of
+from fivefold.support.progress import shown
 
 if TYPE_CHECKING:
     from rich.text import Text as RichText
@@ -106,6 +108,10 @@ class Result:
     def scene(self) -> "Scene | None":
         """The picture as data, which becomes SVG and PNG, light and dark."""
         return None
+
+    def drawn(self, name: str) -> "Scene | None":
+        """The picture that a file of this name should hold: some results have several."""
+        return self.scene()
 
     def svg(self, dark: bool = False) -> str | None:
         from fivefold.render.paint import to_svg
@@ -266,10 +272,12 @@ def _inert(text: str) -> str:
 
 
 def console_of(stderr: bool = False) -> Console:
-    """For everything that the program prints: numbers are not coloured, and nothing is cut."""
+    """For everything that the program prints: numbers are not coloured, and nothing is cut. What goes to standard error
+    are remarks, which --quiet leaves out."""
     columns = os.environ.get("COLUMNS", "")
     unknown = columns.isdigit() and int(columns) < 1  # some shells say 0 where there is no terminal
-    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=80 if unknown else None)
+    width = 80 if unknown else None
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width, quiet=stderr and not shown())
 
 
 def width_of(console: Console) -> int | None:
@@ -309,22 +317,38 @@ def to_text(blocks: Iterable[Block], width: int | None = None) -> str:
 # The end of every command: its result on the terminal or as JSON, its picture in a file, its exit code.
 
 
-def show(result: Result, as_json: bool = False, picture: Path | None = None) -> None:
-    """Print a result, and write its picture; one that is not ok ends the command with exit code 1."""
-    if picture is not None:
-        scene = result.scene()
-        if scene is None:
-            raise UserError(f"there is nothing to draw in {picture}")
-        save(scene, picture)
+TEXTS = (".json", ".txt")  # what any result can be written as
+
+
+def show(result: Result, as_json: bool = False, output: Path | None = None, said: Iterable[str] = ()) -> None:
+    """Print a result, and write it where `output` says; one that is not ok ends the command with exit code 1.
+
+    The file's ending says what is written: figures (.json), what is printed (.txt), or a picture. `said` are remarks
+    about other files."""
+    if output is not None:
+        _write(result, output)
+        said = (*said, f"written to {output}")
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:
         console = console_of()
         render(result.blocks(), console, width_of(console))
-        if picture is not None:
-            render([Text(f"written to {picture}")], console, None)
+        render(map(Text, said), console, None)
     if not result.ok:
         raise typer.Exit(1)
+
+
+def _write(result: Result, output: Path) -> None:
+    match output.suffix.lower():
+        case ".json":
+            write(output, json.dumps(result.to_dict(), indent=1) + "\n")
+        case ".txt":
+            write(output, to_text(result.blocks()))
+        case _:
+            scene = result.drawn(output.stem)
+            if scene is None:
+                raise UserError(f"there is nothing to draw in {output}")
+            save(scene, output)
 
 
 def check_writable(path: Path | None, *suffixes: str) -> None:

@@ -182,13 +182,14 @@ def schedule(name: str | Path, pp: int | None = None, microbatches: int | None =
 
 
 def check_output(path: Path | None, schedules: int) -> None:
-    """Refuse a file that can be neither picture, schedule nor page, before minutes are spent on its content."""
+    """Refuse a file that can be neither picture nor schedule, before minutes are spent on its content."""
     if path is None:
         return
     suffix = path.suffix.lower()
-    if suffix not in (*PICTURES, *SUFFIXES, ".html"):
+    if suffix not in (*PICTURES, *SUFFIXES):
+        page = f"; the page is --html {path}" if suffix in (".html", ".htm") else ""
         raise UserError(
-            f"{path} should end in {', '.join((*PICTURES, '.html'))} for a picture, {', '.join(SUFFIXES)} for data"
+            f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SUFFIXES)} for data{page}"
         )
     if suffix in SUFFIXES and schedules > 1:
         raise UserError(f"{path} can hold one schedule, and {schedules} are given; write them one by one")

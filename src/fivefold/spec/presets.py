@@ -1,4 +1,4 @@
-"""Models by name. Shapes are those of the published configurations; `fivefold models` prints the table.
+"""Models by name. Shapes are those of the published configurations; `fivefold list models` prints the table.
 
 A preset has a line with its numbers, and its family a line that says where they come from.
 """
@@ -200,7 +200,9 @@ def preset(name: str, **changes: Any) -> ModelSpec:
     ff.preset("llama3-8b", layers=16)
     """
     if name not in PRESETS:
-        raise UserError(f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold models' lists them)")
+        raise UserError(
+            f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold list models' lists them)"
+        )
     return ModelSpec(**({"name": name} | PRESETS[name] | changes))
 
 

@@ -11,6 +11,24 @@ from typing import TypeAlias, TypeVar
 Report: TypeAlias = Callable[[int, int], None]
 
 
+_SHOWN = [True]  # the last: whether bars, remarks and notes are
+
+
+def shown() -> bool:
+    """Whether people are told what goes on, beside what was asked for."""
+    return _SHOWN[-1]
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Nothing is shown meanwhile but results and errors."""
+    _SHOWN.append(False)
+    try:
+        yield
+    finally:
+        _SHOWN.pop()
+
+
 def quiet(done: int, total: int) -> None:
     """Report nothing."""
 
@@ -23,7 +41,7 @@ def bar(title: str) -> Iterator[Report]:
     from rich.progress import TransferSpeedColumn as Speed
 
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not shown()) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -32,14 +50,14 @@ def bar(title: str) -> Iterator[Report]:
 def late_bar(title: str, after: float = 1.0) -> Iterator[Report]:
     """A bar for a person who has waited for so many seconds."""
     start = time.monotonic()
-    shown: Report = quiet
+    drawn: Report = quiet
     with ExitStack() as stack:
 
         def report(done: int, total: int) -> None:
-            nonlocal shown
-            if shown is quiet and time.monotonic() - start > after and sys.stderr.isatty():
-                shown = stack.enter_context(bar(title))
-            shown(done, total)
+            nonlocal drawn
+            if drawn is quiet and time.monotonic() - start > after and sys.stderr.isatty() and shown():
+                drawn = stack.enter_context(bar(title))
+            drawn(done, total)
 
         yield report
 

@@ -16,7 +16,7 @@ from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
 from fivefold.checkpoint.hf_extras import TOKENIZERS
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
 from fivefold.data.tokenizer import foreign
-from fivefold.job.config import Job, RunConfig, resolve
+from fivefold.job.config import Job, RunConfig, installed, resolve
 from fivefold.job.preflight import Sources
 from fivefold.job.resume_rules import NEVER, Change, changes, refusals
 from fivefold.spec.hf import HF_CONFIG
@@ -61,8 +61,10 @@ def run_named(word: str | None) -> Place | None:
     if path is None or os.path.isfile(path):
         return None
     if not os.path.isdir(path):
-        others = _runs(path.parent)
-        if path.suffix != ".toml" and len(path.parts) > 1 and others:
+        near = str(path_of(RunConfig().dir) / path)  # its name alone; an example or a recipe may have the same
+        same = len(path.parts) == 1 and near in _runs(path_of(RunConfig().dir)) and not installed(path)
+        others = [near] if same else _runs(path.parent) if len(path.parts) > 1 else []
+        if path.suffix != ".toml" and others:
             raise UserError(f"there is neither a run nor a job file {path}; {did_you_mean(str(path), others)}")
         return None
     if inside := next((one for one in (path, *path.parents) if one.name == "checkpoints"), None):
@@ -201,25 +203,6 @@ def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
     """Why a job cannot go on from a checkpoint, whoever asks for it: its model is another."""
     before = stored(checkpoint)
     return refusals(before, job, 0, changes(before, job), checkpoint.path, named=False)
-
-
-def run_to_resume(word: str | None) -> Place:
-    """What `fivefold resume` was given, if it is a run; else a sentence that says what it is."""
-    example = "resume takes the directory of a run, for example: fivefold resume runs/run"
-    if run := run_named(word):
-        return run
-    if not word:
-        raise UserError(example)
-    path = path_of(word)
-    if not path.exists():
-        known = [one for parent in (path.parent, path_of(RunConfig().dir)) for one in _runs(parent)]
-        near = next((one for one in known if Path(one).name == path.name), None)
-        hint = f"did you mean {near!r}?" if near else did_you_mean(word, known) if known else example
-        raise UserError(f"there is no run {path}; {hint}")
-    if path.name == JOB and Store(path.parent / "checkpoints").complete():
-        raise UserError(f"{path} is the job of a run; 'fivefold resume {path.parent}' goes on with it")
-    job = f"; 'fivefold train {path}' trains a job file" if path.suffix == ".toml" else ""
-    raise UserError(f"{path} is a file, and {example}{job}")
 
 
 def _runs(parent: Path) -> list[str]:

@@ -119,11 +119,12 @@ _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: abo
 
 def run_job(
     job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
-) -> None:
-    """Train. Rank 0 alone prints. `stopping`: whether this rank was asked to stop and save."""
+) -> Path:
+    """Train, and return the run's directory. Rank 0 alone prints. `stopping`: whether this rank was asked to stop and
+    save."""
     try:
         with heartbeat.watched(job.train.timeout, world.rank, world.size):
-            _run_job(job, sources, world, console, start, stopping)
+            return _run_job(job, sources, world, console, start, stopping)
     except RuntimeError as error:
         why = lost_peer(error) if world.size > 1 else None
         if why is None:
@@ -133,7 +134,7 @@ def run_job(
 
 def _run_job(
     job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
-) -> None:
+) -> Path:
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
     check_memory(job, device, world)
@@ -194,13 +195,13 @@ def _run_job(
             console.print(finished(directory, before, trainer.done), soft_wrap=True, markup=False)
             if world.rank == 0:
                 tell_spares()
-            return
+            return directory
         facts = environment(mesh, sources)
         outputs = _agreed(control, lambda: Outputs(directory, job, facts, trainer.done, note))
         trainer.stopping = lambda: stopping() or (outputs is not None and outputs.vanished())
         if outputs is None:
             _train(trainer, control, directory, checkpointing, [])
-            return
+            return directory
         say(console, "run", f"{directory}; every setting: {directory / JOB}")
         marks = show_corpus(console, sources)
         if slow:
@@ -220,6 +221,7 @@ def _run_job(
         console.print(f"[bold]watchers[/]  {trainer.account}", soft_wrap=True)
         _show_rest(console, outputs, trainer, job, directory)
         outputs.judge()
+        return directory
 
 
 def _show_rest(console: Console, outputs: Outputs, trainer: Trainer, job: Job, directory: Path) -> None:

@@ -118,7 +118,7 @@ def _of_a_job(given: str | Path | None) -> str | Path | None:
     if path is not None and (path.is_dir() or path.suffix == ".json"):
         run = path if path.is_dir() else path.parent
         raise UserError(
-            f"{given} is no job file, which trace runs anew; `fivefold report run {run}` shows a run's trace"
+            f"{given} is no job file, which trace runs anew; `fivefold inspect {run} --html FILE` shows a run's trace"
         )
     return given
 

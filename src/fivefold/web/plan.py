@@ -1,4 +1,4 @@
-"""The Plan view: a layout of a model on a cluster, as `fivefold simulate` and `fivefold plan` have it.
+"""The Plan view: a layout of a model on a cluster, as `fivefold plan` has it.
 
 payload(Ask({"model": "llama3-70b", "cluster": "8x8xH100", "layout": "dp=8,tp=8,zero=1,sp,microbatches=8"}))
 payload(Ask({..., "move": "tp=16"}))    # one slider moved: dp follows; what cannot run comes with the nearest that can

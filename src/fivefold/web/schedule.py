@@ -1,4 +1,4 @@
-"""The Schedule view: a pipeline schedule on the clock, as `fivefold draw` and `fivefold schedules` have it.
+"""The Schedule view: a pipeline schedule on the clock, as `fivefold draw` and `fivefold compare schedules` have it.
 
 payload(Ask({"schedule": "zb-v", "pp": "8", "microbatches": "16", "times": "f=1,i=1,w=1,comm=0.1", "slow": "2=1.5"}))
 
@@ -142,7 +142,7 @@ def _one(query: Query, name: str) -> dict[str, Any]:
 
 
 def _rows(query: Query) -> list[dict[str, Any]]:
-    """As `fivefold schedules --json` has them, and beside the figures what is drawn."""
+    """As `fivefold compare schedules --json` has them, and beside the figures what is drawn."""
     found: dict[str, Simulation | UserError] = {}
     for name in query.names:
         try:

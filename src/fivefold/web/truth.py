@@ -1,4 +1,4 @@
-"""The Truth view: what the planner predicts of measured runs, as `fivefold truth` has it.
+"""The Truth view: what the planner predicts of measured runs, as `fivefold accuracy` has it.
 
 payload(Ask())                          # the sources, and how many rows each has
 rows(Ask({"source": "llama3"}))         # its rows: cells, prediction, range, error; and its line of the table
@@ -63,7 +63,7 @@ def _null(result: TruthResult) -> dict[str, float]:
 
 
 def _row(score: RowScore, texts: dict[str, int]) -> dict[str, Any]:
-    """Its figures as `truth --json` has them, its range, and its cells as they stand in the file."""
+    """Its figures as `accuracy --json` has them, its range, and its cells as they stand in the file."""
     run = score.run
     band = step_range(run.case) if run and score.seconds is not None else None
     values = {name: text.strip() for name, text in score.row.values.items() if name and text and text.strip()}

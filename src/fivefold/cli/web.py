@@ -1,11 +1,14 @@
 """`fivefold ui`: a page to plan and to look at, served on this machine."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-SHORT = "Open a page to plan and look at layouts.  [dim]fivefold ui[/]"
+from fivefold.cli.options import Json
+
+UI = "Open a page to plan and look at layouts.  [dim]fivefold ui[/]"
 
 
 def ui(
@@ -14,6 +17,7 @@ def ui(
     runs: Annotated[
         list[Path] | None, typer.Option(help="A run's directory, or one with runs in it; may be given several times.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Serve a page on this machine: move sliders, and see memory, time and traffic of a layout as the planner has them.
 
@@ -31,4 +35,7 @@ def ui(
     """
     from fivefold.web.app import ui as serve
 
-    serve(port, runs or (), browser, typer.echo)
+    def said(text: str) -> None:
+        typer.echo(json.dumps({"address": text.split()[1]}) if as_json else text)
+
+    serve(port, runs or (), browser, said)

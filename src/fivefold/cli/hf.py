@@ -1,12 +1,14 @@
-"""`fivefold import hf` and `fivefold export hf`: to and from Hugging Face's directories."""
+"""`fivefold hf import` and `fivefold hf export`: from and to Hugging Face's directories."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.progress import bytes_bar
+from fivefold.cli.options import Json, bytes_bar, command
+from fivefold.cli.unknown import Explaining
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
 
@@ -14,27 +16,14 @@ if TYPE_CHECKING:
     from fivefold.checkpoint.store import Checkpoint
     from fivefold.job.config import Job
 
-IMPORT = "Import Hugging Face weights.  [dim]fivefold import hf DIR -o runs/llama[/]"
-EXPORT = "Export weights for Hugging Face.  [dim]fivefold export hf runs/demo -o demo-hf[/]"
-
-importing = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Import weights.")
-exporting = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Export weights.")
+SHORT = "Import and export Hugging Face weights.  [dim]fivefold hf import DIR -o runs/llama[/]"
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Hugging Face's directories.")
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
 
 
-@importing.callback()
-def _import() -> None:
-    pass
-
-
-@exporting.callback()
-def _export() -> None:
-    pass
-
-
-@importing.command("hf", short_help="From a directory with config.json and safetensors.")
+@command(app, "import", "From config.json and safetensors.  [dim]fivefold hf import DIR -o runs/llama[/]")
 def import_hf(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="config.json and *.safetensors.", show_default=False)
@@ -43,6 +32,7 @@ def import_hf(
     data: Annotated[
         Path | None, typer.Option(help="Tokens to train on; they must be of the model's tokenizer.", show_default=False)
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Make a run directory whose step 0 has the weights of a Hugging Face directory.
 
@@ -54,7 +44,7 @@ def import_hf(
 
     [dim]Examples:[/]
 
-      fivefold import hf ~/models/Llama-3.2-1B -o runs/llama
+      fivefold hf import ~/models/Llama-3.2-1B -o runs/llama
 
       fivefold data prepare essays/ -o tokens/ --tokenizer runs/llama
 
@@ -73,16 +63,20 @@ def import_hf(
         checkpoint = take(directory, output, advance, data)
     job, run = stored(checkpoint), shlex.quote(str(output))
     known = (output / "tokenizer.json").is_file()
+    train = f"fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else "")
+    if as_json:
+        typer.echo(json.dumps({"checkpoint": str(checkpoint.path), "job": str(output / "job.toml"), "train": train}))
+        return
     typer.echo(
         f"{checkpoint.path}; {output / 'job.toml'} fine-tunes it, in {job.train.dtype}, sequences of {job.data.seq} "
         f"tokens and a learning rate of {job.optimizer.lr:g}"
     )
     if data is None and known:
         typer.echo(f"prepare its data with: fivefold data prepare TEXT -o TOKENS --tokenizer {run}")
-    typer.echo(f"train it with: fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else ""))
+    typer.echo(f"train it with: {train}")
 
 
-@exporting.command("hf", short_help="As a directory that transformers' from_pretrained reads.")
+@command(app, "export", "For transformers' from_pretrained.  [dim]fivefold hf export runs/demo -o demo-hf[/]")
 def export_hf(
     run: Annotated[
         str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)
@@ -93,6 +87,7 @@ def export_hf(
         str, typer.Option(help="float32, bfloat16 or float16; default: as imported, and float32 of other runs.")
     ] = "",
     shard_size: Annotated[str, typer.Option(help="Largest size of one file: 4GB, 500MB.")] = "4GB",
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint as config.json and safetensors.
 
@@ -103,9 +98,9 @@ def export_hf(
 
     [dim]Examples:[/]
 
-      fivefold export hf runs/demo -o demo-hf
+      fivefold hf export runs/demo -o demo-hf
 
-      fivefold export hf runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
+      fivefold hf export runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
     """
     from fivefold.checkpoint.find import find, job_of
     from fivefold.checkpoint.hf import EXPORTED, usual_dtype
@@ -121,7 +116,9 @@ def export_hf(
     limit, (tokenizer, end) = _bytes(shard_size), _words(checkpoint, job)
     with bytes_bar("exporting", EXPORTED[dtype].itemsize * job.model.parameter_count) as advance:
         give(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
-    typer.echo(f"{output}: {job.model.name} after step {checkpoint.manifest.step}, in {dtype}")
+    name, at = job.model.name, checkpoint.manifest.step
+    figures = {"directory": str(output), "model": name, "step": at, "dtype": dtype}
+    typer.echo(json.dumps(figures) if as_json else f"{output}: {name} after step {at}, in {dtype}")
 
 
 def _bytes(text: str) -> int:

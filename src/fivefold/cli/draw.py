@@ -1,15 +1,15 @@
-"""`fivefold draw` and `fivefold schedules`: pipeline schedules, drawn and compared."""
+"""`fivefold draw`: pipeline schedules, and the mesh of a layout."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from fivefold.render.blocks import console_of, render, show
+from fivefold.cli.options import DRAWN, Html, Json, written
+from fivefold.render.blocks import Text, check_writable, console_of, render, show
 from fivefold.support.errors import UserError
 
 DRAW = "Draw a pipeline schedule, or the mesh.  [dim]fivefold draw zb-v --pp 4 --microbatches 8[/]"
-SCHEDULES = "Compare all schedules: bubble, memory, messages.  [dim]fivefold schedules --pp 8 --microbatches 32[/]"
 
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")]
 Ranks = Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p).")]
@@ -29,11 +29,6 @@ Sends = Annotated[
     Literal["eager", "blocking"], typer.Option(help="Whether a sender goes on while its message travels.")
 ]
 Overlap = Annotated[bool, typer.Option(help="Whether messages travel while the receiver computes.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="A picture: .svg, .png; a page: .html; the schedule: .txt, .json."),
-]
 
 
 def draw(
@@ -51,7 +46,10 @@ def draw(
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")
     ] = "",
-    output: Output = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write a picture (.svg, .png) or the schedule (.txt, .json).")
+    ] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Draw a schedule: which rank computes what when, where the bubbles are, what each rank holds.
@@ -59,7 +57,8 @@ def draw(
     A schedule is proven before it is drawn: complete, in order, free of deadlock, within its memory.
 
     `draw mesh` draws a layout on a cluster instead: which rank of which node stands where on each axis, and
-    over which links the axis communicates. A file that ends in .dark.svg or .dark.png is dark.
+    over which links the axis communicates. A file that ends in .dark.svg or .dark.png is dark. With --html,
+    the page of `fivefold ui` is written with these schedules in it, as one file to send.
 
     [dim]Examples:[/]
 
@@ -71,7 +70,7 @@ def draw(
 
       fivefold draw 1f1b zb-h1 auto --pp 4 --microbatches 8 --slow 1=1.5 -o compare.png
 
-      fivefold draw zb-v --pp 4 --microbatches 8 -o zb-v.html
+      fivefold draw zb-v --pp 4 --microbatches 8 --html zb-v.html
 
       fivefold draw my-schedule.txt
 
@@ -83,6 +82,10 @@ def draw(
         others = (pp, microbatches, chunks, group, memory, times or None, slow or None)
         if any(value is not None for value in others) or sends != "eager" or not overlap:
             raise UserError("the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule")
+        if html is not None:
+            raise UserError(
+                f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`"
+            )
         _draw_mesh(layout, cluster, output, as_json)
         return
     if layout or cluster:
@@ -90,13 +93,9 @@ def draw(
     check_output(output, len(schedule))
     result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
                   slow=slow, sends=sends, overlap=overlap)  # fmt: skip
-    if output is not None and output.suffix.lower() == ".html":
-        from fivefold.cli.report import write_report
-
-        write_report(result, output, as_json)
-        return
-    said = None if output is None else list(result.save(output))
-    if as_json or said is None:
+    said = [] if output is None else list(result.save(output))
+    said += [] if html is None else [Text(written(result, html))]
+    if as_json or not said:
         show(result, as_json)
     else:
         render(said, console_of(), None)
@@ -104,48 +103,8 @@ def draw(
 
 def _draw_mesh(layout: str, cluster: str, output: Path | None, as_json: bool) -> None:
     from fivefold.planner.pictures import mesh
-    from fivefold.render.blocks import check_writable
-    from fivefold.render.paint import PICTURES
 
     if not layout:
         raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2")
-    check_writable(output, *PICTURES)
+    check_writable(output, *DRAWN)
     show(mesh(layout, cluster or None), as_json, output)
-
-
-def schedules(
-    pp: Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p); default: 4.")] = None,
-    microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m); default: 8.")
-    ] = None,
-    chunks: Chunks = None,
-    group: Group = None,
-    memory: Memory = None,
-    times: TimesText = "",
-    slow: Slow = "",
-    sends: Sends = "eager",
-    overlap: Overlap = True,
-    published: Annotated[bool, typer.Option("--published", help="The zero-bubble paper's rates, and ours.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Compare all schedules: bubble, memory, communication, and what each one needs.
-
-    [dim]Examples:[/]
-
-      fivefold schedules --pp 8 --microbatches 32 --times f=1,i=1,w=1,comm=0.1
-
-      fivefold schedules --pp 8 --microbatches 32 --slow 3=1.5 --json
-
-      fivefold schedules --published
-    """
-    from fivefold.schedules.result import PublishedResult, compare
-
-    if published:
-        numbers = (pp, microbatches, chunks, group, memory)
-        if any(number is not None for number in numbers) or times or slow or sends != "eager" or not overlap:
-            raise UserError("--published prints the paper's own cases; leave out the options that describe another one")
-        show(PublishedResult(), as_json)
-        return
-    p, m = 4 if pp is None else pp, 8 if microbatches is None else microbatches
-    show(compare(p, m, chunks=chunks, group=group, memory=memory, times=times, slow=slow, sends=sends,
-                 overlap=overlap), as_json)  # fmt: skip
