@@ -66,7 +66,7 @@ def test_what_training_in_bfloat16_does_to_a_channel_averages_out_over_tokens(mo
     for one in spec.parameters():
         if one.kind == "norm":
             weights.masters[one.name].data += 0.3 * torch.rand(one.shape, generator=random)
-    weights.publish()
+    weights.sync_params()
     block = decoder.layers["0"]
     x = stream(tokens, spec.hidden)
     found = decoder.ops.norm(block.attention_norm, x).double()

@@ -29,7 +29,7 @@ def resident(layout: str, dtype: str) -> State:
     job = job_of(layout, dtype)
     engine = Engine(job, Mesh.of(job.layout, torch.device("cpu")))
     for step in range(2):
-        engine.accumulate(make_batch(job, step))
+        engine.forward_backward(make_batch(job, step))
         held = engine.weights.resident()
         engine.step(1e-3, engine.gradient_norm())
     return State(held["parameters"], held["gradients"], held["masters"] + engine.optimizer.resident())
@@ -67,7 +67,7 @@ def narrow(rank: int, world: int) -> list[tuple[int, float]]:
         unsharded.narrow = True
         for master in unsharded.masters.values():
             master.grad_dtype = None
-        engine.accumulate(make_batch(job, 0))
+        engine.forward_backward(make_batch(job, 0))
         seat = RankCoords.of(job.layout, rank)
         table = state_of(job.model, job.layout, "bfloat16", **seat._asdict(), seq=job.data.seq, narrow=True)
         found.append((engine.weights.resident()["gradients"], table.gradients))

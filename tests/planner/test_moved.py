@@ -79,7 +79,7 @@ def test_bytes_of_a_logit_are_counted() -> None:
         job = read_job(None, ["model=tiny", "model.layers=1", f"model.vocab={vocab}", "data.seq=512", "train.batch=2"])
         engine = Engine(job, Mesh.of(job.layout, torch.device("cpu")))
         with Moves() as step:
-            engine.accumulate(plain_batch(vocab, 2, 512))
+            engine.forward_backward(plain_batch(vocab, 2, 512))
         moved.append(step.bytes)
     wide = 2  # the figure is of 2-byte numbers
     assert (moved[1] - moved[0]) / (1024 * 2048) / wide == pytest.approx(ON_CPUS.logit_bytes, rel=0.15)

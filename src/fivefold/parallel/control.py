@@ -1,9 +1,9 @@
 """Small values that ranks exchange beside the training step: rank 0 collects, and rank 0 announces.
 
     control = Control(mesh, timeout=600)
-    control.from_first(value, Path)      # rank 0's, on every rank
-    control.to_first(value, int)         # all ranks', on rank 0
-    control.from_all(value, int)         # all ranks', on every rank
+    control.broadcast_object(value, Path)     # rank 0's, on every rank
+    control.gather_object(value, int)         # all ranks', on rank 0
+    control.all_gather_object(value, int)     # all ranks', on every rank
 
 They travel through the store at which the ranks met, not through a process group: a background thread may use it, a
 wait can be given up, and it is known who is missing. A wait lasts as long as those waited for move (see
@@ -121,8 +121,8 @@ def post(name: str) -> Folder | Remote:
 #     data = packed(value)
 #     value = unpacked(data, list[File])     # a TrainingError, if it is not that
 #
-#     from_all(value, int, group)            # collective: the values of all ranks, in their order, on every rank
-#     to_first(value, RankTrace, group)      # collective: those of all ranks, on the first; others get none
+#     all_gather_object(value, int, group)   # collective: the values of all ranks, in their order, on every rank
+#     gather_object(value, RankTrace, group) # collective: those of all ranks, on the first; others get none
 #
 # torch's collectives of objects unpickle, and so execute, whatever comes.
 

@@ -26,7 +26,7 @@ from fivefold.spec.model import ModelSpec
 #             loss(model(microbatch)).backward()
 #     weights.finish()                    # masters' gradients are the sums over all ranks
 #     ...                                 # an optimizer's step on weights.masters
-#     weights.publish()
+#     weights.sync_params()
 #
 # Stages 0, 1 and 2 use buckets of our own (`replicated`). Stage 3 and hybrid sharding use FSDP2 (`fsdp`).
 

@@ -1,13 +1,13 @@
-"""Two halves of a joined pair, of which one runs at any time: the baton says which.
+"""Two halves of a joined pair, of which one runs at any time.
 
-    baton = Baton()
-    baton.run(forward, backward)        the forward first, here; the backward in a thread of its own
-    baton.hand_over()                   inside of a half, before it waits: the other one runs until it does the same
-    with baton.watched(make): ...       inside of a half: around each stretch of it
+    runner = PairRunner()
+    runner.run(forward, backward)       the forward first, here; the backward in a thread of its own
+    runner.yield_turn()                 inside of a half, before it waits: the other one runs until it does the same
+    with runner.watched(make): ...      inside of a half: around each stretch of it
 
 A half that has ended hands over no more, so the other runs to its end. Who runs when is a function of where the two
 hand over, and never of who is quicker: all ranks that run the same pair start their collectives in the same order. No
-two threads ever run at once, so nothing needs a lock. The baton belongs to a half, not to a thread: on a GPU autograd
+two threads ever run at once, so nothing needs a lock. The turn belongs to a half, not to a thread: on a GPU autograd
 runs a backward pass in a thread of its own.
 
 Why two threads are safe with NCCL, which wants the operations of a device issued in one order: it lets several threads

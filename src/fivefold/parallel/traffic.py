@@ -1,7 +1,7 @@
 """A counter of everything that this rank sends to others: each collective and send, by axis, in calls and bytes.
 
     with TrafficCounter(mesh) as counter:
-        engine.accumulate(batch)
+        engine.forward_backward(batch)
     counter.rows()      # axis, kind, calls, payload, wire
 
 It works in the dispatcher, where the collectives of this project, of FSDP2 and of DTensor all pass, those of the
@@ -134,7 +134,7 @@ def _bytes(side: Any) -> int:
 #
 #     same_order(control, mesh, engine.order)       before it: what each rank is about to start, and in which order
 #     with same_calls(mesh):
-#         engine.accumulate(batch)
+#         engine.forward_backward(batch)
 #
 # The first rank of a group to come to its n-th collective leaves word of it in the store, and the others compare
 # theirs. So nobody waits, and of two ranks that disagree the later one raises `Mismatch`, which names both, instead of

@@ -3,7 +3,7 @@
     tracer = tracer_of(mesh, after=3, steps=2)
     engine = Engine(job, mesh, tracer.watch)
     with tracer.step(number):
-        engine.accumulate(batch)
+        engine.forward_backward(batch)
         with tracer.update("norm"):
             ...
     trace = tracer.after(number, engine.schedule)

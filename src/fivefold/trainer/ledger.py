@@ -2,7 +2,7 @@
 
     ledger = Ledger(engine, counter)
     with ledger:
-        engine.accumulate(batch)
+        engine.forward_backward(batch)
     ledger.peak, ledger.moments, ledger.flops
 
 It stands in the dispatcher: the memory behind every new tensor is entered when it appears, and struck out when its last
